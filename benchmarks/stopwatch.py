@@ -137,7 +137,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     finally:
         watch.close()
     if result.errors:
-        raise click.ClickException(result.errors["it"])
+        raise click.ClickException(str(result.errors["it"]))
     (row,) = result.rows["it"]
     reported = {"p50_ms": row["p50_ms"], "processor_ms": row["processor_ms"]}
     seen = {

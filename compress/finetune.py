@@ -15,6 +15,7 @@ from smelt.compress.train.settings import (
 )
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
+from smelt.core.messages import Message
 from smelt.core.stage import Context, Need
 
 
@@ -70,14 +71,12 @@ class Finetune:
     @classmethod
     def check_model(
         cls, settings: FinetuneSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         return check_training(settings, config), config
 
     @classmethod
-    def check_rows(
-        cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]
-    ) -> list[tuple[str, str]]:
+    def check_rows(cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what does not fit the rows: a sentence embedder learns from scores, and keeps its width."""
         return scores_lacking(task, data, ("train", "validation")) + masks_unfit(settings, task)
 

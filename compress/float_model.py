@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from smelt.compress.behind_codes import BEHIND_QUANTIZE
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 
@@ -27,7 +28,8 @@ def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
     if any(edit.get("op") == "quantize" for edit in read_edits(src.path)):
         raise InputError(
             f"{stage}: the model that it gets is quantized, and integer weights cannot be changed any more."
-            f" Put '{stage}' before 'quantize' in the recipe."
+            f" Put '{stage}' before 'quantize' in the recipe.",
+            code=BEHIND_QUANTIZE,
         )
     return load_model(src.path)
 

@@ -112,11 +112,15 @@ class Artifact:
                 there = path.is_file()
                 same = there and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
             except (OSError, ValueError) as error:  # not to be read, or a name that no file can have
-                raise InputError(f"{path}: cannot be read: {error}. {mend}") from error
+                raise InputError(
+                    f"{path}: cannot be read: {error}. {mend}", code="unreadable-file"
+                ) from error
             if not there:
-                raise InputError(f"{path}: this file of the artifact is missing. {mend}")
+                raise InputError(f"{path}: this file of the artifact is missing. {mend}", code="missing-file")
             if not same:
-                raise InputError(f"{path}: its bytes are not those that were written. {mend}")
+                raise InputError(
+                    f"{path}: its bytes are not those that were written. {mend}", code="changed-file"
+                )
 
 
 def read_artifact(path: Path) -> Artifact:
@@ -129,8 +133,8 @@ def read_artifact(path: Path) -> Artifact:
     """
     path = path.resolve()
     manifest = read_manifest(path)
-    for stranger, problem in strangers(path, manifest):
-        raise InputError(f"{stranger}: {problem}")
+    for stranger, code, problem in strangers(path, manifest):
+        raise InputError(f"{stranger}: {problem}", code=code)
     return Artifact(path, manifest)
 
 
@@ -183,19 +187,28 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     if not path.is_dir():
-        raise InputError(f"{path}: no such folder. An artifact is a folder such as runs/x/artifacts/onnx.")
+        raise InputError(
+            f"{path}: no such folder. An artifact is a folder such as runs/x/artifacts/onnx.",
+            code="missing-folder",
+        )
     if not file.is_file():
         missing = f"no {MANIFEST} in this folder, so it is not a smelt artifact."
-        raise InputError(f"{path}: {missing}{_run_of(path)}{_package_of(path) or _model_of(path)}")
+        raise InputError(
+            f"{path}: {missing}{_run_of(path)}{_package_of(path) or _model_of(path)}", code="not-an-artifact"
+        )
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")
         manifest = Manifest.model_validate(load_json(file))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: not a manifest that this version of smelt reads: {error}") from error
+        raise InputError(
+            f"{file}: not a manifest that this version of smelt reads: {error}", code="damaged-manifest"
+        ) from error
     for name in manifest.files:
         if not _is_inside(name):
-            raise InputError(f"{file}: the file name {name!r} leads out of the artifact.")
+            raise InputError(
+                f"{file}: the file name {name!r} leads out of the artifact.", code="path-outside-folder"
+            )
         if not is_known_kind(name):
             raise InputError(
                 f"{file}: lists {name[:200]!r}, which is no weight, graph, tokenizer or setting and might be"
@@ -233,8 +246,8 @@ def _is_inside(name: str) -> bool:
     return bool(parts) and ".." not in parts and not absolute and "\0" not in name
 
 
-def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
-    """Yield what was never part of the artifact and could do harm, each with what is wrong with it.
+def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str, str]]:
+    """Yield what was never part of the artifact and could do harm, each with code and text of what is wrong.
 
     That is links that lead out of the folder, and files that the manifest does not list.
     """
@@ -247,11 +260,13 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
                 target = os.readlink(path)
                 yield (
                     path,
+                    "path-outside-folder",
                     f"a link to {target}, which leads out of the artifact. Copy the file there instead.",
                 )
             elif name in files and inside.as_posix() not in listed and not is_harmless(inside):
                 yield (
                     path,
+                    "unknown-file",
                     f"this file is not of the artifact: {MANIFEST} does not list it, and it could be read as"
                     " part of the model. Remove it or move it elsewhere.",
                 )

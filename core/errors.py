@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from smelt.core.messages import Message
 
@@ -45,6 +45,13 @@ class SmeltError(Exception):
         self.setting, self.file, self.line = setting, file, line
         self.found = tuple(found)
 
+    def at(self, place: str) -> Self:
+        """Return the error itself, with the file and line of `place` where that is ``FILE:LINE``."""
+        file, _, line = place.rpartition(":")
+        if file and line.isdecimal():
+            self.file, self.line = file, int(line)
+        return self
+
     def as_message(self, step: str | None = None) -> Message:
         """Return the error as data, for a report."""
         return Message(
@@ -75,6 +82,14 @@ class InputError(SmeltError):
     """Something that can be known before work starts: recipe, data, model folder, command line."""
 
     exit_code = 2
+
+
+def together(found: Iterable[Message], kind: type[InputError] = InputError) -> InputError:
+    """Return the error that reports `found`, one per line; it has their code where all have the same."""
+    messages = tuple(found)
+    kinds = {message.code for message in messages}
+    code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
+    return kind("\n".join(map(str, messages)), code=code, found=messages)
 
 
 class RunError(SmeltError):

@@ -198,5 +198,5 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = load_json(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: broken JSON: {error}") from error
+        raise InputError(f"{path}: broken JSON: {error}", code="invalid-json") from error
     return value if isinstance(value, dict) else {}

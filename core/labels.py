@@ -43,7 +43,8 @@ def class_names(config: Mapping[str, Any]) -> list[str]:
         return [by_output[i] if names else f"LABEL_{i}" for i in range(count)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"config.json: id2label must map the outputs 0, 1, ... to names, read {repr(names)[:80]}."
+            f"config.json: id2label must map the outputs 0, 1, ... to names, read {repr(names)[:80]}.",
+            code="wrong-label-names",
         ) from error
 
 
@@ -60,16 +61,20 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
     if said not in get_args(ProblemType):
         known = ", ".join(get_args(ProblemType))
         hint = nearest(str(said), get_args(ProblemType))
-        raise InputError(f"config.json: problem_type is {said!r}; known: {known}.{hint}")
+        raise InputError(
+            f"config.json: problem_type is {said!r}; known: {known}.{hint}", code="unknown-problem-type"
+        )
     if said == REGRESSION and outputs > 1:
         raise InputError(
             f"config.json: problem_type is regression and the model has {outputs} outputs;"
-            " smelt knows regression with one output."
+            " smelt knows regression with one output.",
+            code="too-many-outputs",
         )
     if said == SINGLE and outputs == 1:
         raise InputError(
             "config.json: problem_type is single_label_classification and the model has one output;"
-            " one that tells two classes apart has two, one that gives a number is regression."
+            " one that tells two classes apart has two, one that gives a number is regression.",
+            code="too-few-outputs",
         )
     kind: ProblemType = said
     return kind

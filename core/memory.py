@@ -41,7 +41,8 @@ def require_memory(needed_bytes: int, what: str, remedy: str, free_bytes: int | 
     if needed_bytes > free:
         raise RunError(
             f"{what} needs at least {needed_bytes / 1e9:.1f} GB of memory more, and {free / 1e9:.1f} GB are"
-            f" free. {remedy}"
+            f" free. {remedy}",
+            code="out-of-memory",
         )
 
 

@@ -40,7 +40,8 @@ class Message:
     def __str__(self) -> str:
         place = self.file or ("line" if self.line is not None else "")
         at = "" if self.line is None else f":{self.line}" if self.file else f" {self.line}"
-        return ": ".join(part for part in (f"{place}{at}", self.step or "", self.message) if part)
+        where = "" if self.message.startswith(f"{place}{at}") else f"{place}{at}"  # an error's text has it
+        return ": ".join(part for part in (where, self.step or "", self.message) if part)
 
     def prefixed(self, prefix: str) -> Message:
         """Return the same message with `prefix` before its text."""
@@ -58,6 +59,18 @@ def warning(
 ) -> Message:
     """Return a `Message` of severity `warning`."""
     return Message(code, message, step=step, setting=setting, file=file, line=line)
+
+
+def mistake(
+    code: str,
+    message: str,
+    *,
+    setting: str | None = None,
+    file: str | None = None,
+    line: int | None = None,
+) -> Message:
+    """Return a `Message` of severity `error`: one of several mistakes that an error reports together."""
+    return Message(code=code, severity="error", message=message, setting=setting, file=file, line=line)
 
 
 def info(code: str, message: str) -> Message:

@@ -37,7 +37,7 @@ def require(package: str, oldest: str, what: str) -> None:
     """
     lack = package_lack(package, oldest)
     if lack is not None:
-        raise MissingDependencyError(f"{what}: {lack}. {how_to_get(package, oldest)}")
+        raise MissingDependencyError(f"{what}: {lack}. {how_to_get(package, oldest)}", code="not-installed")
 
 
 def _number(release: str) -> tuple[int, ...]:

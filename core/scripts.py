@@ -122,12 +122,14 @@ def _check(tokenize: str, script: str | None) -> None:
             f" without spaces ({script}: each sentence would be one token. Use tokenize: {best}, or"
             " leave the setting out.",
             code="bleu-tokenizer",
+            setting="tokenize",
         )
     if tokenize == "flores200" and not _installed(tokenize):
         raise InputError(
             f"tokenize: flores200 is not here: {_FLORES} is missing, which sacrebleu fetches when it first"
             " scores with flores200 on a machine with a network. Fetch it there, or use tokenize: char.",
             code="bleu-tokenizer",
+            setting="tokenize",
         )
     if not _installed(tokenize):
         language = tokenize.split("-", maxsplit=1)[0]
@@ -135,6 +137,7 @@ def _check(tokenize: str, script: str | None) -> None:
             f"tokenize: {tokenize} is not installed: pip install 'sacrebleu[{language}]', or use"
             " tokenize: char.",
             code="bleu-tokenizer",
+            setting="tokenize",
         )
 
 

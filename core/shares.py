@@ -53,7 +53,8 @@ def divide(split: Split, shares: Mapping[str, float], seed: int) -> dict[str, Sp
     groups = _stretches(split, seed) if _is_lines(split) else _copies(split, seed)
     if len(groups) <= len(shares):
         raise InputError(
-            f"{split.origin}: {len(groups)} different texts cannot be divided into {len(shares) + 1} splits."
+            f"{split.origin}: {len(groups)} different texts cannot be divided into {len(shares) + 1} splits.",
+            code="too-few-texts",
         )
     taken: dict[str, list[int]] = {}
     for name, share in shares.items():

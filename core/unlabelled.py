@@ -26,14 +26,15 @@ def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Sp
     """
     if task not in WITHOUT_LABELS:
         raise InputError(
-            f"{origin}: texts without labels are for {' and '.join(sorted(WITHOUT_LABELS))}, not for {task}."
+            f"{origin}: texts without labels are for {' and '.join(sorted(WITHOUT_LABELS))}, not for {task}.",
+            code="unsupported-task",
         )
     path = placed(base, origin)
     if path.is_file() and file_kind(path) == ".txt":
         lines = read_text_file(path).splitlines()
         found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())
         if not found:
-            raise InputError(f"{path}: no text in this file; '{UNLABELLED}' needs some.")
+            raise InputError(f"{path}: no text in this file; '{UNLABELLED}' needs some.", code="empty-data")
         return Split(origin, found)
     # rows of sentence similarity are the same with and without a score
     texts = columns.model_copy(update={"label": _NO_COLUMN})

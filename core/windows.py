@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from smelt.core.errors import SettingError
+
 
 class Windows(BaseModel):
     """How running text is cut for a language model: rows are joined, tokenized, cut in windows.
@@ -22,5 +24,8 @@ class Windows(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> Windows:
         if self.length is not None and self.stride is not None and self.stride > self.length:
-            raise ValueError(f"stride {self.stride} would leave out text between windows of {self.length}")
+            raise SettingError(
+                f"stride {self.stride} would leave out text between windows of {self.length}",
+                code="settings-conflict",
+            )
         return self

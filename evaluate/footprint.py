@@ -57,7 +57,9 @@ def onnx_parameters(folder: Path) -> int:
         try:
             model = onnx.load(path, load_external_data=False)
         except Exception as error:  # protobuf raises several kinds, all meaning the same
-            raise InputError(f"{path}: not an ONNX file that can be read: {error}") from error
+            raise InputError(
+                f"{path}: not an ONNX file that can be read: {error}", code="unreadable-file", file=str(path)
+            ) from error
         helpers = _scales_and_zero_points(model.graph) | {TABLE, ALWAYS}
         for tensor in model.graph.initializer:
             count = 0 if tensor.name in helpers else _values(tensor)
@@ -115,7 +117,11 @@ def _identity(tensor: Any, folder: Path) -> object:
         return kind, hashlib.sha256(stored.SerializeToString()).digest()
     path = folder / external["location"]
     if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-        raise InputError(f"{path}: the graph's weights should lie in this file, but it is not there.")
+        raise InputError(
+            f"{path}: the graph's weights should lie in this file, but it is not there.",
+            code="missing-file",
+            file=str(path),
+        )
     offset = int(external.get("offset", 0))
     left = int(external.get("length", path.stat().st_size - offset))
     digest = hashlib.sha256()

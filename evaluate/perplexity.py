@@ -45,12 +45,14 @@ def score_windows(
         if metric not in WINDOW_METRICS:
             known = ", ".join(WINDOW_METRICS)
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, WINDOW_METRICS)}"
+                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, WINDOW_METRICS)}",
+                code="unknown-metric",
             )
     if not losses or not len(losses) == len(tokens) == len(sizes):
         raise InputError(
             f"Perplexity needs windows with losses, tokens and bytes; there are {len(losses)}, {len(tokens)}"
-            f" and {len(sizes)}."
+            f" and {len(sizes)}.",
+            code="count-mismatch",
         )
     signature = f"{cut}|ci:bootstrap over windows|bs:{RESAMPLES}|seed:{SEED}"
     rows: list[list[int | float]] = [

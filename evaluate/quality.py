@@ -79,7 +79,8 @@ def score_texts(
     for index, texts in enumerate(references, start=1):
         if isinstance(texts, str) or not texts:
             raise InputError(
-                f"Example {index} needs a list with at least one reference text, read {texts!r}."
+                f"Example {index} needs a list with at least one reference text, read {texts!r}.",
+                code="missing-references",
             )
     examples = hash_of([list(texts) for texts in references])
     scores = {}
@@ -170,12 +171,16 @@ def _check(metrics: Sequence[str], known: Sequence[str], outputs: int, expected:
     for metric in metrics:
         if metric not in known:
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {', '.join(known)}.{nearest(metric, known)}"
+                f"Unknown metric '{metric}' here; known: {', '.join(known)}.{nearest(metric, known)}",
+                code="unknown-metric",
             )
     if outputs != expected:
-        raise InputError(f"{outputs} predictions for {expected} examples; there must be one for each.")
+        raise InputError(
+            f"{outputs} predictions for {expected} examples; there must be one for each.",
+            code="count-mismatch",
+        )
     if not expected:
-        raise InputError("No examples to score; the data needs at least one row.")
+        raise InputError("No examples to score; the data needs at least one row.", code="empty-data")
 
 
 def _sacrebleu_rows(

@@ -72,10 +72,14 @@ def score_vectors(
         if metric not in VECTOR_METRICS:
             known = ", ".join(VECTOR_METRICS)
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, VECTOR_METRICS)}"
+                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, VECTOR_METRICS)}",
+                code="unknown-metric",
             )
     if not len(texts) == len(vectors) > 0:
-        raise InputError(f"{len(vectors)} vectors for {len(texts)} texts; there must be one for each.")
+        raise InputError(
+            f"{len(vectors)} vectors for {len(texts)} texts; there must be one for each.",
+            code="count-mismatch",
+        )
     found: dict[str, Score] = {}
     for metric in metrics:
         if metric == AGREEMENT and reference is not None and reference.vectors.shape == vectors.shape:

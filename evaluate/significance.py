@@ -256,11 +256,13 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
         if one != two:
             raise InputError(
                 f"These scores cannot be compared in pairs: their {what} differ, {one!r} and {two!r}."
-                " Score both steps on the same data with the same settings."
+                " Score both steps on the same data with the same settings.",
+                code="scores-not-comparable",
             )
     if len(step.rows) != len(other.rows) and step.metric not in WINDOW_METRICS:
         raise InputError(
-            f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples."
+            f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples.",
+            code="scores-not-comparable",
         )
 
 

@@ -47,10 +47,13 @@ def score_outputs(
         if metric not in TENSOR_METRICS:
             known = ", ".join(TENSOR_METRICS)
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, TENSOR_METRICS)}"
+                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, TENSOR_METRICS)}",
+                code="unknown-metric",
             )
     if not got or len(got) != len(expected):
-        raise InputError(f"{len(got)} rows of outputs for {len(expected)} of the reference.")
+        raise InputError(
+            f"{len(got)} rows of outputs for {len(expected)} of the reference.", code="count-mismatch"
+        )
     pairs = list(zip(got, expected, strict=True))
     names = ",".join(expected[0])
     found: dict[str, Score] = {}

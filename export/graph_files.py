@@ -50,7 +50,9 @@ def read_graph(path: Path, values: bool = True) -> Any:
     try:
         return onnx.load(path, load_external_data=values)
     except Exception as error:  # protobuf and onnx raise several kinds, all meaning the same
-        raise RunError(f"{path}: not an ONNX file that can be read: {error}") from error
+        raise RunError(
+            f"{path}: not an ONNX file that can be read: {error}", code="damaged-file", file=str(path)
+        ) from error
 
 
 def tensors_of(graph: Any) -> Iterator[Any]:

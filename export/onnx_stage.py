@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import IMAGES, TASKS, Split, Task
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.precision.caches.fit import refused_model, refused_task
 from smelt.export.stage.fit import kind_of, opset_of, precision_in_file, require_room, require_runtime
@@ -57,15 +58,19 @@ class Onnx:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
-    def check_rows(
-        cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]
-    ) -> list[tuple[str, str]]:
+    def check_rows(cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what of the settings does not fit the task, by setting."""
         measured = {"tune": bool(settings.tune), "threads": settings.threads == "tune"}
         why = f"what is chosen by measuring is of texts; leave it out for {IMAGES}."
-        found = [(name, why) for name, asked in measured.items() if asked and task == IMAGES]
+        found = [
+            mistake("unsupported-task", why, setting=name)
+            for name, asked in measured.items()
+            if asked and task == IMAGES
+        ]
         lack = refused_task(task) if settings.kv_cache == "int8" else None
-        return found if lack is None else [*found, ("kv_cache", lack)]
+        if lack is not None:
+            found.append(mistake("unsupported-task", lack, setting="kv_cache"))
+        return found
 
     @classmethod
     def needs_with(cls, settings: OnnxSettings, given: Collection[str]) -> frozenset[Need]:
@@ -77,12 +82,13 @@ class Onnx:
     @classmethod
     def check_model(
         cls, settings: OnnxSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         lack = refused_model(config) if settings.kv_cache == "int8" else None
-        found = [] if lack is None else [("kv_cache", lack)]
+        found = [] if lack is None else [mistake("does-not-fit-model", lack, setting="kv_cache")]
         if CODED_CONVOLUTIONS in config and (why := REFUSED_CONVOLUTIONS.get(settings.graphs_of)):
-            found.append(("target", f"{why}. Branch off before the quantize step with `from: NAME`."))
+            text = f"{why}. Branch off before the quantize step with `from: NAME`."
+            found.append(mistake("unsupported-target", text, setting="target"))
         return found, config
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
@@ -133,7 +139,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
         reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, stay, ctx)
     if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
-        ctx.warn("attention-not-fused", told)
+        ctx.warnings.append(told)
     require_room(model, settings)
     facts, homes = write_all(graphs, settings, reference, ctx)
     kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)

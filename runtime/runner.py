@@ -103,15 +103,21 @@ class Runner(Protocol):
 
         Of a sentence embedder the vectors of texts, [B, D].
         """
-        raise InputError(f"{self.folder}: this model generates text; it does not classify.")
+        raise InputError(
+            f"{self.folder}: this model generates text; it does not classify.", code="does-not-classify"
+        )
 
     def encode(self, batch: Batch) -> Any:
         """Take in a batch; return the state that `decode_step` continues from."""
-        raise InputError(f"{self.folder}: this model classifies; it does not generate text.")
+        raise InputError(
+            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
+        )
 
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [R]), advance `state` in place, return float32 [R, V]."""
-        raise InputError(f"{self.folder}: this model classifies; it does not generate text.")
+        raise InputError(
+            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
+        )
 
     def sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
         """Run a graph that holds the whole loop; return int64 [B, T], each row's prompt and new tokens.
@@ -130,7 +136,9 @@ class Runner(Protocol):
 
         Beam search repeats and drops beams with it; so R may differ from the rows before.
         """
-        raise InputError(f"{self.folder}: this model classifies; it does not generate text.")
+        raise InputError(
+            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
+        )
 
     def close(self) -> None:
         """Free the memory and the runtime's threads."""

@@ -1,4 +1,6 @@
-"""List every message of the source with its code; run as a script, write tests/house/messages.
+"""List every message of the source with its code.
+
+`python tools/list_messages.py` writes tests/house/messages.
 
 One page per package, one line per message: code, severity or kind of error, text with `{}` for values. The
 pages keep the wording reviewable in one place; nothing but their own test depends on it.
@@ -19,7 +21,12 @@ ERRORS = (
     "ValueError",
 )
 # what makes a message: by the name of the function, its severity and the place of code and text
-MAKERS = {"warn": ("warning", 0, 1), "warning": ("warning", 0, 1), "info": ("info", 0, 1)}
+MAKERS = {
+    "warn": ("warning", 0, 1),
+    "warning": ("warning", 0, 1),
+    "mistake": ("mistake", 0, 1),
+    "info": ("info", 0, 1),
+}
 COLLECTORS = ("add", "say")  # of `smelt.recipe.errors.Mistakes`
 
 

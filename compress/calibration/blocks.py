@@ -77,7 +77,8 @@ def drive(
     if family_of(model) is None:
         raise InputError(
             f"{stage}: the blocks of a {model.config.model_type} model are not known."
-            f" Known: {', '.join(FAMILIES)}."
+            f" Known: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
         )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="states-", dir=ctx.out.parent)))

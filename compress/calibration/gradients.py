@@ -63,7 +63,8 @@ def squared_gradients(
     if odd is not None:
         raise RunError(
             f"{odd}: its gradient on rows of {rows.origin} is not finite. The training before it has probably"
-            " gone astray."
+            " gone astray.",
+            code="non-finite-gradients",
         )
     return {key: value.cpu() for key, value in found.items()}
 

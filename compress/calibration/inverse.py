@@ -18,6 +18,10 @@ DAMP = 0.01  # of the mean of the diagonal
 _MOST = 10.0  # no damping beyond it: H would be forgotten
 
 
+class NotInvertibleError(ValueError):
+    """The second moment of what a layer is fed has no inverse."""
+
+
 def inverse_factor(found: InputStatistics) -> tuple[Tensor, float]:
     """Return U, upper triangular float64 [K, K], with U^T U the inverse of the damped H [K, K].
 
@@ -28,7 +32,7 @@ def inverse_factor(found: InputStatistics) -> tuple[Tensor, float]:
         found: what the layer is fed, with its second moment.
 
     Raises:
-        ValueError: no damping makes it one that can be inverted (it is not finite, or no second moment).
+        NotInvertibleError: no damping makes it one that can be inverted (it is not finite, or no moment).
     """
     damp = DAMP
     while damp <= _MOST:
@@ -36,7 +40,7 @@ def inverse_factor(found: InputStatistics) -> tuple[Tensor, float]:
         if factor is not None:
             return factor, damp
         damp *= 10
-    raise ValueError("the second moment of its inputs cannot be inverted")
+    raise NotInvertibleError("the second moment of its inputs cannot be inverted")
 
 
 def _factor(found: InputStatistics, damp: float) -> Tensor | None:

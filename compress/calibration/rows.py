@@ -95,7 +95,9 @@ def calibration_rows(
     if split is None or not len(split):
         raise InputError(
             f"{stage}: it looks at the activations of real rows, and there are none. Name some with data:"
-            " {calibration: FILE} or data: {train: FILE}."
+            " {calibration: FILE} or data: {train: FILE}.",
+            code="no-calibration-data",
+            setting="data.calibration",
         )
     rows = _drawn(split, model, reader_of(src.path), wanted, ctx, stage)
     if labels and any(row.second is not None for row in rows):

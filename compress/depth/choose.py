@@ -66,7 +66,11 @@ def by_loss(
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
-        raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
+        raise InputError(
+            f"depth: importance: loss: {found[0].message} Or take block-influence.",
+            code=found[0].code,
+            setting="importance",
+        )
     there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
     plain: set[torch.nn.Module] = set()
     told: set[Layer] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}

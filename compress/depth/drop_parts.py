@@ -58,7 +58,11 @@ def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSett
         InputError: parts that the model has not, or settings that leave none of a kind.
     """
     if mistakes := check_parts(settings, model.config.to_dict()):
-        raise InputError("depth: " + " ".join(f"{setting}: {message}" for setting, message in mistakes))
+        raise InputError(
+            "depth: " + " ".join(f"{one.setting}: {one.message}" for one in mistakes),
+            code=mistakes[0].code,
+            found=mistakes,
+        )
     parts = parts_of(model)
     stacks: dict[str, list[Part]] = {}
     for part in parts:
@@ -87,9 +91,17 @@ def _numbers(
             continue
         wanted = math.floor(fraction_kept(settings) * len(there) + 0.5) if said is None else said
         if wanted > len(there):
-            raise InputError(f"depth: {name}: {wanted} parts cannot stay of {len(there)}.")
+            raise InputError(
+                f"depth: {name}: {wanted} parts cannot stay of {len(there)}.",
+                code="more-than-model-has",
+                setting=name,
+            )
         if said is not None and wanted < kinds:
-            raise InputError(f"depth: {name}: {wanted}: one of each kind stays, which makes {kinds}.")
+            raise InputError(
+                f"depth: {name}: {wanted}: one of each kind stays, which makes {kinds}.",
+                code="too-few-kept",
+                setting=name,
+            )
         numbers[name] = max(kinds, wanted)
         if numbers[name] == len(there) and said is None and fraction_kept(settings) < 1:
             ctx.warn(
@@ -101,7 +113,11 @@ def _numbers(
     for name, there in stacks.items():
         for kind in {part.kind for part in there}:
             if (name, kind) not in left:
-                raise InputError(f"depth: {name}: {getattr(settings, name)} leaves no {kind}; one stays.")
+                raise InputError(
+                    f"depth: {name}: {getattr(settings, name)} leaves no {kind}; one stays.",
+                    code="no-part-left",
+                    setting=name,
+                )
     return told, numbers
 
 
@@ -141,7 +157,11 @@ def _by_loss(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
-        raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
+        raise InputError(
+            f"depth: importance: loss: {found[0].message} Or take block-influence.",
+            code=found[0].code,
+            setting="importance",
+        )
     model, stacks = asked.model, asked.stacks
     batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.core.errors import nearest
+from smelt.core.messages import Message, mistake
 from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import blockless, find_family
@@ -40,7 +41,7 @@ def fraction_kept(settings: Any) -> float:
     return 1.0 if any(getattr(settings, name) is not None for name in STACKS) else _DEFAULT_KEEP
 
 
-def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
     """Compare the layers that are to stay with those of a model.
 
     Args:
@@ -48,13 +49,14 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[st
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
-        (setting, what is wrong with it) for each mistake, and the config of the result.
+        Each mistake with its setting, and the config of the result.
     """
-    family, mistakes, after = find_family(config), [], dict(config)
+    family, after = find_family(config), dict(config)
+    mistakes: list[Message] = []
     if family is None:
         return [], after
     if (lack := blockless(config)) is not None:
-        return [("", f"{lack}, of which it takes some away.")], after
+        return [mistake("does-not-fit-model", f"{lack}, of which it takes some away.")], after
     if settings.parts:
         return check_parts(settings, config), after
     stacks = {stack.name: stack for stack in family.stacks(config)}
@@ -63,25 +65,30 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[st
         if getattr(settings, name) is not None and name not in stacks:
             there = " and ".join(stacks)
             mistakes.append(
-                (name, f"a {kind} model has no such stack; it has {there}.{nearest(name, stacks)}")
+                mistake(
+                    "unknown-stack",
+                    f"a {kind} model has no such stack; it has {there}.{nearest(name, stacks)}",
+                    setting=name,
+                )
             )
     counts = {name: count for name, stack in stacks.items() if (count := stack.count(config)) is not None}
     for name, choice in layers_kept(settings, counts).items():
         wrong = _wrong(family, settings, choice, counts[name])
         if wrong:
-            mistakes.append((name if getattr(settings, name) is not None else "importance", wrong))
+            setting = name if getattr(settings, name) is not None else "importance"
+            mistakes.append(wrong.model_copy(update={"setting": setting}))
         after[stacks[name].setting] = choice if isinstance(choice, int) else len(choice)
     return mistakes, after
 
 
-def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong with it) where layers of a model of this config have no such parts."""
-    family, found = find_family(config), []
+def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
+    """Return what is wrong, with its setting, where layers of a model of this config have no such parts."""
+    family = find_family(config)
     if family is None:
         return []
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
-    found += [("what", message) for message in check_kinds(settings.parts, config)]
+    found = check_kinds(settings.parts, config, "what")
     for name in STACKS:
         said = getattr(settings, name)
         if said is None:
@@ -89,9 +96,10 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str
         if name not in stacks:
             there = " and ".join(stacks)
             found.append(
-                (
-                    name,
+                mistake(
+                    "unknown-stack",
                     f"{article(str(kind))} model has no such stack; it has {there}.{nearest(name, stacks)}",
+                    setting=name,
                 )
             )
             continue
@@ -99,47 +107,62 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str
         kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
         wrong = None if count is None else _wrong_parts(said, count, len(kinds))
         if wrong:
-            found.append((name, wrong))
+            found.append(wrong.model_copy(update={"setting": name}))
     return found
 
 
-def check_kinds(kinds: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong where layers of a model of this config have no parts of some of these kinds."""
+def check_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: str) -> list[Message]:
+    """Return what is wrong where layers of a model of this config have no parts of some of these kinds.
+
+    setting: names the kinds.
+    """
     family = find_family(config)
     if family is None or family.kind == "seq2seq" or "cross-attention" not in kinds:
         return []
     return [
-        f"{article(str(config.get('model_type')))} model has no cross-attention; it has attention and ffn."
+        mistake(
+            "unknown-part",
+            f"{article(str(config.get('model_type')))} model has no cross-attention; it has attention and"
+            " ffn.",
+            setting=setting,
+        )
     ]
 
 
-def _wrong_parts(said: int | list[int], layers: int, kinds: int) -> str | None:
+def _wrong_parts(said: int | list[int], layers: int, kinds: int) -> Message | None:
     """Return what is wrong with the parts that are to stay in a stack of so many whole layers, else None."""
     if not kinds:  # an encoder attends to nothing but itself
-        return "its layers have no cross-attention; remove it."
+        return mistake("unknown-part", "its layers have no cross-attention; remove it.")
     if isinstance(said, list):
-        return (
-            None if _rising(said, layers) else f"expected rising numbers from 0 to {layers - 1}, read {said}."
-        )
+        return None if _rising(said, layers) else _not_rising(said, layers)
     if said > kinds * layers:
-        return f"{said} parts cannot stay of {kinds * layers}."
-    return f"{said}: one of each kind stays, which makes {kinds}." if said < kinds else None
+        return mistake("more-than-model-has", f"{said} parts cannot stay of {kinds * layers}.")
+    if said < kinds:
+        return mistake("too-few-kept", f"{said}: one of each kind stays, which makes {kinds}.")
+    return None
 
 
 def _rising(numbers: list[int], below: int) -> bool:
     return sorted(set(numbers)) == numbers and all(0 <= number < below for number in numbers)
 
 
-def _wrong(family: Family, settings: Any, choice: int | list[int], there: int) -> str | None:
+def _not_rising(numbers: list[int], below: int) -> Message:
+    return mistake("wrong-layer-numbers", f"expected rising numbers from 0 to {below - 1}, read {numbers}.")
+
+
+def _wrong(family: Family, settings: Any, choice: int | list[int], there: int) -> Message | None:
     """Return what is wrong with the layers of one stack, None where nothing is."""
     if isinstance(choice, int):
         if choice > there:
-            return f"{choice} layers cannot stay of {there}."
+            return mistake("more-than-model-has", f"{choice} layers cannot stay of {there}.")
         gone = settings.importance == "last" and choice < there
     else:
         if not _rising(choice, there):
-            return f"expected rising numbers from 0 to {there - 1}, read {choice}."
+            return _not_rising(choice, there)
         gone = 0 not in choice
     if gone and family.first_stays is not None:
-        return f"the first layer of a {family.name} model cannot go: {family.first_stays}."
+        return mistake(
+            "first-layer-required",
+            f"the first layer of a {family.name} model cannot go: {family.first_stays}.",
+        )
     return None

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 Layers = int | list[int]
@@ -52,7 +53,7 @@ class DepthSettings(Settings):
     @classmethod
     def _positive(cls, value: Layers | None) -> Layers | None:
         if (isinstance(value, int) and value < 1) or value == []:
-            raise ValueError("at least one layer of a stack stays")
+            raise SettingError("at least one layer of a stack stays", code="nothing-kept")
         return value
 
     @property
@@ -63,10 +64,13 @@ class DepthSettings(Settings):
     @model_validator(mode="after")
     def _parts_or_layers(self) -> Self:
         if self.parts and "layers" in self.parts:
-            raise ValueError("layers go whole or in parts: what is [layers], or names parts only")
+            raise SettingError(
+                "layers go whole or in parts: what is [layers], or names parts only", code="settings-conflict"
+            )
         if self.parts and self.importance not in OF_PARTS:
-            raise ValueError(
-                f"importance: {self.importance} is of layers; for parts take {', '.join(OF_PARTS)}"
+            raise SettingError(
+                f"importance: {self.importance} is of layers; for parts take {', '.join(OF_PARTS)}",
+                code="wrong-importance",
             )
         return self
 

@@ -12,7 +12,7 @@ from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, mistake, warning
 from smelt.core.stage import Context, Need
 from smelt.families.registry import FAMILIES, family_of
 
@@ -74,18 +74,23 @@ class Depth:
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
     @classmethod
-    def check_rows(
-        cls, settings: DepthSettings, task: Task, data: Mapping[str, Split]
-    ) -> list[tuple[str, str]]:
+    def check_rows(cls, settings: DepthSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         looks = settings.importance == "loss"
-        return [("importance", f"{text} Or take block-influence.") for _, text in found] if looks else []
+        return (
+            [
+                mistake(one.code, f"{one.message} Or take block-influence.", setting="importance")
+                for one in found
+            ]
+            if looks
+            else []
+        )
 
     @classmethod
     def check_model(
         cls, settings: DepthSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         return check_depth(settings, config)
 
@@ -123,11 +128,16 @@ def _stacks(model: Any, settings: DepthSettings) -> list[Stack]:
     if family is None:
         raise InputError(
             f"depth: the layers of a {model.config.model_type} model are not known."
-            f" Known: {', '.join(FAMILIES)}."
+            f" Known: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
         )
     mistakes, _ = check_depth(settings, config)
     if mistakes:
-        raise InputError("depth: " + " ".join(f"{setting}: {message}" for setting, message in mistakes))
+        raise InputError(
+            "depth: " + " ".join(f"{one.setting or ''}: {one.message}" for one in mistakes),
+            code=mistakes[0].code,
+            found=mistakes,
+        )
     return list(family.stacks(config))
 
 

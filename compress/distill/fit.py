@@ -12,6 +12,7 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import read_json
 from smelt.core.labels import REGRESSION
+from smelt.core.messages import Message, mistake
 from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
@@ -21,7 +22,7 @@ from smelt.runtime.text.limits import position_limit
 STACKS = ("encoder_layers", "decoder_layers", "layers")
 
 
-def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
     """Compare the layers that `student` (a StudentSettings) keeps with those of a model.
 
     Args:
@@ -29,11 +30,12 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
-        (setting, what is wrong with it) for each mistake, and the config of the student.
+        Each mistake with its setting, and the config of the student.
     """
     if student.other:
         return check_other(student, config)
-    family, mistakes, after = find_family(config), [], dict(config)
+    family, after = find_family(config), dict(config)
+    mistakes: list[Message] = []
     stacks = {stack.name: stack for stack in family.stacks(config)} if family else {}
     for name in STACKS if family else ():
         choice, stack = getattr(student, name), stacks.get(name)
@@ -43,7 +45,11 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
             hint = nearest(name, stacks)
             kind = config.get("model_type")
             mistakes.append(
-                (name, f"{article(kind)} model has no such stack; it has {', '.join(stacks)}.{hint}")
+                mistake(
+                    "unknown-stack",
+                    f"{article(kind)} model has no such stack; it has {', '.join(stacks)}.{hint}",
+                    setting=name,
+                )
             )
             continue
         there = stack.count(config)
@@ -51,51 +57,61 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
             continue
         if isinstance(choice, int):
             if choice > there:
-                mistakes.append((name, f"the student cannot keep {choice} layers of {there}."))
+                text = f"the student cannot keep {choice} layers of {there}."
+                mistakes.append(mistake("more-than-model-has", text, setting=name))
             elif reason := _first_missing(family, choice, there, student.choose):
-                mistakes.append((name, reason))
+                mistakes.append(mistake("first-layer-required", reason, setting=name))
             after[stack.setting] = choice
         else:
             if sorted(set(choice)) != choice or not all(0 <= i < there for i in choice):
-                mistakes.append((name, f"expected rising numbers from 0 to {there - 1}, read {choice}."))
+                text = f"expected rising numbers from 0 to {there - 1}, read {choice}."
+                mistakes.append(mistake("wrong-layer-numbers", text, setting=name))
             elif reason := _first_missing(family, choice, there, student.choose):
-                mistakes.append((name, reason))
+                mistakes.append(mistake("first-layer-required", reason, setting=name))
             after[stack.setting] = len(choice)
     return mistakes, after
 
 
-def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) where a loss cannot be had of a student with this config."""
+def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return what is wrong, with its setting, where a loss cannot be had of a student with this config."""
     family, found = find_family(config), check_map(settings.layer_map, config, None)
     for number, training in enumerate(settings.trainings()):
         place = "losses" if settings.phases is None else f"phases.{number}.losses"
         inner = training.losses.of_inner()
         if family is None and inner:
             kind = config.get("model_type")
-            found.append((place, f"smelt does not know where a {kind} model has {', '.join(inner)}."))
+            text = f"smelt does not know where a {kind} model has {', '.join(inner)}."
+            found.append(mistake("unsupported-family", text, setting=place))
         stacks = family.stacks(config) if family else ()
         if "attention" in inner and not all(a.interface for s in stacks for a in s.attentions):
-            found.append((f"{place}.attention", no_scores(str(config.get("model_type")))))
+            text = no_scores(str(config.get("model_type")))
+            found.append(mistake("unreadable-attention", text, setting=f"{place}.attention"))
         if training.losses.reverse_logits and config.get("problem_type") == REGRESSION:
-            found.append((f"{place}.reverse_logits", "numbers have no divergence to turn round."))
+            found.append(
+                mistake(
+                    "problem-type-mismatch",
+                    "numbers have no divergence to turn round.",
+                    setting=f"{place}.reverse_logits",
+                )
+            )
     return found
 
 
-def check_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) of teachers in folders that cannot read what this model does."""
-    found: list[tuple[str, str]] = []
+def check_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return what is wrong, with its setting, of teachers in folders that cannot read what the model does."""
+    found: list[Message] = []
     for one in settings.teachers():
         own = {} if isinstance(one, str) else _config_in(Path(one.model))
         family = find_family(config)
         if family is None or find_family(own) is None:
             continue  # the plan says what is wrong with the folder
         if sizes := other_images(own, config):
-            found.append(("teacher", sizes))
+            found.append(mistake("image-size-mismatch", sizes, setting="teacher"))
         room, most = position_limit(own), position_limit(config)
         cut = min(most, settings.max_length or most) if most is not None else settings.max_length
         if family.kind != "decoder" and room is not None and cut is not None and room < cut:
             text = f"it has {room} positions, texts have up to {cut} tokens; give max_length: {room}."
-            found.append(("teacher", text))
+            found.append(mistake("longer-than-model", text, setting="teacher"))
     return found
 
 
@@ -108,8 +124,8 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
 
 def check_teacher(
     settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) where these two cannot be compared in what the losses look at.
+) -> list[Message]:
+    """Return what is wrong, with its setting, where these two cannot be compared in what the losses look at.
 
     Args:
         settings: of the step.
@@ -124,7 +140,7 @@ def check_teacher(
     for number, inner in enumerate(wanted):
         if "cosine" in inner and ours and theirs and ours != theirs:
             place = "losses" if settings.phases is None else f"phases.{number}.losses"
-            found.append((f"{place}.cosine", no_angle(ours, theirs)))
+            found.append(mistake("width-mismatch", no_angle(ours, theirs), setting=f"{place}.cosine"))
     return found
 
 

@@ -86,8 +86,8 @@ class Inner:
         """
         self.weights, self.relation_heads = weights, relation_heads
         self.student, self.teacher = student, teacher
-        for _, wrong in check_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
-            raise InputError(f"distill: layer_map: {wrong}")
+        for one in check_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
+            raise InputError(f"distill: layer_map: {one.message}", code=one.code, setting=one.setting)
         self.pairs = pairs_of(student, teacher, layer_map)
         self.ours, self.theirs = Read(), Read()
         self.widths = tuple(_width(model) for model in (student, teacher))
@@ -101,7 +101,9 @@ class Inner:
     def _require_fit(self) -> None:
         ours, theirs = self.widths
         if self.weights.cosine and ours != theirs:
-            raise InputError(f"distill: {no_angle(ours, theirs)}")
+            raise InputError(
+                f"distill: {no_angle(ours, theirs)}", code="width-mismatch", setting="losses.cosine"
+            )
         for pair in self.pairs:
             for name, blocks in (("attention", pair.blocks), ("relations", pair.last)):
                 if getattr(self.weights, name):
@@ -113,7 +115,9 @@ class Inner:
             if not pair.blocks and (self.weights.attention or self.weights.relations):
                 raise InputError(
                     f"distill: layer_map names no layer of {pair.stack.name}, only its embeddings (0);"
-                    " attention and relations compare layers."
+                    " attention and relations compare layers.",
+                    code="no-layer-mapped",
+                    setting="layer_map",
                 )
 
     @contextlib.contextmanager
@@ -210,7 +214,10 @@ class Inner:
         if ours % self.relation_heads or theirs % self.relation_heads:
             raise InputError(
                 f"distill: relation_heads: {self.relation_heads} does not divide the widths {ours} (student)"
-                f" and {theirs} (teacher) of {pair.stack.name}; {math.gcd(ours, theirs)} and its divisors do."
+                f" and {theirs} (teacher) of {pair.stack.name}; {math.gcd(ours, theirs)} and its divisors"
+                " do.",
+                code="heads-do-not-divide",
+                setting="relation_heads",
             )
         return self.relation_heads
 
@@ -276,7 +283,9 @@ def _require_attentions(
                 raise InputError(
                     f"distill: layer {number} of the {who} ({stack.name}) has lost an attention, which"
                     f" losses: {{{loss}: ...}} compares. Name layers that have theirs in layer_map, or take"
-                    " losses: {hidden: 1.0}."
+                    " losses: {hidden: 1.0}.",
+                    code="attention-removed",
+                    setting=f"losses.{loss}",
                 )
 
 
@@ -292,12 +301,18 @@ def _require_heads(student: Any, teacher: Any, pair: Pairs) -> None:
         for model, number in ((student, a), (teacher, b)):
             attentions = _attentions(model, name, number)
             if not all(attention.interface for attention in attentions):
-                raise InputError(f"distill: {no_scores(model.config.model_type)}")
+                raise InputError(
+                    f"distill: {no_scores(model.config.model_type)}",
+                    code="unreadable-attention",
+                    setting="losses.attention",
+                )
             found.append([_heads(model, attention) for attention in attentions])
         if found[0] != found[1]:
             ours, theirs = (" and ".join(map(str, dict.fromkeys(heads))) for heads in found)
             raise InputError(
                 f"distill: layer {a} of the student ({name}) has {ours} attention heads, layer {b} of the"
                 f" teacher {theirs}; scores are compared head by head. Take losses: {{relations: 1.0}}, which"
-                " does not need equal heads, instead of attention."
+                " does not need equal heads, instead of attention.",
+                code="heads-mismatch",
+                setting="losses.attention",
             )

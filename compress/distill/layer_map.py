@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from smelt.core.messages import Message, mistake
 from smelt.families.registry import find_family
 
 StackName = Literal["encoder_layers", "decoder_layers", "layers"]
@@ -62,8 +63,8 @@ def misfit(said: StackMap, student: int | None, teacher: int | None) -> str | No
 
 def check_map(
     layer_map: LayerMap, student: Mapping[str, Any], teacher: Mapping[str, Any] | None
-) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) for states and stacks that do not exist.
+) -> list[Message]:
+    """Return what is wrong, with its setting, for states and stacks that do not exist.
 
     Args:
         layer_map: of the settings.
@@ -73,15 +74,17 @@ def check_map(
     family = find_family(student)
     if family is None:
         return []
-    found: list[tuple[str, str]] = []
+    found: list[Message] = []
     stacks = {stack.name: stack.count(student) for stack in family.stacks(student)}
     if isinstance(layer_map, dict):
         strange: list[str] = [key for key in layer_map if isinstance(key, str) and key not in stacks]
         for key in strange:
-            found.append((f"layer_map.{key}", f"a {family.name} model has {' and '.join(stacks)}."))
+            text = f"a {family.name} model has {' and '.join(stacks)}."
+            found.append(mistake("unknown-stack", text, setting=f"layer_map.{key}"))
     others = find_family(teacher) if teacher is not None else None
     theirs = {s.name: s.count(teacher) for s in others.stacks(teacher)} if others and teacher else {}
     for name, count in stacks.items():
         if wrong := misfit(of_stack(layer_map, name), count, theirs.get(name)):
-            found.append(("layer_map", wrong if len(stacks) == 1 else f"{name}: {wrong}"))
+            text = wrong if len(stacks) == 1 else f"{name}: {wrong}"
+            found.append(mistake("unknown-layer", text, setting="layer_map"))
     return found

@@ -24,7 +24,7 @@ from smelt.compress.train.settings import (
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import IMAGES, SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError
-from smelt.core.messages import Message
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need
 
 if TYPE_CHECKING:
@@ -102,13 +102,13 @@ class Distill:
     @classmethod
     def check_model(
         cls, settings: DistillSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    ) -> tuple[list[Message], dict[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
-        found: list[tuple[str, str]] = []
+        found: list[Message] = []
         after = dict(config)
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
-            found = [(f"student.{setting}", message) for setting, message in wrong]
+            found = [one.model_copy(update={"setting": f"student.{one.setting}"}) for one in wrong]
         found += check_training(settings, config) + check_folders(settings, config)
         # the layers of a student that cannot be are not counted
         return found + ([] if found else check_losses(settings, after)), after
@@ -116,46 +116,55 @@ class Distill:
     @classmethod
     def check_named(
         cls, settings: DistillSettings, config: Mapping[str, Any], named: Mapping[str, Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    ) -> list[Message]:
         """Return what a student of this config cannot be compared in with a teacher of the config it has."""
         teacher = named.get("teacher")
         return check_teacher(settings, config, teacher) if teacher is not None else []
 
     @classmethod
-    def check_rows(
-        cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]
-    ) -> list[tuple[str, str]]:
+    def check_rows(cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what of the settings does not fit the task or the rows, by setting."""
         settings = settings.for_task(task)
         found = settings.losses.unfit(task) + masks_unfit(settings, task)
         if len(settings.teachers()) > 1 and task == SIMILARITY:
             found.append(
-                ("teacher", "the vectors of several embedders have no common directions; name one teacher.")
+                mistake(
+                    "several-teachers",
+                    "the vectors of several embedders have no common directions; name one teacher.",
+                    setting="teacher",
+                )
             )
         if settings.sequences is not None and task not in TEXT_TO_TEXT:
-            found.append(("sequences", f"a teacher writes no targets for {task}; leave it out."))
+            text = f"a teacher writes no targets for {task}; leave it out."
+            found.append(mistake("unsupported-task", text, setting="sequences"))
         for number, phase in enumerate(settings.phases or ()):
-            found += [(f"phases.{number}.{place}", message) for place, message in phase.losses.unfit(task)]
+            found += [
+                one.model_copy(update={"setting": f"phases.{number}.{one.setting}"})
+                for one in phase.losses.unfit(task)
+            ]
         if settings.keep_logits is not None and not any(
             t.answers_suffice(task) for t in settings.trainings()
         ):
             inner = ", ".join(INNER)
             found.append(
-                (
-                    "keep_logits",
+                mistake(
+                    "nothing-to-store",
                     "nothing is saved by it: no training learns from what the teacher gives without looking"
                     f" inside it ({inner}), for which it runs each time.",
+                    setting="keep_logits",
                 )
             )
         found += check_unlabelled(settings, task, data)
         if task == IMAGES:
             looks = [t for t in settings.trainings() if t.losses.of_inner()]
             place = "losses" if settings.phases is None else "phases"
-            found += [(place, f"{task} compares logits; leave the inner losses out.") for _ in looks[:1]]
+            text = f"{task} compares logits; leave the inner losses out."
+            found += [mistake("unsupported-task", text, setting=place) for _ in looks[:1]]
         lack = [data[n] for n in ("train", "validation") if n in data and not data[n].labelled]
         if task == SIMILARITY and any(t.losses.of_vectors()["scores"] for t in settings.trainings()) and lack:
             place = "losses.scores" if settings.phases is None else "phases"
-            found.append((place, f"the rows of {lack[0].origin} have no scores (column 'label')."))
+            text = f"the rows of {lack[0].origin} have no scores (column 'label')."
+            found.append(mistake("missing-scores", text, setting=place))
         return found
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
@@ -222,7 +231,7 @@ def _student(
             return *load_model(space), space
         except InputError as error:
             named = str(student.model or student.config)
-            raise InputError(str(error).replace(str(space), named)) from error
+            raise InputError(str(error).replace(str(space), named), code=error.code) from error
     model, edits = load_trainable(src, ctx, settings.lora is not None)
     if student is not None:
         from smelt.compress.distill.student import keep_layers

@@ -13,8 +13,9 @@ from smelt.compress.distill.settings import StudentSettings
 from smelt.compress.vocabulary.kept import read_kept
 from smelt.core.artifact import Artifact
 from smelt.core.data import CLASSIFICATION, IMAGES
-from smelt.core.errors import InputError
+from smelt.core.errors import UNNAMED, InputError
 from smelt.core.files import is_there, read_json
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context
 from smelt.families.registry import FAMILIES, find_family
 
@@ -28,13 +29,11 @@ def config_of(student: StudentSettings) -> dict[str, Any]:
     return read_json(path if path.is_file() else path / "config.json")
 
 
-def check_other(
-    student: StudentSettings, config: Mapping[str, Any]
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def check_other(student: StudentSettings, config: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
     """Compare a student's config with that of the model that the step gets.
 
     Returns:
-        (setting, what is wrong with it) for each mistake, and the config of the student.
+        Each mistake with its setting, and the config of the student.
     """
     word = "config" if student.config else "model"
     if not is_there(Path(student.config or student.model or "")):
@@ -42,22 +41,30 @@ def check_other(
     try:
         own = config_of(student)
     except InputError as error:
-        return [(word, str(error))], {}
+        return [mistake(error.code or UNNAMED, str(error), setting=word)], {}
+    words, said = config.get("vocab_size"), own.get("vocab_size")
+    wrong = _misfit(own, config)
+    if wrong is None and student.model and None not in (words, said) and words != said:
+        text = f"its vocabulary has {said} tokens, the model's {words}; both are given the same tokens."
+        wrong = mistake("vocabulary-mismatch", text)
+    if wrong is not None:
+        return [wrong.model_copy(update={"setting": word})], {}
+    outputs = {name: config[name] for name in _OUTPUTS if name in config}
+    return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
+
+
+def _misfit(own: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:
+    """Return why a model of the config `own` cannot learn from one of `config`, None where it can."""
     kind, teacher = find_family(own), find_family(config)
     if kind is None:
         known = ", ".join(FAMILIES)
-        return [(word, f"'{own.get('model_type')}' is no family that smelt knows; those are {known}.")], {}
-    wrong = other_images(own, config)
+        text = f"'{own.get('model_type')}' is no family that smelt knows; those are {known}."
+        return mistake("unsupported-family", text)
     if teacher is not None and (kind.kind, kind.reads) != (teacher.kind, teacher.reads):
-        wrong = f"a {kind.name} model is of another kind than the {teacher.name} model that it learns from."
-    if wrong is not None:
-        return [(word, wrong)], {}
-    words, said = config.get("vocab_size"), own.get("vocab_size")
-    if student.model and None not in (words, said) and words != said:
-        found = f"its vocabulary has {said} tokens, the model's {words}; both are given the same tokens."
-        return [(word, found)], {}
-    outputs = {name: config[name] for name in _OUTPUTS if name in config}
-    return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
+        text = f"a {kind.name} model is of another kind than the {teacher.name} model that it learns from."
+        return mistake("different-kind", text)
+    sizes = other_images(own, config)
+    return None if sizes is None else mistake("image-size-mismatch", sizes)
 
 
 def other_images(own: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
@@ -131,5 +138,6 @@ def require_same_words(own: Path, other: Path, whose: str) -> None:
         word = strange[0] if strange else next(word for word in theirs if word not in ours)
         raise InputError(
             f"distill: the tokenizer of the {whose} {own} is another one than the model's: '{word}' is"
-            f" {ours.get(word)} there and {theirs.get(word)} here. Both are given the same tokens."
+            f" {ours.get(word)} there and {theirs.get(word)} here. Both are given the same tokens.",
+            code="tokenizer-mismatch",
         )

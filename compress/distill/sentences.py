@@ -49,11 +49,15 @@ def require_fit(model: Any, teacher: Any, weights: LossWeights) -> None:
 
     if not is_sentence_model(teacher):
         raise InputError(
-            f"distill: the teacher, {article(type(teacher).__name__)}, makes no vectors of texts."
+            f"distill: the teacher, {article(type(teacher).__name__)}, makes no vectors of texts.",
+            code="different-kind",
+            setting="teacher",
         )
     own, other = model.config.hidden_size, teacher.config.hidden_size
     if own != other and weights.of_vectors()["embedding"]:
         raise InputError(
             f"distill: the teacher's vectors have {other} numbers, the student's {own}; their distance is not"
-            " defined. Compare cosines alone: losses: {embedding: 0, similarity: 1.0}."
+            " defined. Compare cosines alone: losses: {embedding: 0, similarity: 1.0}.",
+            code="width-mismatch",
+            setting="losses.embedding",
         )

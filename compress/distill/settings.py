@@ -10,6 +10,7 @@ from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import INNER, LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Task
+from smelt.core.errors import SettingError
 from smelt.core.scripts import BleuTokenizer
 from smelt.core.stage import ModelFolder, RecipePath, RunningStep, Settings, StepNames, UsedModel
 
@@ -44,14 +45,14 @@ class StudentSettings(Settings):
     def _of_one_kind(self) -> Self:
         said = sorted(self.model_fields_set - {"choose"})
         if self.other and len(said) > 1:
-            raise ValueError(f"a student is told in one way: {' or '.join(said)}")
+            raise SettingError(f"a student is told in one way: {' or '.join(said)}", code="settings-conflict")
         return self
 
     @field_validator("encoder_layers", "decoder_layers", "layers")
     @classmethod
     def _positive(cls, value: Layers | None) -> Layers | None:
         if (isinstance(value, int) and value < 1) or value == []:
-            raise ValueError("a student keeps at least one layer")
+            raise SettingError("a student keeps at least one layer", code="nothing-kept")
         return value
 
 
@@ -84,9 +85,12 @@ class SequenceSettings(Settings):
     @model_validator(mode="after")
     def _among_beams(self) -> Self:
         if self.best_of is not None and self.best_of > self.beams:
-            raise ValueError(f"best_of: {self.best_of} candidates need as many beams; beams is {self.beams}")
+            raise SettingError(
+                f"best_of: {self.best_of} candidates need as many beams; beams is {self.beams}",
+                code="too-few-beams",
+            )
         if self.beams == 1 and self.length_penalty is not None:
-            raise ValueError("length_penalty means nothing without beams above 1")
+            raise SettingError("length_penalty means nothing without beams above 1", code="unused-setting")
         return self
 
 
@@ -196,7 +200,10 @@ class DistillSettings(TrainingSettings):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.phases is not None and "losses" in self.model_fields_set:
-            raise ValueError("the losses of phases stand in each of them; leave out `losses` beside `phases`")
+            raise SettingError(
+                "the losses of phases stand in each of them; leave out `losses` beside `phases`",
+                code="settings-conflict",
+            )
         return self
 
     @field_validator("teacher", mode="before")
@@ -210,14 +217,17 @@ class DistillSettings(TrainingSettings):
     def _teachers_together(self) -> Self:
         teachers = self.teachers()
         if not teachers:
-            raise ValueError("teacher: name at least one")
+            raise SettingError("teacher: name at least one", code="missing-setting")
         if len(teachers) > 1 and any(training.losses.of_inner() for training in self.trainings()):
-            raise ValueError(
-                f"several teachers are compared in what they say; {', '.join(INNER)} look inside one"
+            raise SettingError(
+                f"several teachers are compared in what they say; {', '.join(INNER)} look inside one",
+                code="several-teachers",
             )
         steps = len(teachers) == 1 and isinstance(teachers[0], str)
         if self.sequences is not None and self.sequences.decoded_by is None and not steps:
-            raise ValueError("sequences: say which step writes the targets, with decoded_by: STEP")
+            raise SettingError(
+                "sequences: say which step writes the targets, with decoded_by: STEP", code="missing-setting"
+            )
         return self
 
     @property
@@ -233,9 +243,13 @@ class DistillSettings(TrainingSettings):
     def _looks_where_it_says(self) -> Self:
         inner = {name for training in self.trainings() for name in training.losses.of_inner()}
         if self.layer_map != "uniform" and not inner:
-            raise ValueError(f"layer_map means nothing without one of the losses {', '.join(INNER)}")
+            raise SettingError(
+                f"layer_map means nothing without one of the losses {', '.join(INNER)}", code="unused-setting"
+            )
         if self.relation_heads is not None and "relations" not in inner:
-            raise ValueError("relation_heads means nothing without the loss relations")
+            raise SettingError(
+                "relation_heads means nothing without the loss relations", code="unused-setting"
+            )
         return self
 
     def without_noise(self) -> Self:

@@ -50,7 +50,9 @@ def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
     """
     if not 1 <= kept <= layers:
         raise InputError(
-            f"distill: the student cannot have {kept} of the source's {layers} layers; say 1 to {layers}."
+            f"distill: the student cannot have {kept} of the source's {layers} layers; say 1 to {layers}.",
+            code="more-than-model-has",
+            setting="student",
         )
     if choose == "first":
         return list(range(kept))
@@ -86,10 +88,18 @@ def keep_layers(
     layers = list(model.get_submodule(place))
     kept = spread(choice, len(layers), choose) if isinstance(choice, int) else list(choice)
     if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
-        raise InputError(f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.")
+        raise InputError(
+            f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.",
+            code="wrong-layer-numbers",
+            setting=f"student.{stack}",
+        )
     family = family_of(model)
     if family and family.first_stays and kept[0] != 0:
-        raise InputError(f"distill: {stack}: {choice} lacks the first layer: {family.first_stays}.")
+        raise InputError(
+            f"distill: {stack}: {choice} lacks the first layer: {family.first_stays}.",
+            code="first-layer-required",
+            setting=f"student.{stack}",
+        )
     _require_parts(found, [layers[i] for i in kept], f"distill: {stack}: {choice}")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     if family and family.relative_bias:
@@ -114,7 +124,11 @@ def _stack(model: Any, name: str) -> Stack:
     found = family.stack(config, name) if family else None
     if found is None:
         known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
-        raise InputError(f"distill: {article(model.config.model_type)} student has {known}, not '{name}'.")
+        raise InputError(
+            f"distill: {article(model.config.model_type)} student has {known}, not '{name}'.",
+            code="unknown-stack",
+            setting=f"student.{name}",
+        )
     return found
 
 
@@ -128,7 +142,8 @@ def _require_parts(stack: Stack, layers: list[Any], where: str) -> None:
         if all(part in skipped_parts(layer) for layer in layers):
             raise InputError(
                 f"{where} leaves no {word_of(stack, part)} in the {stack.name}: an earlier step took it out"
-                " of the layers that stay. Keep one that has it."
+                " of the layers that stay. Keep one that has it.",
+                code="no-part-left",
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.data import SIMILARITY, Example, Label, Split, Task
 from smelt.core.labels import MULTI, REGRESSION, problem_type
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need
 from smelt.core.unlabelled import UNLABELLED, WITHOUT_LABELS
 
@@ -23,15 +24,14 @@ def needs_of_rows(settings: DistillSettings) -> frozenset[Need]:
     return found[settings.rows]
 
 
-def check_unlabelled(
-    settings: DistillSettings, task: Task, data: Mapping[str, Split]
-) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) where rows without labels are to teach what labels alone can."""
+def check_unlabelled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+    """Return what is wrong, with its setting, where rows without labels shall teach what labels alone can."""
     if settings.rows == "train":
         return []
     if task not in WITHOUT_LABELS:
         tasks = " and ".join(sorted(WITHOUT_LABELS))
-        return [("rows", f"texts without labels are for {tasks}, not for {task}; leave it out.")]
+        text = f"texts without labels are for {tasks}, not for {task}; leave it out."
+        return [mistake("unsupported-task", text, setting="rows")]
     found = []
     origin = data[UNLABELLED].origin if UNLABELLED in data else f"data: {UNLABELLED}"
     for number, training in enumerate(settings.trainings()):
@@ -42,10 +42,11 @@ def check_unlabelled(
             teaches = task == SIMILARITY or training.losses.from_teacher()
             mend = f"losses: {{{part}: 0}}, which leaves" if teaches else "losses: {logits: 1.0}, which is"
             found.append(
-                (
-                    f"{place}.{part}",
+                mistake(
+                    "missing-scores" if task == SIMILARITY else "missing-labels",
                     f"its weight is {weight:g}, and the rows of {origin} have no {part}; write {mend} what"
                     " the teacher says.",
+                    setting=f"{place}.{part}",
                 )
             )
     return found

@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from smelt.core.data import SIMILARITY, Task
+from smelt.core.errors import SettingError
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Settings
 
 # Parts that look inside both models.
@@ -79,24 +81,29 @@ class LossWeights(Settings):
         said = {name: getattr(self, name) for name in _OF_VECTORS}
         return {name: _OF_VECTORS[name] if value is None else value for name, value in said.items()}
 
-    def unfit(self, task: Task) -> list[tuple[str, str]]:
-        """Return (setting, what is wrong) where a part belongs to another task, or no part counts."""
+    def unfit(self, task: Task) -> list[Message]:
+        """Return what is wrong, with its setting, where a part belongs to another task, or no part counts."""
         mine = (
             {*_OF_VECTORS, *INNER} if task == SIMILARITY else set(type(self).model_fields) - set(_OF_VECTORS)
         )
         strange = sorted(name for name in self.model_fields_set - mine if getattr(self, name) is not None)
         known = ", ".join(sorted(mine))
         found = [
-            (f"losses.{name}", f"is no part of the loss of {task}; those are {known}.") for name in strange
+            mistake(
+                "unknown-loss",
+                f"is no part of the loss of {task}; those are {known}.",
+                setting=f"losses.{name}",
+            )
+            for name in strange
         ]
         if task == SIMILARITY and not any(self.of_vectors().values()) and not self.of_inner():
-            found.append(("losses", "at least one weight must be above 0."))
+            found.append(mistake("no-loss", "at least one weight must be above 0.", setting="losses"))
         return found
 
     @model_validator(mode="after")
     def _something(self) -> LossWeights:
         if self.labels == 0 and not self.from_teacher():
-            raise ValueError("at least one weight must be above 0")
+            raise SettingError("at least one weight must be above 0", code="no-loss")
         return self
 
 
@@ -119,5 +126,5 @@ class PhaseWeights(LossWeights):
     @model_validator(mode="after")
     def _something(self) -> PhaseWeights:
         if not any(getattr(self, name) for name in type(self).model_fields):
-            raise ValueError("at least one weight must be above 0")
+            raise SettingError("at least one weight must be above 0", code="no-loss")
         return self

@@ -57,7 +57,8 @@ def factorize_convolutions(
         return
     if not layers:
         raise InputError(
-            f"factorize: include {settings.include}, exclude {settings.exclude} choose no convolution."
+            f"factorize: include {settings.include}, exclude {settings.exclude} choose no convolution.",
+            code="no-layer-selected",
         )
     size = processor.shape or (USUAL_SIDE, USUAL_SIDE)
     ctx.facts["operations_before"] = operations_of(model, size)

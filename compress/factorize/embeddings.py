@@ -107,7 +107,9 @@ def _found(model: Any) -> list[tuple[list[str], list[str]]]:
         if not is_table(table):
             raise InputError(
                 f"factorize: what: embeddings: {names[table][0]} is {article(type(table).__name__)}, which is"
-                " no table of the model's width any more."
+                " no table of the model's width any more.",
+                code="embedding-changed",
+                setting="what",
             )
         matrices.setdefault(id(table.weight), ([], []))
     for module, (name, *_) in names.items():

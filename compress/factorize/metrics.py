@@ -116,7 +116,8 @@ def require_finite(inputs: Mapping[str, InputStatistics], rows: CalibrationRows)
         if seen.tokens and not bool(seen.squares.isfinite().all()):
             raise InputError(
                 f"factorize: {name}: on rows of {rows.origin} what it is fed is not finite. The training"
-                " before it has probably gone astray."
+                " before it has probably gone astray.",
+                code="non-finite-activations",
             )
 
 

@@ -224,7 +224,9 @@ def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str
         raise InputError(
             f"factorize: budget: parameters: {parameters:g} of the weights of {len(layers)} layers is less"
             f" than rank 1 leaves where a pair gains ({gaining} of them). Say at least"
-            f" {math.ceil(1000 * least / whole) / 1000:g}; with aim: size more layers gain."
+            f" {math.ceil(1000 * least / whole) / 1000:g}; with aim: size more layers gain.",
+            code="budget-too-small",
+            setting="budget.parameters",
         )
     errors = {name: _errors(layer) for name, layer in layers.items()}
     low, high = 0.0, max(float(layer.weight) for layer in layers.values()) + 1.0

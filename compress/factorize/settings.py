@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 Method = Literal["whitened-svd", "svd", "asvd", "fwsvd", "tucker", "cp"]
@@ -95,22 +96,34 @@ class FactorizeSettings(Settings):
     def _one(self) -> FactorizeSettings:
         given = [n for n in ("energy", "rank", "ratio", "budget") if getattr(self, n) is not None]
         if len(given) > 1:
-            raise ValueError(f"give one of energy, rank, ratio and budget, not {' and '.join(given)}")
+            raise SettingError(
+                f"give one of energy, rank, ratio and budget, not {' and '.join(given)}",
+                code="settings-conflict",
+            )
         if self.rank == VBMF and not self.of_convolutions:
-            raise ValueError("rank: vbmf is for convolutions, method: tucker or cp")
+            raise SettingError(
+                "rank: vbmf is for convolutions, method: tucker or cp", code="settings-conflict"
+            )
         if self.budget is not None and self.of_convolutions:
-            raise ValueError("budget is for linear layers; give convolutions an energy, a rank or a ratio")
+            raise SettingError(
+                "budget is for linear layers; give convolutions an energy, a rank or a ratio",
+                code="unused-setting",
+            )
         return self
 
     @model_validator(mode="after")
     def _of_what(self) -> FactorizeSettings:
         if self.what == "layers" and self.by_frequency is not None:
-            raise ValueError("by_frequency is for what: embeddings, whose rows are tokens; remove it")
+            raise SettingError(
+                "by_frequency is for what: embeddings, whose rows are tokens; remove it",
+                code="unused-setting",
+            )
         odd = sorted(self.model_fields_set.intersection(_OF_LAYERS)) if self.what == "embeddings" else []
         if odd:
-            raise ValueError(
+            raise SettingError(
                 f"{' and '.join(odd)}: of linear layers; embeddings take rank, ratio or energy; remove it, or"
-                " give layers a factorize step of their own"
+                " give layers a factorize step of their own",
+                code="unused-setting",
             )
         return self
 

@@ -12,6 +12,7 @@ from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need
 from smelt.core.text import article
 
@@ -73,32 +74,31 @@ class Factorize:
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
     @classmethod
-    def check_rows(
-        cls, settings: FactorizeSettings, task: Task, data: Mapping[str, Split]
-    ) -> list[tuple[str, str]]:
+    def check_rows(cls, settings: FactorizeSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what does not fit the rows: fwsvd of a sentence embedder looks at a loss made of scores."""
         if settings.method != "fwsvd":
             return []
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
-        return [("method", f"{text} Or take whitened-svd.") for _, text in found]
+        return [mistake(one.code, f"{one.message} Or take whitened-svd.", setting="method") for one in found]
 
     @classmethod
     def check_model(
         cls, settings: FactorizeSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         from smelt.families.registry import blockless, find_family
 
         family, lack = find_family(config), blockless(config)
         if settings.what == "embeddings" and family is not None and family.reads == "images":
-            return [
-                ("what", f"{article(family.name)} model reads images and has no words; leave it out.")
-            ], config
+            text = f"{article(family.name)} model reads images and has no words; leave it out."
+            return [mistake("does-not-fit-model", text, setting="what")], config
         if family is not None and settings.of_convolutions and family.reads != "images":
             kind = article(family.name)
-            return [("method", f"{kind} model has no convolutions; take whitened-svd.")], config
+            text = f"{kind} model has no convolutions; take whitened-svd."
+            return [mistake("does-not-fit-model", text, setting="method")], config
         if lack is not None and not settings.of_convolutions:
-            return [("method", f"{lack}; take tucker or cp, for its convolutions.")], config
+            text = f"{lack}; take tucker or cp, for its convolutions."
+            return [mistake("does-not-fit-model", text, setting="method")], config
         return [], config
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
@@ -114,8 +114,8 @@ class Factorize:
         from smelt.runtime.models.checkpoint import save_model
 
         model, edits = load_float(src, self.name)
-        for _, message in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {message}")
+        for one in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
         factorize_convolutions(model, edits, read_processor(src.path), settings, ctx)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
@@ -127,8 +127,8 @@ class Factorize:
             self._blocks(streamed, src, settings, ctx)
             return
         model, edits = load_float(src, self.name)
-        for _, message in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {message}")
+        for one in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
         ctx.facts["parameters_before"] = stored_parameters(model)
         if settings.what == "embeddings":
             from smelt.compress.factorize.embeddings import factorize_tables
@@ -166,8 +166,8 @@ class Factorize:
         from smelt.compress.factorize.ranks import limits_of
 
         model = streamed.model
-        for _, message in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {message}")
+        for one in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
         ctx.facts["parameters_before"] = stored_parameters(model)
         chosen = _chosen(model, settings, ctx)
         limits = limits_of(model, chosen, settings)
@@ -209,7 +209,8 @@ def _chosen(model: Any, settings: FactorizeSettings, ctx: Context) -> dict[nn.Li
         )
     elif not chosen:
         raise InputError(
-            f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
+            f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer.",
+            code="no-layer-selected",
         )
     return chosen
 

@@ -9,7 +9,7 @@ from typing import Any
 from smelt.compress.prune.settings import PruneSettings
 from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, mistake, warning
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless, find_family
 from smelt.runtime.text.limits import position_limit
@@ -21,7 +21,7 @@ OF_VECTORS = (
 )
 
 
-def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
     """Compare the kinds of units that `prune` takes away with those that a model can lose.
 
     Args:
@@ -29,23 +29,27 @@ def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[st
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
-        (setting, what is wrong with it) for each mistake.
+        Each mistake, with its setting.
     """
     family = find_family(config)
     if "channels" in what:
         if family is None or family.chain is not None:
             return []
         kind = article(family.name)
-        return [("what", f"{kind} model has no chains of convolutions. Say what: [heads, ffn].")]
+        text = f"{kind} model has no chains of convolutions. Say what: [heads, ffn]."
+        return [mistake("does-not-fit-model", text, setting="what")]
     if (lack := blockless(config)) is not None:
-        return [("what", f"{lack}. Of its convolutions channels can go: say what: [channels].")]
+        text = f"{lack}. Of its convolutions channels can go: say what: [channels]."
+        return [mistake("does-not-fit-model", text, setting="what")]
     if "width" in what:
         return []
     reason = _fixed_heads(config)
-    return [("what", f"{reason} Say what: [ffn].")] if reason and set(what) == {"heads"} else []
+    if not reason or set(what) != {"heads"}:
+        return []
+    return [mistake("fixed-heads", f"{reason} Say what: [ffn].", setting="what")]
 
 
-def check_length(length: int | None, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]:
     """Compare the tokens of a text that a budget is for with those that a model has places for.
 
     Args:
@@ -53,12 +57,18 @@ def check_length(length: int | None, config: Mapping[str, Any]) -> list[tuple[st
         config: as in `check_units`.
 
     Returns:
-        (setting, what is wrong with it), or nothing.
+        What is wrong, with its setting, or nothing.
     """
     places = position_limit(config)
     if length is None or places is None or length <= places:
         return []
-    return [("budget.length", f"{length:,} tokens, and the model has places for {places:,}.")]
+    return [
+        mistake(
+            "longer-than-model",
+            f"{length:,} tokens, and the model has places for {places:,}.",
+            setting="budget.length",
+        )
+    ]
 
 
 def channels_kept(count: int, settings: PruneSettings) -> int:
@@ -76,15 +86,18 @@ def narrower(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str,
     return {**config, family.width: channels_kept(width, settings)}
 
 
-def width_is_fixed(config: Mapping[str, Any], task: Task) -> str | None:
+def width_is_fixed(config: Mapping[str, Any], task: Task) -> Message | None:
     """Return why the hidden states of a model of this config cannot become narrower, None where they can."""
     family = find_family(config)
     if (lack := blockless(config)) is not None:
-        return f"{lack}, whose width it could change."
+        return mistake("does-not-fit-model", f"{lack}, whose width it could change.", setting="what")
     if family is None:
         kind = str(config.get("model_type"))
-        return f"the layers of {article(kind)} model are not known. Known: {', '.join(FAMILIES)}."
-    return OF_VECTORS if task == SIMILARITY else None
+        return mistake(
+            "unsupported-family",
+            f"the layers of {article(kind)} model are not known. Known: {', '.join(FAMILIES)}.",
+        )
+    return mistake("fixed-width", OF_VECTORS, setting="what") if task == SIMILARITY else None
 
 
 def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
@@ -93,8 +106,8 @@ def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[Mess
     Raises:
         InputError: nothing but heads was to go.
     """
-    for _, message in check_units(what, config):
-        raise InputError(f"prune: {message}")
+    for one in check_units(what, config):
+        raise InputError(f"prune: {one.message}", code=one.code, setting=one.setting)
     reason = _fixed_heads(config)
     return [warning("heads-kept", f"prune: {reason} They stay.")] if reason and "heads" in what else []
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.compress.behind_codes import BEHIND_QUANTIZE
 from smelt.core.errors import InputError
 from smelt.core.text import article
 from smelt.families.family import Attention, FeedForward
@@ -99,7 +100,8 @@ def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup
     if family_of(model) is None:
         raise InputError(
             f"prune: the layers of {article(model.config.model_type)} model are not known."
-            f" Known: {', '.join(FAMILIES)}."
+            f" Known: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
         )
     blocks = blocks_of(model)
     attentions: dict[tuple[nn.Module, ...], list[Attention]] = {}
@@ -146,10 +148,13 @@ def _half(module: nn.Module, half: str, name: str) -> nn.Linear:
     if isinstance(found, SharedLinear):
         raise InputError(
             f"prune: {name} has a matrix that layers share and a difference of its own: what goes from one"
-            " goes from all. Prune before 'share', or share without difference."
+            " goes from all. Prune before 'share', or share without difference.",
+            code="shared-weights",
         )
     if not isinstance(found, nn.Linear):
         raise InputError(
-            f"prune: {name} is {article(type(found).__name__)}, which cannot be cut. Prune before quantizing."
+            f"prune: {name} is {article(type(found).__name__)}, which cannot be cut. Prune before"
+            " quantizing.",
+            code=BEHIND_QUANTIZE,
         )
     return found

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 # Importance that looks at the loss on rows.
@@ -42,11 +43,13 @@ class Budget(Settings):
         given = [name for name in MEASURES if getattr(self, name) is not None]
         if len(given) != 1:
             read = " and ".join(given) or "none"
-            raise ValueError(f"give one of {', '.join(MEASURES)}, read {read}")
+            raise SettingError(f"give one of {', '.join(MEASURES)}, read {read}", code="settings-conflict")
         if self.length is not None and given == ["parameters"]:
-            raise ValueError("length means nothing to a budget of parameters; remove it")
+            raise SettingError(
+                "length means nothing to a budget of parameters; remove it", code="unused-setting"
+            )
         if self.on is not None and given != ["latency"]:
-            raise ValueError("on is for a budget of latency; remove it")
+            raise SettingError("on is for a budget of latency; remove it", code="unused-setting")
         return self
 
     @property
@@ -130,15 +133,21 @@ class PruneSettings(Settings):
     def _width_alone(self) -> Self:
         if "width" not in self.what:
             if self.importance == "activation":
-                raise ValueError(
-                    "importance: activation is of the width; take taylor, fisher, magnitude or random"
+                raise SettingError(
+                    "importance: activation is of the width; take taylor, fisher, magnitude or random",
+                    code="wrong-importance",
                 )
             return self
         if len(set(self.what)) > 1:
-            raise ValueError("the width is pruned in a step of its own, before or behind heads and ffn")
+            raise SettingError(
+                "the width is pruned in a step of its own, before or behind heads and ffn",
+                code="settings-conflict",
+            )
         if self.budget is not None or self.scope == "global":
             word = "a budget" if self.budget is not None else "scope: global"
-            raise ValueError(f"{word} chooses among heads and neurons; of the width say keep")
+            raise SettingError(
+                f"{word} chooses among heads and neurons; of the width say keep", code="unused-setting"
+            )
         return self
 
     @model_validator(mode="after")
@@ -146,20 +155,29 @@ class PruneSettings(Settings):
         if "channels" not in self.what:
             return self
         if len(set(self.what)) > 1:
-            raise ValueError("channels of convolutions are pruned in a step of their own")
+            raise SettingError(
+                "channels of convolutions are pruned in a step of their own", code="settings-conflict"
+            )
         if self.budget is not None:
-            raise ValueError("a budget chooses among heads and neurons; of channels say keep and scope")
+            raise SettingError(
+                "a budget chooses among heads and neurons; of channels say keep and scope",
+                code="unused-setting",
+            )
         if self.compensate and "compensate" in self.model_fields_set:
-            raise ValueError("compensate refits linear layers, and channels are of convolutions; remove it")
+            raise SettingError(
+                "compensate refits linear layers, and channels are of convolutions; remove it",
+                code="unused-setting",
+            )
         return self
 
     @model_validator(mode="after")
     def _of_what_goes(self) -> Self:
         for kind in ("heads", "ffn"):
             if kind not in self.what and getattr(self, f"keep_{kind}") is not None:
-                raise ValueError(
+                raise SettingError(
                     f"keep_{kind} means nothing where what does not name {kind}; it is"
-                    f" [{', '.join(self.what)}]. Write what: [heads, ffn], or leave keep_{kind} out"
+                    f" [{', '.join(self.what)}]. Write what: [heads, ffn], or leave keep_{kind} out",
+                    code="unused-setting",
                 )
         return self
 
@@ -169,10 +187,13 @@ class PruneSettings(Settings):
             return self
         both = sorted(self.model_fields_set.intersection(_INSTEAD))
         if both:
-            raise ValueError(f"a budget says how many units stay; remove {' and '.join(both)}")
+            raise SettingError(
+                f"a budget says how many units stay; remove {' and '.join(both)}", code="settings-conflict"
+            )
         if self.importance == "magnitude" and len(set(self.what)) > 1:
-            raise ValueError(
+            raise SettingError(
                 "weights alone do not say what a head is worth beside a neuron, which a budget asks; take"
-                " importance: taylor or fisher, or one kind in what"
+                " importance: taylor or fisher, or one kind in what",
+                code="wrong-importance",
             )
         return self

@@ -13,6 +13,7 @@ from smelt.compress.prune.settings import LOOK, ROWS, PruneSettings
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import SIMILARITY, TASKS, Split, Task
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need
 from smelt.runtime.schemes.registry import OBSERVING
 
@@ -98,20 +99,22 @@ class Prune:
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
     @classmethod
-    def check_rows(
-        cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]
-    ) -> list[tuple[str, str]]:
+    def check_rows(cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
         if "width" in settings.what and task == SIMILARITY:
-            return [("what", OF_VECTORS)]
+            return [mistake("fixed-width", OF_VECTORS, setting="what")]
         looks = settings.importance in LOOK
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
-        return [("importance", f"{text} Or take magnitude.") for _, text in found] if looks else []
+        return (
+            [mistake(one.code, f"{one.message} Or take magnitude.", setting="importance") for one in found]
+            if looks
+            else []
+        )
 
     @classmethod
     def check_model(
         cls, settings: PruneSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         length = settings.budget.length if settings.budget is not None else None
         mistakes = check_units(settings.what, config) or check_length(length, config)

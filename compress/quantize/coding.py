@@ -93,7 +93,8 @@ def require_finite(weight: Tensor) -> None:
     if not largest < _LARGEST:
         raise InputError(
             f"its largest weight is {largest:g}; expected numbers below {_LARGEST:g}."
-            " The training before it has probably gone astray."
+            " The training before it has probably gone astray.",
+            code="non-finite-weights",
         )
 
 

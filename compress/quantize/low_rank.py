@@ -117,7 +117,10 @@ def metric_of(settings: LowRank, seen: InputStatistics | None) -> Metric:
     if settings.error == "weights" or seen is None or not seen.tokens:
         return Metric()
     if not bool(seen.squares.isfinite().all()):
-        raise InputError("what it is fed is not finite. The training before it has probably gone astray.")
+        raise InputError(
+            "what it is fed is not finite. The training before it has probably gone astray.",
+            code="non-finite-activations",
+        )
     if settings.error == "inputs":
         return activation_aware(seen.magnitudes / seen.tokens, 1.0)
     assert seen.second is not None
@@ -188,7 +191,7 @@ def _joint_of(layer: Planned, low_rank: LowRank, coder: Coder, seen: InputStatis
     try:
         metric = metric_of(low_rank, seen)
     except InputError as error:
-        raise InputError(f"quantize: {layer.name}: {error}") from error
+        raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     return joint(
         weight,
         lambda left: coder(left, scheme, layer.options),

@@ -82,7 +82,8 @@ def seen_by(
         if seen.rows and not float(seen.largest) < float("inf"):
             raise InputError(
                 f"quantize: {names[key]}: on rows of {rows.origin} its activations are not finite. The"
-                " training before it has probably gone astray."
+                " training before it has probably gone astray.",
+                code="non-finite-activations",
             )
     reached = {key: seen for key, seen in extremes.items() if seen.rows}
     signed = {key: bool(seen.low < 0) for key, seen in reached.items()}

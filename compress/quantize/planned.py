@@ -163,7 +163,7 @@ def require_weights(layers: Collection[Planned]) -> None:
         try:
             require_finite(layer.module.weight)
         except InputError as error:
-            raise InputError(f"quantize: {layer.name}: {error}") from error
+            raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
 
 
 def quantized(layer: Planned, ranges: Mapping[int, float], coder: Coder | None = None) -> Any:
@@ -175,10 +175,13 @@ def quantized(layer: Planned, ranges: Mapping[int, float], coder: Coder | None =
     try:
         new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
     except InputError as error:
-        raise InputError(f"quantize: {layer.name}: {error}") from error
+        raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     if layer.observes:
         if layer.weight not in ranges:
-            raise InputError(f"quantize: {layer.name}: scheme {layer.scheme} needs the range of activations.")
+            raise InputError(
+                f"quantize: {layer.name}: scheme {layer.scheme} needs the range of activations.",
+                code="missing-range",
+            )
         if isinstance(new, QuantizedConv2d):
             new.signed = layer.signed
         assert not isinstance(new, QuantizedEmbedding)

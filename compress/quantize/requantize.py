@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.behind_codes import BEHIND_QUANTIZE, CodesBefore
+from smelt.compress.calibration.inverse import NotInvertibleError
 from smelt.compress.calibration.statistics import InputStatistics
 from smelt.compress.float_model import places_left
 from smelt.compress.quantize.coding import Fit, nearest_on, plain_fit
@@ -346,7 +347,7 @@ class CodesAside:
         if self._by_gptq and seen is not None and seen.tokens and layer.factors is None and not layer.pair:
             try:
                 return gptq_codes(floats, seen, scheme, options, self._fit, held)
-            except ValueError:  # it cannot be inverted: what is rounded to nearest is no worse than before
+            except NotInvertibleError:  # what is rounded to nearest is no worse than before
                 pass
         return nearest_on(self._fit, floats, scheme, options)
 

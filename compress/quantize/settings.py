@@ -22,6 +22,7 @@ from smelt.compress.quantize.from_schemes.meant import (
 )
 from smelt.compress.quantize.from_schemes.options import VOCABULARY, FromSchemes, TableScheme
 from smelt.compress.quantize.sensitivity.settings import Bits, Budget
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight
 from smelt.runtime.schemes.scheme import Value
@@ -175,17 +176,22 @@ class QuantizeSettings(FromSchemes):
             ("smooth", "widths of codes in groups, whose activations share no scale"),
         ):
             if name in self.model_fields_set:
-                raise ValueError(f"bits chooses {why}; remove {name}")
+                raise SettingError(f"bits chooses {why}; remove {name}", code="settings-conflict")
         if AUTO in self.skip:
-            raise ValueError("bits and skip: auto both choose by damage; remove one")
+            raise SettingError(
+                "bits and skip: auto both choose by damage; remove one", code="settings-conflict"
+            )
         if not self.damage_rows:
-            raise ValueError("bits chooses by the damage of each layer; damage_rows must be 1 or more")
+            raise SettingError(
+                "bits chooses by the damage of each layer; damage_rows must be 1 or more", code="too-few-rows"
+            )
         taken = {b: bits_per_weight(WIDTHS[b], self.options(WIDTHS[b].name)) for b in self.bits.widths}
         least, most = min(taken.values()), max(taken.values())
         if self.bits.budget is not None and not least <= self.bits.budget < most:
-            raise ValueError(
+            raise SettingError(
                 f"bits: budget {self.bits.budget:g}: with their scales the widths take {least:g} to {most:g}"
-                " bits a weight; expected a number between"
+                " bits a weight; expected a number between",
+                code="budget-out-of-range",
             )
 
     def _check_rows(self) -> None:
@@ -198,24 +204,36 @@ class QuantizeSettings(FromSchemes):
         counted = {"range": self.observes, "percentile": self.observes or self.clip == "percentile"}
         for name, means in counted.items():
             if name in given and not means:
-                raise ValueError(f"{name} means nothing to {self._who}; remove it")
+                raise SettingError(f"{name} means nothing to {self._who}; remove it", code="unused-setting")
         if self.smooth is not None and not SCHEMES[self.scheme].one_scale:
-            raise ValueError(
+            raise SettingError(
                 f"smooth is for schemes whose activations share one scale ({_SMOOTHED}), and"
-                f" {self.scheme} is none; remove it"
+                f" {self.scheme} is none; remove it",
+                code="unused-setting",
             )
         for name, reads in (("rows", self.reads_rows), ("damage_rows", self._measures)):
             if name in given and not reads:
-                raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
+                raise SettingError(
+                    f"{name}: nothing looks at rows with scheme {self.scheme}; remove it",
+                    code="unused-setting",
+                )
         if "percentile" in given and "percentile" not in (self.range, self.clip):
-            raise ValueError(f"percentile means nothing with range: {self.range}; remove it")
+            raise SettingError(
+                f"percentile means nothing with range: {self.range}; remove it", code="unused-setting"
+            )
         if self.beside is not None and (self.scales_inputs or self.bits is not None):
             other = "bits" if self.bits is not None else f"method: {self.method}"
-            raise ValueError(f"low_rank goes with one scheme, by nearest, gptq or hqq; remove {other}, or it")
+            raise SettingError(
+                f"low_rank goes with one scheme, by nearest, gptq or hqq; remove {other}, or it",
+                code="settings-conflict",
+            )
         if "budget" in given and AUTO not in self.skip:
-            raise ValueError("budget is for skip: auto; add that, or remove it")
+            raise SettingError("budget is for skip: auto; add that, or remove it", code="unused-setting")
         if AUTO in self.skip and not self.damage_rows:
-            raise ValueError("skip: auto chooses by the damage of each layer; damage_rows must be 1 or more")
+            raise SettingError(
+                "skip: auto chooses by the damage of each layer; damage_rows must be 1 or more",
+                code="too-few-rows",
+            )
 
     def _check_clip(self) -> None:
         """Refuse ends of ranges to cut off where there are none, or where another setting chooses them.
@@ -225,17 +243,21 @@ class QuantizeSettings(FromSchemes):
         """
         if self.clip == "awq" and self.method != "awq":
             ways = "that method, or clip: mse or percentile" if self.makes_up else "both"
-            raise ValueError(
-                f"clip: awq is a part of method: awq, and the method is {self.method}; take {ways}"
+            raise SettingError(
+                f"clip: awq is a part of method: awq, and the method is {self.method}; take {ways}",
+                code="settings-conflict",
             )
         fitted = [name for name in self.schemes() if not SCHEMES[name].ranges]
         if self.clip in ("mse", "percentile") and fitted:
-            raise ValueError(
+            raise SettingError(
                 f"clip: {self.clip} cuts ranges off, and {fitted[0]} has none: its values are fitted to all"
-                " weights of a group; remove clip"
+                " weights of a group; remove clip",
+                code="settings-conflict",
             )
         if self.clip != "none" and self.method == "hqq":
-            raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")
+            raise SettingError(
+                f"method: hqq searches the ranges itself; remove clip: {self.clip}", code="settings-conflict"
+            )
 
     @property
     def observes(self) -> bool:

@@ -145,7 +145,8 @@ def _largest(model: Any, rows: CalibrationRows, groups: Sequence[Group], ctx: Co
         if not bool(largest.isfinite().all()):
             raise InputError(
                 f"quantize: {norm}: on rows of {rows.origin} what it gives is not finite. The training before"
-                " it has probably gone astray."
+                " it has probably gone astray.",
+                code="non-finite-activations",
             )
     return {norm: largest.clone() for norm, largest in found.items()}
 

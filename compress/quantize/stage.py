@@ -10,7 +10,7 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, mistake, warning
 from smelt.core.stage import Context, Need, Settings
 from smelt.families.registry import CODED_CONVOLUTIONS, blockless
 from smelt.runtime.schemes.registry import SCHEMES
@@ -96,7 +96,7 @@ class Quantize:
     @classmethod
     def check_model(
         cls, settings: QuantizeSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         lack = blockless(config)
         if lack is None:
@@ -116,11 +116,12 @@ class Quantize:
 
         streamed = open_large(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
-        for _, message in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"quantize: {message}")
+        for one in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"quantize: {one.message}", code=one.code, setting=one.setting)
         if any(edit["op"] == "quantize" for edit in edits):
             raise InputError(
-                f"{src.path}: this model is already quantized; quantize it once, after all other steps."
+                f"{src.path}: this model is already quantized; quantize it once, after all other steps.",
+                code="already-quantized",
             )
         if of_convolutions(model):
             edits += fold_batch_norms(model)
@@ -138,7 +139,11 @@ class Quantize:
                 else _quantize_whole(model, layers, src, settings, ctx)
             )
         if not any(edit["op"] == "quantize" for edit in new):
-            raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
+            raise InputError(
+                f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.",
+                code="no-layer-selected",
+                setting="skip",
+            )
         kept = unused_patterns(model, settings.patterns)
         if kept:
             ctx.warn("unknown-layer", f"skip: no layer is named {', '.join(kept)}")
@@ -175,21 +180,21 @@ def _quantize_whole(
     return found.edits + new + between
 
 
-def unfit_for_convolutions(settings: QuantizeSettings, lack: str) -> list[tuple[str, str]]:
+def unfit_for_convolutions(settings: QuantizeSettings, lack: str) -> list[Message]:
     """Return what of the settings no network of convolutions can have, by setting; lack: what it has not."""
     fit = [name for name, scheme in SCHEMES.items() if scheme.convolutions]
     take = f"{lack}; take scheme: {' or '.join(fit)}, which codes convolutions."
     if settings.bits is not None:
-        return [("bits", take)]
+        return [mistake("does-not-fit-model", take, setting="bits")]
     if settings.scheme not in fit:
-        return [("scheme", take)]
+        return [mistake("unsupported-scheme", take, setting="scheme")]
     alone = f"{lack}, and this is of linear layers; leave it out."
     asked = {
         "method": settings.method != "nearest",
         "smooth": settings.smooth is not None,
         "low_rank": settings.beside is not None,
     }
-    return [(name, alone) for name, found in asked.items() if found]
+    return [mistake("does-not-fit-model", alone, setting=name) for name, found in asked.items() if found]
 
 
 def _help_of(scheme: Scheme) -> str:

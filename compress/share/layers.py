@@ -10,7 +10,7 @@ from smelt.compress.share.settings import ShareSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, mistake, warning
 from smelt.core.stage import Context, Need
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless, family_of
@@ -77,14 +77,18 @@ class Share:
     @classmethod
     def check_model(
         cls, settings: ShareSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         family = FAMILIES.get(str(config.get("model_type")))
         if (lack := blockless(config)) is not None:
-            return [("", f"{lack}, which it puts together.")], config
+            return [mistake("does-not-fit-model", f"{lack}, which it puts together.")], config
         known = [stack.name for stack in family.stacks(config)] if family else []
         found = [
-            ("stacks", f"{article(config.get('model_type'))} model has {' and '.join(known)}, not '{name}'")
+            mistake(
+                "unknown-stack",
+                f"{article(config.get('model_type'))} model has {' and '.join(known)}, not '{name}'",
+                setting="stacks",
+            )
             for name in settings.stacks or ()
             if known and name not in known
         ]
@@ -128,11 +132,17 @@ def share_layers(
     if family_of(model) is None:
         raise InputError(
             f"share: the layers of {article(model.config.model_type)} model are not known."
-            f" Known: {', '.join(FAMILIES)}."
+            f" Known: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
         )
     mistakes, _ = Share.check_model(settings, model.config.to_dict())
     if mistakes:
-        raise InputError(f"share: {'; '.join(message for _, message in mistakes)}.")
+        raise InputError(
+            f"share: {'; '.join(one.message for one in mistakes)}.",
+            code=mistakes[0].code,
+            setting=mistakes[0].setting,
+            found=mistakes,
+        )
     stacks: dict[str, list[Block]] = {}
     for block in blocks_of(model):
         if settings.stacks is None or block.stack.name in settings.stacks:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 
@@ -56,5 +57,5 @@ class ShareSettings(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.groups is not None and self.every is not None:
-            raise ValueError("give one of groups and every, not both")
+            raise SettingError("give one of groups and every, not both", code="settings-conflict")
         return self

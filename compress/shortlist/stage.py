@@ -81,7 +81,8 @@ class ShortlistStage:
         if not model.config.is_encoder_decoder:
             raise InputError(
                 f"shortlist: {article(model.config.model_type)} model reads no source text apart from what it"
-                " writes; a shortlist is for models with an encoder and a decoder."
+                " writes; a shortlist is for models with an encoder and a decoder.",
+                code="does-not-fit-model",
             )
         tokenizer = load_tokenizer(src.path)
         rows = _pairs(model.config, tokenizer, ctx, "train", settings.rows)

@@ -93,7 +93,8 @@ class Sparsifier:
             if not bool(found.squares.isfinite().all()):
                 raise InputError(
                     f"sparsify: {name}: what it is fed is not finite. The training before it has probably"
-                    " gone astray."
+                    " gone astray.",
+                    code="non-finite-activations",
                 )
         return {name: found.to("cpu") for name, found in collector.found.items()}
 
@@ -107,7 +108,9 @@ class Sparsifier:
             why = (
                 f"their inputs are no multiple of {self._pattern.group}" if self._odd else "none is a Linear"
             )
-            raise InputError(f"sparsify: no layer of the blocks can be made sparse: {why}.")
+            raise InputError(
+                f"sparsify: no layer of the blocks can be made sparse: {why}.", code="no-layer-selected"
+            )
         share = self._counts[0] / self._counts[1]
         ctx.facts["sparsity"] = round(share, 4)
         ctx.facts["zeros"] = self._counts[0]

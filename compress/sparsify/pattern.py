@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from smelt.core.errors import SettingError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,7 +56,9 @@ def read_pattern(text: str) -> tuple[int, int]:
     """
     kept, _, group = text.partition(":")
     if not (kept.isdecimal() and group.isdecimal() and 1 <= int(kept) < int(group)):
-        raise ValueError(f'expected "n:m" with 1 <= n < m, as "2:4", read {text[:40]!r}')
+        raise SettingError(
+            f'expected "n:m" with 1 <= n < m, as "2:4", read {text[:40]!r}', code="wrong-pattern"
+        )
     return int(kept), int(group)
 
 

@@ -11,7 +11,8 @@ from smelt.compress.behind_codes import BEHIND_QUANTIZE, CodesBefore
 from smelt.compress.sparsify.pattern import Pattern, read_pattern
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, SettingError
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.families.registry import FAMILIES, blockless, find_family
 
@@ -58,7 +59,7 @@ class SparsifySettings(Settings):
     @model_validator(mode="after")
     def _one(self) -> SparsifySettings:
         if self.sparsity is not None and self.pattern is not None:
-            raise ValueError("give one of sparsity and pattern, not both")
+            raise SettingError("give one of sparsity and pattern, not both", code="settings-conflict")
         return self
 
     @property
@@ -122,15 +123,18 @@ class Sparsify:
     @classmethod
     def check_model(
         cls, settings: SparsifySettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         if (lack := blockless(config)) is not None:
-            return [("", f"{lack}, whose matrices it thins out.")], config
+            return [mistake("does-not-fit-model", f"{lack}, whose matrices it thins out.")], config
         if find_family(config) is not None:
             return [], config
         known = ", ".join(FAMILIES)
         return [
-            ("", f"the blocks of a {config.get('model_type')} model are not known. Known: {known}.")
+            mistake(
+                "unsupported-family",
+                f"the blocks of a {config.get('model_type')} model are not known. Known: {known}.",
+            )
         ], config
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
@@ -151,7 +155,7 @@ class Sparsify:
             raise InputError(f"sparsify: {lack}", code=BEHIND_QUANTIZE)
         mistakes, _ = self.check_model(settings, model.config.to_dict())
         if mistakes:
-            raise InputError(f"sparsify: {mistakes[0][1]}")
+            raise InputError(f"sparsify: {mistakes[0].message}", code=mistakes[0].code)
         with threads(ctx.threads):
             rows = None
             if settings.reads_rows:

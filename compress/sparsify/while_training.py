@@ -232,6 +232,8 @@ def _layers(model: Any, settings: SparsitySettings, pattern: Pattern) -> dict[st
         odd = "" if pattern.group is None else f", or their inputs are no multiple of {pattern.group}"
         raise InputError(
             "sparsify while training: no layer of the blocks can be made sparse; smelt does not know the"
-            f" layers of {model.config.model_type}{odd}."
+            f" layers of {model.config.model_type}{odd}.",
+            code="no-layer-selected",
+            setting="sparsify",
         )
     return dict(found.values())

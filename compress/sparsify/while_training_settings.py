@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.sparsify.pattern import read_pattern
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
 
@@ -60,14 +61,20 @@ class SparsitySettings(Settings):
     def _fit(self) -> Self:
         given = self.model_fields_set
         if self.end <= self.start:
-            raise ValueError(f"end ({self.end:g}) must come after start ({self.start:g})")
+            raise SettingError(
+                f"end ({self.end:g}) must come after start ({self.start:g})", code="end-before-start"
+            )
         if self.pattern is not None and "sparsity" in given:
-            raise ValueError("give one of sparsity and pattern, not both")
+            raise SettingError("give one of sparsity and pattern, not both", code="settings-conflict")
         soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
         if self.method == "soft-movement" and hard:
-            raise ValueError(
-                f"{hard.pop()} means nothing under soft-movement: threshold and penalty make the zeros"
+            raise SettingError(
+                f"{hard.pop()} means nothing under soft-movement: threshold and penalty make the zeros",
+                code="unused-setting",
             )
         if self.method != "soft-movement" and soft:
-            raise ValueError(f"{soft.pop()} means nothing under {self.method}, only under soft-movement")
+            raise SettingError(
+                f"{soft.pop()} means nothing under {self.method}, only under soft-movement",
+                code="unused-setting",
+            )
         return self

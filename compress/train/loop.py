@@ -116,7 +116,8 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
             raise RunError(
                 f"The training loss became {value} at step {self.state.global_step + 1}"
                 f" of {self.state.max_steps}. {self.keeper.last_good()}"
-                " Lower learning_rate, raise warmup, or set precision: fp32."
+                " Lower learning_rate, raise warmup, or set precision: fp32.",
+                code="non-finite-loss",
             )
         self.keeper.recent.append({name: (mean, counts[over]) for name, (mean, over) in values.items()})
         # gradients are averaged over processes afterwards
@@ -244,7 +245,8 @@ def _require_finite(model: nn.Module, keeper: Keeper) -> None:
         if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
             raise RunError(
                 f"The last update of the training made '{name}' infinite or not a number."
-                f" {keeper.last_good()} Lower learning_rate, raise warmup, or set precision: fp32."
+                f" {keeper.last_good()} Lower learning_rate, raise warmup, or set precision: fp32.",
+                code="non-finite-weights",
             )
 
 

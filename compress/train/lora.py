@@ -54,7 +54,9 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
     if not chosen:
         raise InputError(
             f"lora: smelt does not know the layers of a {model.config.model_type} model."
-            " Leave lora out, which trains all weights."
+            " Leave lora out, which trains all weights.",
+            code="unsupported-family",
+            setting="lora",
         )
     found: dict[str, None] = {}
     names = names_of(model)
@@ -63,7 +65,9 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
             if type(module) is not nn.Linear and not isinstance(module, QuantizedLinear | AdaptedLinear):
                 raise InputError(
                     f"lora: '{name}' is a {type(module).__name__}, which has no gradient for an adapter."
-                    " Leave it out with targets, or leave lora out, which trains all weights."
+                    " Leave it out with targets, or leave lora out, which trains all weights.",
+                    code="unsupported-layer",
+                    setting="lora",
                 )
             found[names[module][0]] = None
     return list(found)

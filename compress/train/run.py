@@ -16,6 +16,7 @@ from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context
 
 if TYPE_CHECKING:
@@ -27,19 +28,21 @@ if TYPE_CHECKING:
     from smelt.runtime.models.structure import Edit
 
 
-def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return ("", what is wrong) where a sentence embedder is to learn from pairs without scores.
+def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) -> list[Message]:
+    """Return what is wrong where a sentence embedder is to learn from pairs without scores.
 
     names: of the splits that are asked, as far as they are in `data`.
     """
     lack = [data[name] for name in names if name in data and not data[name].labelled]
-    return [("", no_scores(lack[0]))] if task == SIMILARITY and lack else []
+    return [mistake("missing-scores", no_scores(lack[0]))] if task == SIMILARITY and lack else []
 
 
-def masks_unfit(settings: TrainingSettings, task: Task) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) where channels have masks and the hidden states are the outputs."""
+def masks_unfit(settings: TrainingSettings, task: Task) -> list[Message]:
+    """Return what is wrong where channels have masks and the hidden states are the outputs."""
     narrows = settings.masks is not None and "width" in settings.masks.what
-    return [("masks.what", OF_VECTORS)] if narrows and task == SIMILARITY else []
+    return (
+        [mistake("fixed-width", OF_VECTORS, setting="masks.what")] if narrows and task == SIMILARITY else []
+    )
 
 
 def no_scores(split: Split) -> str:
@@ -118,7 +121,9 @@ def train(
     elif settings.select != LOSS:
         raise InputError(
             f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
-            " FILE}."
+            " FILE}.",
+            code="missing-data",
+            setting="data.validation",
         )
     rounding = Rounding(model, src.path, settings.lora is not None) if settings.dtype == "keep" else None
     techniques = _while_training(model, settings, [] if edits is None else edits, stage)
@@ -178,11 +183,15 @@ def _trained(eligible: Callable[[int], bool], step: int) -> bool:
 def _require_rows(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:
     """Refuse to train without rows, with pairs that lack the scores that are asked, or masks of vectors."""
     if "train" not in ctx.data:
-        raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
+        raise InputError(
+            f"{stage}: needs training rows. Name them with data: {{train: FILE}}.",
+            code="missing-data",
+            setting="data.train",
+        )
     if scores and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
-        raise InputError(f"{stage}: {found[0][1]}")
-    for place, message in masks_unfit(settings, ctx.task):
-        raise InputError(f"{stage}: {place}: {message}")
+        raise InputError(f"{stage}: {found[0].message}", code=found[0].code)
+    for one in masks_unfit(settings, ctx.task):
+        raise InputError(f"{stage}: {one.setting}: {one.message}", code=one.code, setting=one.setting)
 
 
 def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:

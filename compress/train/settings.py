@@ -15,6 +15,8 @@ from smelt.compress.depth.fit import check_kinds
 from smelt.compress.prune.learned.settings import MasksSettings
 from smelt.compress.quantize.training.settings import CodesSettings
 from smelt.compress.sparsify.while_training_settings import SparsitySettings
+from smelt.core.errors import SettingError
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Need, Settings, StoredDtype
 from smelt.families.registry import blockless
 
@@ -148,13 +150,19 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _selects(self) -> Self:
         if self.select != LOSS and not self.evals:
-            raise ValueError(f"select: {self.select[:60]} chooses among validations; evals must be above 0")
+            raise SettingError(
+                f"select: {self.select[:60]} chooses among validations; evals must be above 0",
+                code="no-evaluation",
+            )
         if self.lora is not None and self.codes is not None:
-            raise ValueError("with lora codes stay as they are: leave out codes, or lora")
+            raise SettingError(
+                "with lora codes stay as they are: leave out codes, or lora", code="settings-conflict"
+            )
         changing = [word for word in ("sparsify", "masks") if getattr(self, word) is not None]
         if len(changing) + (self.lora is not None) > 1:
-            raise ValueError(
-                "give one of lora, sparsify and masks: with adapters the weights that would go stand still"
+            raise SettingError(
+                "give one of lora, sparsify and masks: with adapters the weights that would go stand still",
+                code="settings-conflict",
             )
         return self
 
@@ -190,14 +198,16 @@ def lost_by_training(settings: TrainingSettings) -> Mapping[str, str]:
     }
 
 
-def check_training(settings: TrainingSettings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) where what changes besides weights is nothing that a model has.
+def check_training(settings: TrainingSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return what is wrong, with its setting, where what changes besides weights is nothing that a model has.
 
     config: the Hugging Face config of the model that the step gets, as a dict.
     """
     lack = blockless(config)
     words = [word for word in ("lora", "sparsify", "masks") if getattr(settings, word) is not None]
     if lack:
-        return [(word, f"{lack}; leave it out, which trains all weights.") for word in words]
-    wrong = check_kinds(settings.masks.parts if settings.masks is not None else (), config)
-    return [("masks.parts", message) for message in wrong]
+        return [
+            mistake("does-not-fit-model", f"{lack}; leave it out, which trains all weights.", setting=word)
+            for word in words
+        ]
+    return check_kinds(settings.masks.parts if settings.masks is not None else (), config, "masks.parts")

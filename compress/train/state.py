@@ -47,7 +47,9 @@ def pick_precision(wanted: str, device: torch.device) -> str:
     gain = bf16_gain() if native or wanted == "bf16" else 0.0
     if wanted == "bf16" and not gain:
         raise InputError(
-            "precision: bf16 products end this processor's process; set precision: fp32 (or auto)."
+            "precision: bf16 products end this processor's process; set precision: fp32 (or auto).",
+            code="no-bf16",
+            setting="precision",
         )
     return "bf16" if wanted == "bf16" or gain >= _WORTH else "fp32"
 

@@ -47,7 +47,9 @@ def chosen(
         if size < len(kept):
             raise InputError(
                 f"vocabulary: size {size} is less than the {len(kept)} tokens that must stay: special tokens,"
-                " single characters and bytes. Give a larger size."
+                " single characters and bytes. Give a larger size.",
+                code="size-too-small",
+                setting="size",
             )
         return sorted(_fill(kept, order, words, min(size, len(counts))))
     _take(kept, _wanted(counts, order, min_count, coverage), words)

@@ -30,7 +30,8 @@ def open_words(folder: Path, config: Any) -> Words:
     if most >= config.vocab_size:
         raise InputError(
             f"vocabulary: the tokenizer in {folder} has a token of the number {most}, and the model"
-            f" {config.vocab_size} words."
+            f" {config.vocab_size} words.",
+            code="vocabulary-mismatch",
         )
     return words
 
@@ -48,7 +49,8 @@ def _words(folder: Path) -> Words:
         raise InputError(
             f"vocabulary: {folder} holds a {type(tokenizer).__name__}, which is none of the tokenizers"
             " library. Those that can be trimmed: what a tokenizer.json can hold (WordPiece, BPE, Unigram),"
-            " and Marian's pair of SentencePiece models."
+            " and Marian's pair of SentencePiece models.",
+            code="unsupported-tokenizer",
         )
     return words_of_json(json.loads(inner.to_str()), f"{folder}")
 

@@ -38,7 +38,8 @@ def read_kept(folder: Path) -> Kept | None:
     whole = isinstance(words, int) and isinstance(ids, list) and all(isinstance(at, int) for at in ids)
     if not whole or not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < words:
         raise InputError(
-            f"{path}: not a list of words that this version of smelt reads; run the stage again."
+            f"{path}: not a list of words that this version of smelt reads; run the stage again.",
+            code="damaged-file",
         )
     return Kept(words, ids)
 
@@ -78,6 +79,8 @@ def same_words(student: Path, teacher: Path, student_words: int, teacher_words: 
         raise InputError(
             f"distill: the student knows {student_words} words and the teacher {teacher_words}, of which"
             f" {lacking} of the student's are none. A teacher knows all words of its student: name one from"
-            " before 'vocabulary', or with the same vocabulary."
+            " before 'vocabulary', or with the same vocabulary.",
+            code="vocabulary-mismatch",
+            setting="teacher",
         )
     return [places[word] for word in wanted]

@@ -27,7 +27,8 @@ def words_of_marian(folder: Path) -> Words:
     if (folder / TARGET_WORDS).is_file():
         raise InputError(
             f"vocabulary: {folder} has one vocabulary for the source and another for the target"
-            f" ({TARGET_WORDS}); only a shared one can be trimmed by this version."
+            f" ({TARGET_WORDS}); only a shared one can be trimmed by this version.",
+            code="unsupported-tokenizer",
         )
     ids = {str(token): int(at) for token, at in read_json(folder / WORDS).items()}
     protos = {name: _read(folder / name) for name in MODELS}
@@ -80,10 +81,13 @@ def _read(path: Path) -> Any:
     try:
         proto.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf raises several kinds, all meaning the same
-        raise InputError(f"{path}: the SentencePiece model cannot be read: {error}") from error
+        raise InputError(
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-file"
+        ) from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE):
         raise InputError(
             f"vocabulary: {path} is a SentencePiece model of words or characters, which cannot be trimmed so"
-            " that texts stay as they are; unigram and bpe can."
+            " that texts stay as they are; unigram and bpe can.",
+            code="unsupported-tokenizer",
         )
     return proto

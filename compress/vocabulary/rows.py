@@ -27,7 +27,8 @@ def keep_rows(model: Any, kept: list[int]) -> None:
     if family is None:
         raise InputError(
             f"vocabulary: the embedding of a {model.config.model_type} model is not known."
-            f" Known: {', '.join(FAMILIES)}."
+            f" Known: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
         )
     size, places = int(model.config.vocab_size), torch.tensor(kept)
     matrices: dict[int, nn.Parameter] = {}  # by the one that they come from
@@ -36,7 +37,10 @@ def keep_rows(model: Any, kept: list[int]) -> None:
         _require_plain(name, module)
         old = module.weight
         if len(old) != size:
-            raise InputError(f"vocabulary: {name} has {len(old)} rows, and the config says {size} words.")
+            raise InputError(
+                f"vocabulary: {name} has {len(old)} rows, and the config says {size} words.",
+                code="shape-mismatch",
+            )
         if id(old) not in matrices:
             matrices[id(old)] = nn.Parameter(
                 old.detach().index_select(0, places), requires_grad=old.requires_grad
@@ -79,7 +83,8 @@ def _require_plain(name: str, module: Any) -> None:
     if not isinstance(module, nn.Embedding | nn.Linear):
         raise InputError(
             f"vocabulary: {name} is a {type(module).__name__}, whose rows are no words any more. Put"
-            " 'vocabulary' before the stage that made it."
+            " 'vocabulary' before the stage that made it.",
+            code="embedding-changed",
         )
 
 

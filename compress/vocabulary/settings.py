@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 
@@ -31,5 +32,5 @@ class VocabularySettings(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if sum(value is not None for value in (self.min_count, self.coverage, self.size)) > 1:
-            raise ValueError("give one of min_count, coverage and size")
+            raise SettingError("give one of min_count, coverage and size", code="settings-conflict")
         return self

@@ -10,6 +10,7 @@ from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TEXT_TASKS, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Context, Need
 
 if TYPE_CHECKING:
@@ -56,14 +57,20 @@ class Vocabulary:
     @classmethod
     def check_model(
         cls, settings: VocabularySettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         words = config.get("vocab_size")
-        found = []
+        found: list[Message] = []
         if settings.size is not None and isinstance(words, int) and settings.size > words:
-            found.append(("size", f"{settings.size} tokens cannot stay of {words}."))
+            text = f"{settings.size} tokens cannot stay of {words}."
+            found.append(mistake("more-than-model-has", text, setting="size"))
         if config.get("share_encoder_decoder_embeddings") is False:
-            found.append(("", "source and target have a vocabulary each; only a shared one can be trimmed."))
+            found.append(
+                mistake(
+                    "unsupported-tokenizer",
+                    "source and target have a vocabulary each; only a shared one can be trimmed.",
+                )
+            )
         return found, config
 
     def __call__(self, src: Artifact, settings: VocabularySettings, ctx: Context) -> None:
@@ -81,11 +88,17 @@ class Vocabulary:
         from smelt.runtime.models.checkpoint import load_tokenizer, save_model
 
         if "train" not in ctx.data:
-            raise InputError("vocabulary: needs training rows. Name them with data: {train: FILE}.")
+            raise InputError(
+                "vocabulary: needs training rows. Name them with data: {train: FILE}.",
+                code="missing-data",
+                setting="data.train",
+            )
         model, edits = load_float(src, self.name)
         found, _ = self.check_model(settings, model.config.to_dict())
         if found:
-            raise InputError(f"vocabulary: {' '.join(message for _, message in found)}")
+            raise InputError(
+                f"vocabulary: {' '.join(one.message for one in found)}", code=found[0].code, found=found
+            )
         words, size = open_words(src.path, model.config), int(model.config.vocab_size)
         tokenizer = load_tokenizer(src.path)
         rows = {name: token_rows(ctx.data[name], tokenizer, ctx.task) for name in _splits(ctx)}
@@ -150,7 +163,8 @@ def _tell(
         )
         raise InputError(
             f"vocabulary: this tokenizer cannot be trimmed safely: {what}. Leave the stage out, or give a"
-            " larger size."
+            " larger size.",
+            code="unsafe-trim",
         )
     share = found.changed / max(1, found.texts)
     if name == "validation" and share > _MANY:

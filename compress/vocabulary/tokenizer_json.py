@@ -34,7 +34,8 @@ def words_of_json(data: dict[str, Any], where: str) -> Words:
         raise InputError(
             f"vocabulary: {where} holds a tokenizer of the kind {what}, which cannot be trimmed so that texts"
             " stay as they are. Those that can: WordPiece, BPE, Unigram, and Marian's pair of SentencePiece"
-            " models."
+            " models.",
+            code="unsupported-tokenizer",
         )
     ids = _ids(model, kind)
     added = {str(token["content"]): int(token["id"]) for token in data.get("added_tokens") or ()}

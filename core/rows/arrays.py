@@ -75,7 +75,9 @@ def read_arrays(path: Path, name: str = "test") -> Arrays:
     if needed > free:
         raise InputError(
             f"{path}: its arrays take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free."
-            " Write fewer rows."
+            " Write fewer rows.",
+            code="out-of-memory",
+            file=str(path),
         )
     values: dict[str, NDArray[Any]] = {}
     try:
@@ -84,7 +86,9 @@ def read_arrays(path: Path, name: str = "test") -> Arrays:
                 with file.open(key + _MEMBER) as stream:
                     values[key] = np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # those of numpy and of the ways to pack have no other base
-        raise InputError(f"{path}: cannot be read: {error}. {_MAKE}") from error
+        raise InputError(
+            f"{path}: cannot be read: {error}. {_MAKE}", code="damaged-file", file=str(path)
+        ) from error
     return Arrays(values, rows_of(shapes, path))
 
 
@@ -96,9 +100,17 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
     """
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(f"{path}: no such file (data for '{name}').{nearest(path.name, beside)}")
+        raise InputError(
+            f"{path}: no such file (data for '{name}').{nearest(path.name, beside)}",
+            code="missing-file",
+            file=str(path),
+        )
     if path.suffix != SUFFIX:
-        raise InputError(f"{path}: expected an {SUFFIX} file of the graph's inputs. {_MAKE}")
+        raise InputError(
+            f"{path}: expected an {SUFFIX} file of the graph's inputs. {_MAKE}",
+            code="wrong-format",
+            file=str(path),
+        )
     found: dict[str, Shape] = {}
     try:
         with zipfile.ZipFile(path) as file:
@@ -107,11 +119,15 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
                     with file.open(member) as stream:
                         found[member.filename.removesuffix(_MEMBER)] = _header(stream, member.filename)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}", code=error.code, file=str(path)) from error
     except Exception as error:  # those of numpy and of the ways to pack have no other base
-        raise InputError(f"{path}: not an {SUFFIX} file that can be read: {error}. {_MAKE}") from error
+        raise InputError(
+            f"{path}: not an {SUFFIX} file that can be read: {error}. {_MAKE}",
+            code="damaged-file",
+            file=str(path),
+        ) from error
     if not found:
-        raise InputError(f"{path}: no arrays in this file. {_MAKE}")
+        raise InputError(f"{path}: no arrays in this file. {_MAKE}", code="missing-array", file=str(path))
     rows_of(found, path)
     return found
 
@@ -125,10 +141,18 @@ def rows_of(shapes: Mapping[str, Shape], path: Path) -> int:
     counts = {name: shape.dims[0] for name, shape in shapes.items() if shape.dims}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{name} has {rows:,}" for name, rows in counts.items())
-        raise InputError(f"{path}: all arrays need as many rows (axis 0), but {said}.")
+        raise InputError(
+            f"{path}: all arrays need as many rows (axis 0), but {said}.",
+            code="count-mismatch",
+            file=str(path),
+        )
     rows = next(iter(counts.values()), 0)
     if not rows:
-        raise InputError(f"{path}: no rows in this file; axis 0 of each array counts them.")
+        raise InputError(
+            f"{path}: no rows in this file; axis 0 of each array counts them.",
+            code="empty-data",
+            file=str(path),
+        )
     return rows
 
 
@@ -142,7 +166,8 @@ def _header(stream: Any, name: str) -> Shape:
     if dtype.hasobject:
         raise InputError(
             f"the array '{name.removesuffix(_MEMBER)}' holds objects of Python, which are never unpickled."
-            " Give it a type of numbers, or of texts (dtype=str)."
+            " Give it a type of numbers, or of texts (dtype=str).",
+            code="pickled-objects",
         )
     if any(size < 0 for size in dims):
         raise ValueError(f"the array '{name.removesuffix(_MEMBER)}' has the shape {dims}")

@@ -40,7 +40,8 @@ def require_range(image: Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in _WIDE):
         raise InputError(
             f"values of 32 bits (Pillow's mode {image.mode}), which say not how light white is. Save it with"
-            " 8 or 16 bits."
+            " 8 or 16 bits.",
+            code="unsupported-image-mode",
         )
 
 

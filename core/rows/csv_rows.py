@@ -42,6 +42,7 @@ def csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 raise InputError(
                     f"{path}:1: several columns are called '{twice[0][:80]}'. Rename or remove all but one.",
                     code="duplicate-column",
+                    file=str(path),
                 )
             for record in records:
                 where = f"{path}:{lines.number}"
@@ -50,12 +51,17 @@ def csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                         f"{where}: this row has {len(record)} fields and the header has {len(names)},"
                         f" separated by {_NAMES[delimiter]}.",
                         code="csv-field-count",
-                    )
+                    ).at(where)
                 yield where, dict(zip(names, record, strict=True))
         except csv.Error as error:
             long = "field limit" in str(error)
             why = f"a field of more than {MOST_CHARACTERS:,} characters; is its quote closed?" if long else ""
-            raise InputError(f"{path}:{lines.number}: broken CSV: {why or f'{error}.'}") from error
+            raise InputError(
+                f"{path}:{lines.number}: broken CSV: {why or f'{error}.'}",
+                code="field-too-long" if long else "invalid-csv",
+                file=str(path),
+                line=lines.number,
+            ) from error
 
 
 class _Lines:

@@ -7,7 +7,7 @@ per line. Which column means what is a setting; several references per example a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,24 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
             return _read_lines(path, origin, name)
         rows = read_file(path)
     elif path.is_dir():
-        raise InputError(f"{path}: a folder, not a file of rows (data for '{name}'){_or_hub(origin)}.")
+        raise InputError(
+            f"{path}: a folder, not a file of rows (data for '{name}'){_or_hub(origin)}.",
+            code="not-a-file",
+            file=str(path),
+        )
     elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
-        raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}")
+        raise InputError(
+            f"{path}: no such file (data for '{name}').{_neighbour(path)}",
+            code="missing-file",
+            file=str(path),
+        )
     else:
         rows = hub_rows(origin, name)
     examples = _examples(rows, task, columns)
     if not examples:
-        raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.")
+        raise InputError(
+            f"{path}: no rows in this file; '{name}' needs at least one.", code="empty-data", file=str(path)
+        )
     windows = Windows(separator="\n\n") if task == "language-modeling" else None
     return Split(origin, examples, windows)
 
@@ -82,21 +92,19 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
             ends the reading.
     """
     found: list[Example] = []
-    mistakes: list[str] = []
+    mistakes: list[InputError] = []
     try:
         for number, (where, row) in enumerate(rows, start=1):
             try:
                 found.append(replace(_example(row, where, task, columns), row=number))
             except _MissingColumnError as error:
-                raise _all_missing(row, where, task, columns) or error from error
+                raise (_all_missing(row, where, task, columns) or error).at(where) from error
             except InputError as error:
-                mistakes.append(str(error))
+                mistakes.append(error.at(where))
     except InputError as error:  # the file itself is broken here
-        mistakes.append(str(error))
+        mistakes.append(error)
     if mistakes:
-        others = len(mistakes) - _NAMED
-        named = mistakes[:_NAMED] + ([f"{others} more rows of this file are wrong."] if others > 0 else [])
-        raise InputError("\n".join(named))
+        raise _together(mistakes)
     if task == SIMILARITY:
         lines = [example.line or number for number, example in enumerate(found, start=1)]
         require_alike((e.text_pair is not None for e in found), lines, columns.text_pair, "second text")
@@ -104,13 +112,35 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
     return tuple(found)
 
 
+def _together(mistakes: Sequence[InputError]) -> InputError:
+    """Return the error that names the first of `mistakes`, and counts the others."""
+    others = len(mistakes) - _NAMED
+    named = [str(one) for one in mistakes[:_NAMED]]
+    named += [f"{others} more rows of this file are wrong."] if others > 0 else []
+    kinds = {one.code for one in mistakes}
+    first = mistakes[0]
+    return InputError(
+        "\n".join(named),
+        code=kinds.pop() if len(kinds) == 1 else "several-mistakes",
+        file=first.file,
+        line=first.line,
+        found=[one.as_message() for one in mistakes],
+    )
+
+
 def _read_images(path: Path, origin: str, columns: Columns, name: str) -> Split:
     """Read rows that name images, each of which is looked at."""
     if not path.exists():
-        raise InputError(f"{path}: no such file or folder (data for '{name}').{_neighbour(path)}")
+        raise InputError(
+            f"{path}: no such file or folder (data for '{name}').{_neighbour(path)}",
+            code="missing-file",
+            file=str(path),
+        )
     examples = _examples(image_rows(path, columns.image, columns.label), IMAGES, columns)
     if not examples:
-        raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.")
+        raise InputError(
+            f"{path}: no rows in this file; '{name}' needs at least one.", code="empty-data", file=str(path)
+        )
     return Split(origin, examples, images=True)
 
 
@@ -118,7 +148,9 @@ def _read_lines(path: Path, origin: str, name: str) -> Split:
     """Read plain text; joined with line ends the rows are the file's text again."""
     lines = read_text_file(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not any(line.strip() for line in lines):
-        raise InputError(f"{path}: no text in this file; '{name}' needs some.")
+        raise InputError(
+            f"{path}: no text in this file; '{name}' needs some.", code="empty-data", file=str(path)
+        )
     rows = tuple(Example(line, line=number) for number, line in enumerate(lines, start=1))
     return Split(origin, rows, Windows(separator="\n"))
 
@@ -149,7 +181,9 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
         if score is not None and pair is None:
             raise InputError(
                 f"{where}: a score ('{columns.label}') says how similar two texts are, and there is no second"
-                f" one in '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair: NAME}}}}."
+                f" one in '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair:"
+                " NAME}}.",
+                code="missing-column",
             )
         return Example(_filled(row, columns.text, where, "text"), text_pair=pair, label=score, line=line)
     return replace(_labelled(_filled(row, columns.text, where, "text"), pair, row, where, columns), line=line)
@@ -176,7 +210,8 @@ def _references(row: Mapping[str, Any], where: str, columns: Columns) -> tuple[s
         references = [_text(row, columns.target, where, "target")]
     if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
         raise InputError(
-            f"{where}: column '{columns.references}' must be a list of texts, read {repr(references)[:80]}"
+            f"{where}: column '{columns.references}' must be a list of texts, read {repr(references)[:80]}",
+            code="wrong-column-type",
         )
     if not references or not all(reference.strip() for reference in references):
         raise InputError(
@@ -202,7 +237,8 @@ def _label(value: Any, where: str, column: str) -> Label:
         return label
     raise InputError(
         f"{where}: column '{column}' must be a whole number or a name, a list of such (several labels),"
-        f" or a number (regression), read {repr(value)[:80]}{_OF_TRUTH if isinstance(value, bool) else ''}"
+        f" or a number (regression), read {repr(value)[:80]}{_OF_TRUTH if isinstance(value, bool) else ''}",
+        code="wrong-column-type",
     )
 
 
@@ -220,7 +256,9 @@ def _text(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
         raise _missing(row, column, where, setting)
     value = row[column]
     if not isinstance(value, str):
-        raise InputError(f"{where}: column '{column}' must be text, read {repr(value)[:80]}")
+        raise InputError(
+            f"{where}: column '{column}' must be text, read {repr(value)[:80]}", code="wrong-column-type"
+        )
     _require_characters(value, where, column)
     return value
 
@@ -245,7 +283,8 @@ def _require_characters(text: str, where: str, column: str) -> None:
     """
     if (half := half_character(text)) is not None:
         raise InputError(
-            f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character."
+            f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character.",
+            code="lone-surrogate",
         )
 
 
@@ -265,7 +304,8 @@ def _missing(row: Mapping[str, Any], column: str, where: str, setting: str) -> _
         hint = f" '{usual}' often holds it."
     return _MissingColumnError(
         f"{where}: no column '{column}'; there are: {names}.{hint}"
-        f" Name the right one with data: {{columns: {{{setting}: {usual or 'NAME'}}}}}."
+        f" Name the right one with data: {{columns: {{{setting}: {usual or 'NAME'}}}}}.",
+        code="missing-column",
     )
 
 
@@ -288,7 +328,8 @@ def _all_missing(
     right = ", ".join(f"{role}: {name}" for role, name in guessed.items())
     return _MissingColumnError(
         f"{where}: no columns {wrong}; there are: {names}."
-        f" Name the right ones with data: {{columns: {{{right}}}}}."
+        f" Name the right ones with data: {{columns: {{{right}}}}}.",
+        code="missing-column",
     )
 
 

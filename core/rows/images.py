@@ -70,12 +70,18 @@ def _of_classes(folder: Path, image: str, label: str) -> Rows:
     if not classes:
         raise InputError(
             f"{folder}: no folders of classes in this folder; expected one folder for each label, with its"
-            " images."
+            " images.",
+            code="no-class-folders",
+            file=str(folder),
         )
     for one in classes:
         files = sorted(p for p in one.iterdir() if p.is_file() and p.suffix.lower() in _SUFFIXES)
         if not files:
-            raise InputError(f"{one}: no images in this folder of a class ({', '.join(sorted(_SUFFIXES))}).")
+            raise InputError(
+                f"{one}: no images in this folder of a class ({', '.join(sorted(_SUFFIXES))}).",
+                code="empty-data",
+                file=str(one),
+            )
         for file in files:
             yield str(file), {image: str(file.absolute()), label: one.name}
 
@@ -101,18 +107,23 @@ def require_image(reference: str, where: str) -> None:
             try:
                 require_range(found)
             except InputError as error:
-                raise InputError(f"{reference}: {error}") from error
+                raise InputError(f"{reference}: {error}", code=error.code) from error
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{where}: {error}", code=error.code) from error
     except UnidentifiedImageError as error:
         known = ", ".join(FORMATS)
-        raise InputError(f"{where}: {reference}: not an image that is read here ({known}).") from error
+        raise InputError(
+            f"{where}: {reference}: not an image that is read here ({known}).", code="not-an-image"
+        ) from error
     except Exception as error:  # each decoder of Pillow raises what it likes
-        raise InputError(f"{where}: {reference}: not an image that can be read: {error}") from error
+        raise InputError(
+            f"{where}: {reference}: not an image that can be read: {error}", code="damaged-image"
+        ) from error
     if width * height > MOST_PIXELS:
         raise InputError(
             f"{where}: {reference}: an image of {width} x {height} pixels; at most"
-            f" {MOST_PIXELS / 1e6:.0f} megapixels are read. Make it smaller."
+            f" {MOST_PIXELS / 1e6:.0f} megapixels are read. Make it smaller.",
+            code="image-too-large",
         )
 
 
@@ -129,7 +140,7 @@ def image_bytes(reference: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InputError(f"{reference}: cannot be read: {error}") from error
+        raise InputError(f"{reference}: cannot be read: {error}", code="unreadable-file") from error
 
 
 def _file_of(reference: str) -> Path | None:
@@ -145,14 +156,19 @@ def _file_of(reference: str) -> Path | None:
     try:
         if not path.is_file():
             if path.is_dir():
-                raise InputError(f"{reference}: a folder; an image file is expected.")
+                raise InputError(f"{reference}: a folder; an image file is expected.", code="not-a-file")
             beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise InputError(f"{reference}: no such image file.{nearest(path.name, beside)}")
+            raise InputError(
+                f"{reference}: no such image file.{nearest(path.name, beside)}", code="missing-file"
+            )
         size = path.stat().st_size
     except (OSError, ValueError) as error:  # a name that no file can have
-        raise InputError(f"{reference[:300]}: cannot be read: {error}") from error
+        raise InputError(f"{reference[:300]}: cannot be read: {error}", code="unreadable-file") from error
     if size > MOST_BYTES:
-        raise InputError(f"{reference}: {size:,} bytes; an image file of at most {MOST_BYTES:,} is read.")
+        raise InputError(
+            f"{reference}: {size:,} bytes; an image file of at most {MOST_BYTES:,} is read.",
+            code="image-file-too-large",
+        )
     return path
 
 
@@ -163,11 +179,13 @@ def content_hash(reference: str) -> str:
 
 def _of_place(file: Path, number: int, reference: str) -> bytes:
     if not file.is_file():
-        raise InputError(f"{file}: no such archive of images.")
+        raise InputError(f"{file}: no such archive of images.", code="missing-file", file=str(file))
     arrays = _archive(str(file), _stamp(file))
     offsets = arrays["offsets"]
     if number >= len(offsets) - 1:
-        raise InputError(f"{reference}: the archive has {len(offsets) - 1} images, counted from 0.")
+        raise InputError(
+            f"{reference}: the archive has {len(offsets) - 1} images, counted from 0.", code="no-such-image"
+        )
     found: bytes = arrays["jpeg"][int(offsets[number]) : int(offsets[number + 1])].tobytes()
     return found
 
@@ -193,18 +211,26 @@ def _archive(path: str, stamp: tuple[int, int]) -> Mapping[str, NDArray[Any]]:
         with zipfile.ZipFile(path) as file:
             there = {Path(m.filename).stem: m for m in file.infolist() if m.filename.endswith(".npy")}
             if missing := [name for name in _ARRAYS if name not in there]:
-                raise InputError(f"{path}: no array '{missing[0]}' in it. {make}")
+                raise InputError(
+                    f"{path}: no array '{missing[0]}' in it. {make}", code="missing-array", file=str(path)
+                )
             needed, free = sum(there[name].file_size for name in _ARRAYS), available_bytes()
             if needed > free:
                 raise InputError(
                     f"{path}: its images take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are"
-                    " free. Write fewer into one file."
+                    " free. Write fewer into one file.",
+                    code="out-of-memory",
+                    file=str(path),
                 )
             arrays = {name: _read(file, there[name], np) for name in _ARRAYS}
     except InputError:
         raise
     except Exception as error:  # those of numpy and of the ways to pack have no other base
-        raise InputError(f"{path}: not an archive of images that can be read: {error}. {make}") from error
+        raise InputError(
+            f"{path}: not an archive of images that can be read: {error}. {make}",
+            code="damaged-file",
+            file=str(path),
+        ) from error
     _require_fit(path, arrays, make)
     return arrays
 
@@ -221,9 +247,15 @@ def _require_fit(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> No
     flat = jpeg.ndim == offsets.ndim == label.ndim == 1
     if not (kinds and flat and label.dtype.kind in "iuUS" and len(offsets) == len(label) + 1 and len(label)):
         said = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
-        raise InputError(f"{path}: its arrays do not fit each other: {said}. {make}")
+        raise InputError(
+            f"{path}: its arrays do not fit each other: {said}. {make}",
+            code="inconsistent-arrays",
+            file=str(path),
+        )
     rising = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets[0]) == 0
     if not rising or int(offsets[-1]) != len(jpeg):
         raise InputError(
-            f"{path}: its offsets do not rise from 0 to the {len(jpeg):,} bytes of 'jpeg'. {make}"
+            f"{path}: its offsets do not rise from 0 to the {len(jpeg):,} bytes of 'jpeg'. {make}",
+            code="wrong-offsets",
+            file=str(path),
         )

@@ -80,7 +80,9 @@ def object_row(row: Any, where: str) -> Mapping[str, Any]:
     listed = isinstance(row, list) and bool(row) and isinstance(row[0], dict)
     hint = " A file that is one list of rows is read when its name ends in .json." if listed else ""
     read = json.dumps(row, ensure_ascii=False)[:80]
-    raise InputError(f"{where}: expected a JSON object with named columns, read {read!r}.{hint}")
+    raise InputError(
+        f"{where}: expected a JSON object with named columns, read {read!r}.{hint}", code="not-an-object"
+    ).at(where)
 
 
 def _holder(scan: _Scan) -> str | None:
@@ -103,12 +105,16 @@ def _holder(scan: _Scan) -> str | None:
     if lists:
         raise InputError(
             f"{scan.path}: holds several lists of rows ({', '.join(lists[:5])}); smelt reads one list from a"
-            " file. Write each split to a file of its own."
+            " file. Write each split to a file of its own.",
+            code="several-row-lists",
+            file=str(scan.path),
         )
     if len(kinds) > 1:
         raise InputError(
             f"{scan.path}: holds columns, not rows. Write a list of objects; with pandas:"
-            " to_json(FILE, orient='records')."
+            " to_json(FILE, orient='records').",
+            code="columns-not-rows",
+            file=str(scan.path),
         )
     return None
 
@@ -143,16 +149,20 @@ class _Scan:
             try:
                 found, end = self.decoder.raw_decode(self.text, self.at)
             except RecursionError as error:
-                raise InputError(f"{self.where}: broken JSON: nested too deeply.") from error
+                raise InputError(f"{self.where}: broken JSON: nested too deeply.", code="nested-too-deep").at(
+                    self.where
+                ) from error
             except json.JSONDecodeError as error:
                 cut = error.msg.startswith("Unterminated") or len(self.text) - error.pos < _CUT_CHARACTERS
                 if cut and self._more():
                     continue
                 raise self._broken(error.msg, error.pos) from error
             except DuplicateKeyError as error:
-                raise InputError(f"{self.where}: {error}", code="duplicate-column") from error
+                raise InputError(f"{self.where}: {error}", code="duplicate-column").at(self.where) from error
             except ValueError as error:  # a number with thousands of digits
-                raise InputError(f"{self.where}: broken JSON: {error}.") from error
+                raise InputError(f"{self.where}: broken JSON: {error}.", code="invalid-json").at(
+                    self.where
+                ) from error
             if end == len(self.text) and self.text[end - 1] not in '}]"' and self._more():
                 continue  # the rest of a number may follow
             self._pass(end)
@@ -174,7 +184,10 @@ class _Scan:
         for where in self._items("{", "}"):
             key = self.value()
             if not isinstance(key, str):
-                raise InputError(f"{where}: broken JSON: expected a name in quotes, read {str(key)[:40]!r}.")
+                raise InputError(
+                    f"{where}: broken JSON: expected a name in quotes, read {str(key)[:40]!r}.",
+                    code="invalid-json",
+                ).at(where)
             self._expect(":")
             yield key
 
@@ -194,7 +207,7 @@ class _Scan:
             InputError: something does.
         """
         if self.peek():
-            raise self._broken("more text after the end of the list", self.at)
+            raise self._broken("more text after the end of the list", self.at, "text-after-end")
 
     def _items(self, begin: str, end: str) -> Iterator[str]:
         """Pass `begin`, the commas and `end`; yield where each item begins, which must be passed then."""
@@ -213,11 +226,16 @@ class _Scan:
             raise self._broken(f"expected '{character}'", self.at)
         self._pass(self.at + 1)
 
-    def _broken(self, what: str, at: int) -> InputError:
+    def _broken(self, what: str, at: int, code: str = "invalid-json") -> InputError:
         line = self.line + self.text.count("\n", self.at, at)
         read = self.text[at : at + 40]
         shown = f"read {read!r}" if read else "read the end of the file"
-        return InputError(f"{self.path}:{line}: broken JSON: {what}, {shown}.")
+        return InputError(
+            f"{self.path}:{line}: broken JSON: {what}, {shown}.",
+            code=code,
+            file=str(self.path),
+            line=line,
+        )
 
     def _pass(self, to: int) -> None:
         self.line += self.text.count("\n", self.at, to)

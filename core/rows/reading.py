@@ -40,7 +40,9 @@ def read_file(path: Path) -> Rows:
     plain = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
     raise InputError(
         f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .json, .csv, .tsv (each also .gz),"
-        f" .parquet.{plain}"
+        f" .parquet.{plain}",
+        code="unknown-file-type",
+        file=str(path),
     )
 
 
@@ -59,7 +61,9 @@ def _json_lines(path: Path) -> Rows:
             try:
                 row = json.loads(line, object_pairs_hook=unique_keys)
             except DuplicateKeyError as error:
-                raise InputError(f"{path}:{number}: {error}", code="duplicate-column") from error
+                raise InputError(
+                    f"{path}:{number}: {error}", code="duplicate-column", file=str(path), line=number
+                ) from error
             except (ValueError, RecursionError) as error:
                 # a line that begins no value of JSON at all is of another kind of file
                 plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
@@ -67,7 +71,10 @@ def _json_lines(path: Path) -> Rows:
                 if isinstance(error, json.JSONDecodeError):  # whose own words count the lines of this one
                     what = f"{error.msg} at character {error.pos + 1}"
                 raise InputError(
-                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}"
+                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}",
+                    code="invalid-json",
+                    file=str(path),
+                    line=number,
                 ) from error
             yield f"{path}:{number}", object_row(row, f"{path}:{number}")
 
@@ -83,6 +90,7 @@ def _parquet_rows(path: Path) -> Rows:
                 raise InputError(
                     f"{path}: several columns are called '{twice[0][:80]}'. Rename or remove all but one.",
                     code="duplicate-column",
+                    file=str(path),
                 )
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
@@ -91,7 +99,9 @@ def _parquet_rows(path: Path) -> Rows:
     except InputError:
         raise
     except Exception as error:  # pyarrow raises many kinds, all of which mean the same here
-        raise InputError(f"{path}: not a Parquet file that can be read: {error}") from error
+        raise InputError(
+            f"{path}: not a Parquet file that can be read: {error}", code="damaged-file", file=str(path)
+        ) from error
 
 
 def hub_rows(origin: str, name: str) -> Rows:
@@ -112,5 +122,5 @@ def hub_rows(origin: str, name: str) -> Rows:
             rows: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         why = f"nor kept on this machine; {lack}." if lack else f"nor a data set that the hub gives: {error}"
-        raise InputError(f"{origin}: neither a file here, {why}") from error
+        raise InputError(f"{origin}: neither a file here, {why}", code="missing-data") from error
     yield from _unnested((f"{origin} row {number}", row) for number, row in enumerate(rows, start=1))

@@ -24,7 +24,8 @@ def read_score(value: Any, where: str, column: str) -> float | None:
     if not math.isfinite(score):
         raise InputError(
             f"{where}: column '{column}' must be a number, how similar the two texts are, read"
-            f" {repr(value)[:80]}. Rows without scores leave it out."
+            f" {repr(value)[:80]}. Rows without scores leave it out.",
+            code="wrong-column-type",
         )
     return score
 
@@ -47,5 +48,6 @@ def require_alike(there: Iterable[bool], lines: Iterable[int], column: str, what
     if len(firsts) == 2:
         raise InputError(
             f"row {firsts[True]} has a {what} (column '{column}') and row {firsts[False]} has none:"
-            " all rows of a file have one, or none has."
+            " all rows of a file have one, or none has.",
+            code="partly-missing-column",
         )

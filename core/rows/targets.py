@@ -117,8 +117,9 @@ def _read(
     found = [of(example.label) for example in examples]
     wrong = [at for at, value in enumerate(found) if value is None]
     if wrong:
-        complaint = _complaint(examples[wrong[0]].label, names, problem)
-        raise InputError(f"{_place(examples, wrong, origin)}: {complaint}{_others(examples, wrong)}")
+        code, complaint = _complaint(examples[wrong[0]].label, names, problem)
+        place = _place(examples, wrong, origin)
+        raise InputError(f"{place}: {complaint}{_others(examples, wrong)}", code=code).at(place)
     return [value for value in found if value is not None]
 
 
@@ -148,16 +149,17 @@ def _numbers(examples: Sequence[Example], places: Sequence[int]) -> tuple[str, l
     return "row", [examples[at].row or at + 1 for at in places]
 
 
-def _complaint(label: Label | None, names: Sequence[str], problem: ProblemType) -> str:
-    """Say why `label` does not fit the model, what fits, and how to mend it."""
+def _complaint(label: Label | None, names: Sequence[str], problem: ProblemType) -> tuple[str, str]:
+    """Return code and text of why `label` does not fit the model, what fits, and how to mend it."""
     shown = repr(list(label) if isinstance(label, tuple) else label)[:80]
     if is_blank(label):
-        return "the label is empty. Fill it in, or remove the row."
+        return "empty-label", "the label is empty. Fill it in, or remove the row."
     if problem == REGRESSION:
-        return f"the label {shown} is not a finite number (regression)."
+        return "non-finite-label", f"the label {shown} is not a finite number (regression)."
     if problem == SINGLE and isinstance(label, tuple):
         return (
-            f"the label {shown} is a list, and the model gives one label to a text (problem_type {SINGLE})."
+            "several-labels",
+            f"the label {shown} is a list, and the model gives one label to a text (problem_type {SINGLE}).",
         )
     outputs = _outputs(names)
     odd = [item for item in items_of(label) if _class(item, outputs) is None] if problem == MULTI else [label]
@@ -175,4 +177,4 @@ def _complaint(label: Label | None, names: Sequence[str], problem: ProblemType) 
             " The model's outputs have no names: write them in their order as id2label into its config.json,"
             " or give their numbers as labels."
         )
-    return text
+    return "unknown-label", text

@@ -30,10 +30,14 @@ def read_text_file(path: Path) -> str:
         raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
         return raw.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        raise InputError(
+            f"{path}: cannot be read: {error}", code="unreadable-file", file=str(path)
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8."
+            f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8.",
+            code="not-utf8",
+            file=str(path),
         ) from error
 
 
@@ -51,7 +55,9 @@ def open_text(path: Path, newline: str) -> Iterator[io.TextIOBase]:
         with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig", newline=newline) as stream:
             yield stream
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        raise InputError(
+            f"{path}: cannot be read: {error}", code="unreadable-file", file=str(path)
+        ) from error
     except UnicodeDecodeError:
         read_text_file(path)  # raises, and names the byte
         raise

@@ -47,7 +47,9 @@ class Store:
                     raise PermissionError(errno.EACCES, f"{folder} may not be written to")
         except OSError as error:
             raise InputError(
-                f"{self.root}: cannot be used as a store: {error.strerror}. Give another with --store FOLDER."
+                f"{self.root}: cannot be used as a store: {error.strerror}. Give another with --store"
+                " FOLDER.",
+                code="unusable-store",
             ) from error
         self._sweep()
 
@@ -72,14 +74,18 @@ class Store:
         try:
             artifact = read_artifact(path)
             if artifact.key != key:
-                raise InputError(f"{path / MANIFEST}: this is the manifest of another artifact.")
+                raise InputError(
+                    f"{path / MANIFEST}: this is the manifest of another artifact.", code="wrong-manifest"
+                )
         except InputError as error:
-            raise InputError(f"{error} {mend}") from error
+            raise InputError(f"{error} {mend}", code=error.code) from error
         if self._noted(key).get("files") != _file_states(artifact):
             try:
                 digest = sha256_of(path / MANIFEST)
             except OSError as error:
-                raise InputError(f"{path / MANIFEST}: cannot be read: {error}. {mend}") from error
+                raise InputError(
+                    f"{path / MANIFEST}: cannot be read: {error}. {mend}", code="unreadable-file"
+                ) from error
             # asked twice: another process may have put a new artifact and its note in place meanwhile
             if all(self._noted(key).get("manifest", digest) != digest for _ in range(2)):
                 raise InputError(

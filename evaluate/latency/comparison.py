@@ -19,6 +19,7 @@ from pathlib import Path
 
 from smelt.core.data import Task
 from smelt.core.errors import InputError, RunError
+from smelt.core.messages import Message
 from smelt.core.stage import Progress, silent
 from smelt.evaluate.latency.job import Job, Timed
 from smelt.evaluate.latency.rounds import FEWEST, MOST, Pair, Round, judge
@@ -43,7 +44,7 @@ class Latency:
     """
 
     rows: dict[str, list[Row]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, Message] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     runners: dict[str, str] = field(default_factory=dict)
     cut: bool = False
@@ -92,10 +93,10 @@ def measure(
         InputError: no texts, or `baseline` is not among `artifacts`.
     """
     if not texts:
-        raise InputError("Latency: there are no texts to measure on.")
+        raise InputError("Latency: there are no texts to measure on.", code="empty-data")
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
-        raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
+        raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.", code="unknown-step")
     others = [name for name in artifacts if name != baseline]
     parts = max(1, len(others)) * len(settings.batch_sizes)
     asked = settings.seconds
@@ -148,7 +149,7 @@ class _Measurement:
             self._base = self._job.start(stack, path)
             self.result.runners[self._name] = self._base.runner
         except RunError as error:
-            self.result.errors[self._name] = str(error)
+            self.result.errors[self._name] = error.as_message()
 
     def time_artifact(self, name: str, path: Path, left: int) -> None:
         """Time one of `left` artifacts at every batch size; its process ends before the next one's begins."""
@@ -164,7 +165,7 @@ class _Measurement:
                         self._budget.begin(parts - at)
                     rows.append(self._time_batches(timed, name, size))
             except RunError as error:
-                self.result.errors[name] = str(error)
+                self.result.errors[name] = error.as_message()
             else:
                 self._ask_memory(timed, name)
         if rows:
@@ -250,13 +251,13 @@ class _Measurement:
             return None
 
     def _baseline_failed(self, error: RunError) -> None:
-        self.result.errors.setdefault(self._name, str(error))
+        self.result.errors.setdefault(self._name, error.as_message())
 
     def _ask_memory(self, timed: Timed, name: str) -> None:
         try:
             self.result.peak_memory_bytes[name] = timed.worker.ask(op="memory")["peak_bytes"]
         except RunError as error:
-            self.result.errors.setdefault(name, str(error))
+            self.result.errors.setdefault(name, error.as_message())
 
     def _step(self, note: str, repeated: bool) -> None:
         self._done += 1

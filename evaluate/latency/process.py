@@ -38,14 +38,14 @@ class WorkerProcess:
             env=environment,
         )
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.failure = ""
+        self._failure: RunError | None = None
         # a thread, because Windows cannot wait for a pipe with a time limit
         threading.Thread(target=self._listen, daemon=True).start()
 
     @property
     def alive(self) -> bool:
         """Whether the process can still be asked."""
-        return not self.failure and self._process.poll() is None
+        return self._failure is None and self._process.poll() is None
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request and wait for its answer.
@@ -53,8 +53,8 @@ class WorkerProcess:
         Raises:
             RunError: the worker answered with an error, died, or was silent beyond the time limit.
         """
-        if self.failure:
-            raise RunError(self.failure)
+        if self._failure is not None:
+            raise RunError(str(self._failure), code=self._failure.code)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -67,21 +67,23 @@ class WorkerProcess:
         if line is None:
             self._process.kill()
             raise self._fail(
-                f"no answer to '{request['op']}' within {self._time_limit:g} s (time_limit_seconds)"
+                f"no answer to '{request['op']}' within {self._time_limit:g} s (time_limit_seconds)",
+                "timing-timed-out",
             )
         if not line:
             code = self._process.wait()
             raise self._fail(
-                f"its process ended during '{request['op']}' with {_cause(code)}.{self._last_words()}"
+                f"its process ended during '{request['op']}' with {_cause(code)}.{self._last_words()}",
+                "timing-process-died",
             )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise RunError(answer["error"])
+            raise RunError(answer["error"], code=answer["code"])
         return answer
 
-    def _fail(self, message: str) -> RunError:
-        self.failure = message
-        return RunError(message)
+    def _fail(self, message: str, code: str) -> RunError:
+        self._failure = RunError(message, code=code)
+        return self._failure
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

@@ -28,7 +28,7 @@ def prompt_texts(texts: Sequence[str], tokens: int) -> list[str]:
             found.append(" ".join(stretch))
             stretch, letters = [], 0
     if not found and not stretch:
-        raise InputError("Latency: the texts hold no words to begin with.")
+        raise InputError("Latency: the texts hold no words to begin with.", code="empty-data")
     return found or [" ".join(stretch)]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
 DEPLOYABLE, ALL = "deployable", "all"
@@ -44,7 +45,9 @@ class LatencySettings(Settings):
     @classmethod
     def _positive(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not sizes or len(set(sizes)) != len(sizes) or any(not 1 <= s <= 4096 for s in sizes):
-            raise ValueError(f"expected different whole numbers from 1 to 4096, read {list(sizes)}")
+            raise SettingError(
+                f"expected different whole numbers from 1 to 4096, read {list(sizes)}", code="wrong-value"
+            )
         return sizes
 
     def key(self) -> dict[str, Any]:

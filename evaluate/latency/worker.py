@@ -11,7 +11,7 @@ nobody's measurement; when the pipe closes (the parent ended, however) it ends t
     round: min_ms                                     -> times_ms, parts, texts, load
     memory                                            -> peak_bytes
 
-An answer `{"error": "..."}` says that a request failed.
+An answer `{"error": "...", "code": "..."}` says that a request failed.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class Worker:
         try:
             return operations[request["op"]](request)
         except Exception as error:  # the parent decides what a failure means, so none may be lost here
-            from smelt.core.errors import SmeltError
+            from smelt.core.errors import UNNAMED, SmeltError
 
-            kind = "" if isinstance(error, SmeltError) else f"{type(error).__name__}: "
-            return {"error": f"{kind}{error}"}
+            if isinstance(error, SmeltError):
+                return {"error": str(error), "code": error.code or UNNAMED}
+            return {"error": f"{type(error).__name__}: {error}", "code": "unforeseen"}
 
     def _load(self, request: dict[str, Any]) -> Answer:
         from smelt.core.artifact import read_artifact

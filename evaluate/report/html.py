@@ -30,7 +30,7 @@ def write_html(report: Mapping[str, Any]) -> str:
     """Return the text of report.html.
 
     Raises:
-        InputError: not a report of schema 1.
+        InputError: not a report of schema 2.
     """
     checked = validate_report(report)
     text: str = _template().render(

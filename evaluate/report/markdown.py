@@ -18,7 +18,7 @@ def write_markdown(report: Mapping[str, Any]) -> str:
     """Return the text of report.md (GitHub's Markdown).
 
     Raises:
-        InputError: not a report of schema 1.
+        InputError: not a report of schema 2.
     """
     checked = validate_report(report)
     parts = [_header(checked), "## Steps", _steps(checked)]

@@ -23,7 +23,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
     What concerns the whole run comes first, under the step's name `run`.
     """
     found: list[tuple[str, str, str]] = [
-        ("run", message.severity, message.message) for message in report.warnings
+        ("run", message.severity, str(message)) for message in report.warnings
     ]
     found += [("run", "warning", text) for text in on_test(report)]
     found += [("run", "disturbed", text) for text in disturbed(report)]
@@ -41,7 +41,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
         found += [
             (step.name, "warning", few_text(gate, step)) for gate in step.gates if gate.n_needed is not None
         ]
-        found += [(step.name, one.severity, one.message) for one in grave_first(step.warnings)]
+        found += [(step.name, one.severity, str(one)) for one in grave_first(step.warnings)]
         if step.earlier:
             found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
     return found

@@ -14,9 +14,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
-from smelt.core.errors import InputError
-from smelt.core.messages import Message
+from smelt.core.errors import InputError, SettingError
+from smelt.core.messages import Message, mistake
 from smelt.evaluate import frontier
 
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
@@ -27,7 +28,9 @@ Strict = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
     if pair[0] > pair[1]:
-        raise ValueError(f"the lower end {pair[0]} lies above the upper end {pair[1]}")
+        raise SettingError(
+            f"the lower end {pair[0]} lies above the upper end {pair[1]}", code="wrong-interval"
+        )
     return pair
 
 
@@ -138,7 +141,7 @@ class Latency(_Part):
             if ends:
                 _ordered(ends)
         if self.stable is False and not self.reason:
-            raise ValueError("times that are not stable need a 'reason'")
+            raise SettingError("times that are not stable need a 'reason'", code="missing-reason")
         return self
 
 
@@ -172,7 +175,7 @@ class Gate(_Part):
     @model_validator(mode="after")
     def _check_reason(self) -> Self:
         if self.passed is None and not self.reason:
-            raise ValueError("a gate that was not judged needs a 'reason'")
+            raise SettingError("a gate that was not judged needs a 'reason'", code="missing-reason")
         return self
 
 
@@ -230,9 +233,9 @@ class Step(_Part):
     @model_validator(mode="after")
     def _check_words(self) -> Self:
         if self.status == "skipped" and not self.reason:
-            raise ValueError("a skipped step needs a 'reason'")
+            raise SettingError("a skipped step needs a 'reason'", code="missing-reason")
         if self.status == "error" and not self.error:
-            raise ValueError("a step with status 'error' needs the 'error' text")
+            raise SettingError("a step with status 'error' needs the 'error' text", code="missing-error")
         return self
 
     @property
@@ -273,13 +276,13 @@ class Report(_Part):
         """Require of the recipe's parts, which pages and packages read, that they are of their kinds."""
         for name, kind in (("score", dict), ("data", dict), ("stages", list)):
             if not isinstance(recipe.get(name) or kind(), kind):
-                raise ValueError(f"'{name}' must be a {kind.__name__}")
+                raise SettingError(f"'{name}' must be a {kind.__name__}", code="wrong-recipe")
         if not isinstance((recipe.get("score") or {}).get("generation") or {}, dict):
-            raise ValueError("'score.generation' must be a dict")
+            raise SettingError("'score.generation' must be a dict", code="wrong-recipe")
         for entry in recipe.get("stages") or ():
             inside = [v for k, v in entry.items() if k not in ENTRY_KEYS] if isinstance(entry, dict) else []
             if not isinstance(entry, str | dict) or not all(isinstance(v or {}, dict) for v in inside):
-                raise ValueError("'stages' must hold names, or settings by name")
+                raise SettingError("'stages' must hold names, or settings by name", code="wrong-recipe")
         return recipe
 
     @model_validator(mode="after")
@@ -287,15 +290,16 @@ class Report(_Part):
         seen: set[str] = set()
         for step in self.steps:
             if step.name in seen:
-                raise ValueError(f"two steps are named '{step.name}'")
+                raise SettingError(f"two steps are named '{step.name}'", code="duplicate-step")
             if step.parent is not None and step.parent not in seen:
-                raise ValueError(
-                    f"step '{step.name}' goes on from '{step.parent}', which is no step before it"
+                raise SettingError(
+                    f"step '{step.name}' goes on from '{step.parent}', which is no step before it",
+                    code="unknown-step",
                 )
             seen.add(step.name)
         for where, name in [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]:
             if name is not None and name not in seen:
-                raise ValueError(f"'{where}' names '{name}', which is no step")
+                raise SettingError(f"'{where}' names '{name}', which is no step", code="unknown-step")
         return self
 
     @property
@@ -313,11 +317,20 @@ def validate_report(report: Mapping[str, Any]) -> Report:
     try:
         return Report.model_validate(report)
     except ValidationError as error:
-        lines = []
-        for found in error.errors():
-            where = ".".join(map(str, found["loc"])) or "report"
-            read = repr(found["input"])
-            lines.append(f"  {where}: {found['msg']}; read {read if len(read) <= 80 else read[:77] + '...'}")
+        wrong = [_mistake(found) for found in error.errors()]
+        lines = [f"  {found.setting or 'report'}: {found.message}" for found in wrong]
         raise InputError(
-            "Not a report.json that this version of smelt reads (schema 2):\n" + "\n".join(lines)
+            "Not a report.json that this version of smelt reads (schema 2):\n" + "\n".join(lines),
+            code="invalid-report",
+            found=wrong,
         ) from error
+
+
+def _mistake(found: ErrorDetails) -> Message:
+    """Return where a report departs from the schema: what pydantic found, or a check of ours."""
+    refused = found.get("ctx", {}).get("error")
+    code = refused.code if isinstance(refused, SettingError) else found["type"].replace("_", "-")
+    read = repr(found["input"])
+    read = read if len(read) <= 80 else f"{read[:77]}..."
+    where = ".".join(map(str, found["loc"]))
+    return mistake(code, f"{found['msg']}; read {read}", setting=where or None)

@@ -29,7 +29,7 @@ def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) 
         ascii_only: write no other characters than ASCII, for terminals that cannot show them.
 
     Raises:
-        InputError: not a report of schema 1.
+        InputError: not a report of schema 2.
     """
     checked = validate_report(report)
     width = max(60, width)
@@ -113,7 +113,7 @@ def _warned(report: Report) -> list[str]:
         for found in step.warnings:
             about.setdefault(found, []).append(f"'{step.name}'")
     ordered = notes.grave_first(about)
-    said = [f"warning: {', '.join(about[found])}: {found}" for found in ordered]
+    said = [f"{found.severity}: {', '.join(about[found])}: {found}" for found in ordered]
     left = dict.fromkeys(name for found in ordered[_MOST_WARNINGS:] for name in about[found])
     more = len(said) - _MOST_WARNINGS
     return said[:_MOST_WARNINGS] + (
@@ -165,7 +165,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     failed += [f"'{step.name}': {step.error.message}" for step in untimed if step.error]
     if earlier := [step.name for step in report.steps if step.earlier]:
         failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
-    failed += [f"warning: {text}" for text in report.warnings]
+    failed += [f"{message.severity}: {message}" for message in report.warnings]
     failed += _warned(report)
     for text in failed:
         lines += textwrap.wrap(text, width)

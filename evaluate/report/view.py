@@ -329,8 +329,18 @@ def ratio_of_size(step: Step, base: Step | None) -> float | None:
 
 def ratio_text(step: Step, base: Step | None) -> str:
     """Return `153 %`, with the type of the step's floating-point weights where the baseline's is another."""
+    dtype = other_dtype(step, base)
+    return percent_of_size(step, base) + (f", floats in {dtype}" if dtype else "")
+
+
+def percent_of_size(step: Step, base: Step | None) -> str:
+    """Return the step's size over the baseline's as `153 %`; nothing where one is not known."""
     ratio = ratio_of_size(step, base)
-    if ratio is None or base is None:
-        return ""
-    other = None not in (step.float_dtype, base.float_dtype) and step.float_dtype != base.float_dtype
-    return f"{100 * ratio:.0f} %" + (f", floats in {step.float_dtype}" if other else "")
+    return "" if ratio is None else f"{100 * ratio:.0f} %"
+
+
+def other_dtype(step: Step, base: Step | None) -> str | None:
+    """Return the type of the step's floating-point weights where sizes compare and the baseline's differs."""
+    if base is None or ratio_of_size(step, base) is None or base.float_dtype in (None, step.float_dtype):
+        return None
+    return step.float_dtype

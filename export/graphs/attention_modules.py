@@ -93,7 +93,8 @@ def attention_modules(
     family = family_of(model)
     if family is None:
         raise InputError(
-            f"{type(model).__name__}: no attention module that the onnx stage knows how to export."
+            f"{type(model).__name__}: no attention module that the onnx stage knows how to export.",
+            code="unsupported-family",
         )
     return [
         AttentionModule(model.get_submodule(parts.name), parts, family, block.window)

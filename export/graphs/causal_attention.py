@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.core.messages import Message, warning
 from smelt.export.graphs.attention import MASKED, split_heads
 from smelt.export.graphs.attention_modules import AttentionModule, pack_projections
 from smelt.export.graphs.norms import graph_norms
@@ -47,7 +48,7 @@ class CausalScope:
     present: dict[int, Cache] = field(default_factory=dict)
 
 
-def unfused(attentions: Sequence[AttentionModule], target: str) -> str | None:
+def unfused(attentions: Sequence[AttentionModule], target: str) -> Message | None:
     """Return a warning of heads that the fused attention of `target` does not take, or None."""
     if target != "ort-cpu":
         return None
@@ -58,10 +59,11 @@ def unfused(attentions: Sequence[AttentionModule], target: str) -> str | None:
     }
     if not widths:
         return None
-    return (
+    return warning(
+        "attention-not-fused",
         f"heads of {' and '.join(map(str, sorted(widths)))} numbers do not fit ONNX Runtime's"
         " GroupQueryAttention, which takes multiples of 8, of 16 with rotary positions: attention leaves as"
-        " standard operators, which are slower"
+        " standard operators, which are slower",
     )
 
 

@@ -105,7 +105,9 @@ def graphs_of(model: Any, image_size: tuple[int, int] | None = None) -> list[Gra
     """
     family = family_of(model)
     if family and (problems := family.refuses(model.config.to_dict())):
-        raise InputError(f"onnx: config.json: {' '.join(problems)}")
+        raise InputError(
+            f"onnx: config.json: {' '.join(problems)}", code="unsupported-config", file="config.json"
+        )
     for module in model.modules():  # T5's stacks have configs of their own
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _ATTENTION
@@ -122,7 +124,10 @@ def graphs_of(model: Any, image_size: tuple[int, int] | None = None) -> list[Gra
         types = ["token_type_ids"] if takes_types(model.config.to_dict()) else []
         return [_encoder(model, ["input_ids", "attention_mask", *types], "logits")]
     known = "; ".join(f"for {task} {', '.join(names)}" for task, names in BY_TASK.items())
-    raise InputError(f"{article(type(model).__name__)} cannot be exported to ONNX yet. Known: {known}.")
+    raise InputError(
+        f"{article(type(model).__name__)} cannot be exported to ONNX yet. Known: {known}.",
+        code="unsupported-family",
+    )
 
 
 def _encoder(model: Any, names: list[str], output: str) -> Graph:
@@ -136,7 +141,9 @@ def _image_encoder(model: Any, size: tuple[int, int] | None) -> Graph:
     if size is None:
         raise InputError(
             "onnx: a graph takes images of one size, and preprocessor_config.json gives none: set size with"
-            " height and width, or do_center_crop with crop_size."
+            " height and width, or do_center_crop with crop_size.",
+            code="missing-image-size",
+            file="preprocessor_config.json",
         )
     fold_batch_norms(model)
     pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
@@ -184,7 +191,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
         _name_kept(model.graph)
         return model
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
-        raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
+        raise RunError(f"{graph.name}: torch.onnx.export failed: {error}", code="export-failed") from error
 
 
 @contextmanager

@@ -77,7 +77,10 @@ def place(graph: Any, levels: Sequence[Level], prefix: str) -> None:
     constants = Constants(graph, told)
     for node in graph.node:
         if any(attribute.HasField("g") for attribute in node.attribute):
-            raise RunError(f"{graph.name}: node '{node.name}' holds a graph, which cannot go into the loop.")
+            raise RunError(
+                f"{graph.name}: node '{node.name}' holds a graph, which cannot go into the loop.",
+                code="unsupported-graph",
+            )
         if all(name in constants or name in told for name in node.output if name):
             continue
         read = [name for name in node.input if name]

@@ -126,7 +126,8 @@ class Head:
             kind = "nothing" if node is None else node.op_type
             raise RunError(
                 f"{graph.name}: a shortlist cannot restrict the head: {kind} makes its logits; expected one"
-                f" of {', '.join(_BY_WORD)}."
+                f" of {', '.join(_BY_WORD)}.",
+                code="unsupported-graph",
             )
         self._product: Any = node
         self.states: str = node.input[0]

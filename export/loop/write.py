@@ -68,7 +68,11 @@ def run_loops(runner: Any, batch: Batch) -> None:
         try:
             _by_graph(runner, batch, settle(Generation(beams=beams, max_new_tokens=2), runner))
         except Exception as error:  # ONNX Runtime's errors share no other base
-            raise ParityError(f"{name}: ONNX Runtime cannot run what was exported: {error}") from error
+            raise ParityError(
+                f"{name}: ONNX Runtime cannot run what was exported: {error}",
+                code="graph-failed",
+                file=f"{name}.onnx",
+            ) from error
 
 
 def _by_graph(runner: Any, batch: Batch, decoding: Decoding) -> list[list[int]]:
@@ -106,7 +110,9 @@ def check_loops(runner: Any, batch: Batch) -> None:
                 )
                 raise ParityError(
                     f"{name}: row {row}: token {at + 1} is {ours[at : at + 1]}, the loop in Python chose"
-                    f" {theirs[at : at + 1]}."
+                    f" {theirs[at : at + 1]}.",
+                    code="parity-failed",
+                    file=f"{name}.onnx",
                 )
 
 

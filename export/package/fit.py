@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -11,33 +12,43 @@ from smelt.core.text import article
 from smelt.export.package.form import Form
 
 
-def refusal(form: Form, artifact: Artifact) -> str | None:
-    """Say why `form` does not take `artifact`; None where it does."""
-    reason, of_export = _reason(form, artifact)
-    return f"{reason} {form.takes.mend}".strip() if of_export else reason
+class Refusal(NamedTuple):
+    """Why a form does not take an artifact.
+
+    code, text: of the error. of_export: whether another export of the model may be taken.
+    """
+
+    code: str
+    text: str
+    of_export: bool = False
 
 
-def _reason(form: Form, artifact: Artifact) -> tuple[str | None, bool]:
-    """Return why `form` does not take `artifact`, and whether another export of the model may be taken.
+def refusal(form: Form, artifact: Artifact) -> Refusal | None:
+    """Return why `form` does not take `artifact`; None where it does.
 
     What no export changes is asked first: a step that is no help is not proposed.
     """
     takes, manifest = form.takes, artifact.manifest
     made, target = artifact.format, manifest.facts.get("target")
     if takes.tasks is not None and manifest.task not in takes.tasks:
-        return f"it is for {manifest.task}; this form takes {_listed(takes.tasks)}.", False
+        return Refusal(
+            "unsupported-task", f"it is for {manifest.task}; this form takes {_listed(takes.tasks)}."
+        )
     family = read_json(artifact.path / "config.json").get("model_type")
     if takes.families is not None and family not in takes.families:
-        return f"it is a model of the family {family}; this form takes {_listed(takes.families)}.", False
+        text = f"it is a model of the family {family}; this form takes {_listed(takes.families)}."
+        return Refusal("unsupported-family", text)
     if made not in takes.formats:
-        return f"it is {article(made)} artifact; this form takes {_listed(takes.formats)}.", True
+        text = f"it is {article(made)} artifact; this form takes {_listed(takes.formats)}."
+        return Refusal("unsupported-format", text, of_export=True)
     if takes.targets is not None and target not in takes.targets:
-        return f"it was exported for {target}; this form takes {_listed(takes.targets)}.", True
+        text = f"it was exported for {target}; this form takes {_listed(takes.targets)}."
+        return Refusal("unsupported-target", text, of_export=True)
     try:
         form.check(artifact)
     except InputError as error:
-        return str(error), False
-    return None, False
+        return Refusal(error.code, str(error))
+    return None
 
 
 def require_fit(
@@ -55,18 +66,18 @@ def require_fit(
     Raises:
         InputError: it does not; names what it takes of this run, and the forms that take the artifact.
     """
-    why, of_export = _reason(form, artifact)
+    why = refusal(form, artifact)
     if why is None:
         return
-    said = [f"{name} cannot be packaged as '{form.name}': {why.strip()}"]
+    said = [f"{name} cannot be packaged as '{form.name}': {why.text.strip()}"]
     if others := [step for step, other in run.items() if refusal(form, other) is None]:
         steps = f"step{'s' * (len(others) > 1)} {_listed(others)}"
         said.append(f"Of the same run it takes the {steps} (artifacts/{others[0]}).")
-    elif of_export and form.takes.mend:
+    elif why.of_export and form.takes.mend:
         said.append(form.takes.mend)
     if fitting := [other.name for other in forms if refusal(other, artifact) is None]:
         said.append(f"Forms that take this artifact: {', '.join(fitting)} (--for).")
-    raise InputError(" ".join(said))
+    raise InputError(" ".join(said), code=why.code)
 
 
 def _listed(words: Iterable[str]) -> str:

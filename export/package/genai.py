@@ -74,9 +74,14 @@ class Genai:
         require_float_caches(artifact.path, _GRAPH.removesuffix(".onnx"), "onnxruntime-genai")
         _caches(artifact.path)
         if not (artifact.path / "tokenizer.json").is_file():
-            raise InputError("it has no tokenizer.json, which onnxruntime-genai reads.")
+            raise InputError(
+                "it has no tokenizer.json, which onnxruntime-genai reads.", code="unsupported-tokenizer"
+            )
         if not _decoding(artifact.path, {}).eos:
-            raise InputError("its generation config names no token that ends a text (eos_token_id).")
+            raise InputError(
+                "its generation config names no token that ends a text (eos_token_id).",
+                code="missing-eos-token",
+            )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
         """Copy graph and tokenizer; write the config and a program.
@@ -91,7 +96,10 @@ class Genai:
         decoding = _decoding(artifact.path, origin.generation)
         before, after = specials_of(open_tokenizer(artifact.path))
         if after:
-            raise InputError("its tokenizer puts a token behind each text; onnxruntime-genai's does not.")
+            raise InputError(
+                "its tokenizer puts a token behind each text; onnxruntime-genai's does not.",
+                code="unsupported-tokenizer",
+            )
         for name in artifact.manifest.files:
             if name not in _LOOPS:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +191,8 @@ def _decoding(source: Path, generation: Any) -> Decoding:
     found = settle(Generation(**generation), model)
     if found.bad_words_ids or found.no_repeat_ngram_size:
         raise InputError(
-            "its generation has bad words or forbids repeated n-grams; this form has no word for it."
+            "its generation has bad words or forbids repeated n-grams; this form has no word for it.",
+            code="unsupported-generation-setting",
         )
     return found
 
@@ -203,7 +212,10 @@ def _caches(source: Path) -> tuple[int, int, int]:
         if one.name.startswith("past_key_values.") and one.name.endswith(".key")
     ]
     if len(set(shapes)) != 1:
-        raise InputError("its layers differ in heads; genai_config.json has one number for all.")
+        raise InputError(
+            "its layers differ in heads; genai_config.json has one number for all.",
+            code="unsupported-structure",
+        )
     heads, width = shapes[0]
     return len(shapes), heads, width
 

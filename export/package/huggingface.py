@@ -71,7 +71,8 @@ class HuggingFace:
             parts = [_cause(op, count) for op, count in found.items()]
             raise InputError(
                 f"config.json of transformers has no words for {'; '.join(parts)}. Package a step before it,"
-                " or export it (`- onnx: {target: ort-cpu}`) for a form of graphs, such as standalone."
+                " or export it (`- onnx: {target: ort-cpu}`) for a form of graphs, such as standalone.",
+                code="unsupported-structure",
             )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:

@@ -31,18 +31,30 @@ def require_free(out: Path) -> None:
     """
     with told_apart(out):
         if out.is_symlink() or (out.exists() and not out.is_dir()):
-            raise InputError(f"{out}: there is something already, which is no folder. Give another --out.")
+            raise InputError(
+                f"{out}: there is something already, which is no folder. Give another --out.",
+                code="not-a-folder",
+                file=str(out),
+            )
         if out.is_dir() and any(out.iterdir()):
-            raise InputError(f"{out}: this folder is not empty. Give another --out, or remove it first.")
+            raise InputError(
+                f"{out}: this folder is not empty. Give another --out, or remove it first.",
+                code="folder-not-empty",
+                file=str(out),
+            )
         if out.exists() and out.samefile(Path.cwd()):
             raise InputError(
-                f"{out}: a package is a new folder, and this is the current one. Name it by --out."
+                f"{out}: a package is a new folder, and this is the current one. Name it by --out.",
+                code="current-folder",
+                file=str(out),
             )
         above = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
         if not above.is_dir():
             raise InputError(
                 f"{above}: this is a file, and {out} needs a folder there. Give another --out, or move the"
-                " file away."
+                " file away.",
+                code="parent-not-a-folder",
+                file=str(above),
             )
 
 
@@ -111,7 +123,11 @@ def told_apart(out: Path) -> Iterator[None]:
         # what is made beside it has a name that the user does not know
         where = out.parent if where.name.endswith((_PART, _OWNER)) else where
         why = error.strerror or str(error)
-        raise InputError(f"{where}: {why}. Nothing was left at {out}; give another --out.") from error
+        raise InputError(
+            f"{where}: {why}. Nothing was left at {out}; give another --out.",
+            code="unwritable-path",
+            file=str(where),
+        ) from error
     except Exception as error:
         if not any(words in str(error).lower() for words in _FULL_IN_WORDS):
             raise
@@ -121,7 +137,9 @@ def told_apart(out: Path) -> Iterator[None]:
 def _full(out: Path) -> RunError:
     return RunError(
         f"{out}: the disk is full{_free(out)}. Nothing of the package was left there. Make room, or give"
-        " another --out."
+        " another --out.",
+        code="disk-full",
+        file=str(out),
     )
 
 
@@ -140,7 +158,11 @@ def _settle(folder: Path) -> None:
     """
     for path in (folder, *sorted(folder.rglob("*"))):
         if path.is_symlink():
-            raise RunError(f"{path.name}: a link in a package; it must hold real files.")
+            raise RunError(
+                f"{path.name}: a link in a package; it must hold real files.",
+                code="link-in-package",
+                file=path.name,
+            )
         if os.name != "nt":
             path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
         flush(path)

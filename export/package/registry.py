@@ -26,5 +26,8 @@ def find_form(name: str) -> Form:
         InputError: there is none.
     """
     if name not in FORMS:
-        raise InputError(f"no form '{name}' of packages; there are {', '.join(FORMS)}.{nearest(name, FORMS)}")
+        raise InputError(
+            f"no form '{name}' of packages; there are {', '.join(FORMS)}.{nearest(name, FORMS)}",
+            code="unknown-package-format",
+        )
     return FORMS[name]

@@ -58,7 +58,8 @@ class TransformersJs:
         facts = read_tokenizing(artifact.path)
         if facts.reader == "transformers" and not (artifact.path / TOKENS).is_file():
             raise InputError(
-                f"its tokenizer cannot be a {TOKENS}, which transformers.js reads: {facts.reason}."
+                f"its tokenizer cannot be a {TOKENS}, which transformers.js reads: {facts.reason}.",
+                code="unsupported-tokenizer",
             )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:

@@ -104,8 +104,10 @@ def _check_exactly(subject: Subject, reference: Reference) -> Figures:
             with _opened(subject, folder, "fp32") as runner:
                 return _compare(runner, subject.result, reference, exact, kind)
         except ParityError as error:
-            where = first_difference(folder, subject.graphs, str(error), subject.model, reference)
-            raise ParityError(f"{error}{where}") from error
+            differing = next((g for g in subject.graphs if error.file == f"{g.name}.onnx"), None)
+            place = differing and first_difference(folder, differing, subject.model, reference)
+            where = f" The first layer that differs is {place.layer} (node '{place.node}')." if place else ""
+            raise ParityError(f"{error}{where}", code=error.code, file=error.file) from error
 
 
 def _kept(subject: Subject) -> list[Tensor]:
@@ -126,7 +128,11 @@ def _require_unchanged(subject: Subject, reference: Reference, exact: Exact) -> 
         try:
             check_parity(subject.graphs[-1].name, subject.result, reference.exact, exact.logits, "fp32")
         except ParityError as error:
-            raise ParityError(f"{error} Preparing the export changed the model itself.") from error
+            raise ParityError(
+                f"{error} Preparing the export changed the model itself.",
+                code="model-changed",
+                file=error.file,
+            ) from error
 
 
 @contextmanager
@@ -213,7 +219,7 @@ def _require_opens(path: Path, target: str) -> None:
         kind = type(error.__cause__ or error).__name__  # ONNX Runtime's classes are told by name alone
         if kind != "NotImplemented" or target == "ort-cpu":
             raise ParityError(
-                f"{path.name}: {target} cannot open it: {error}", code="unopened-graph"
+                f"{path.name}: {target} cannot open it: {error}", code="unopened-graph", file=path.name
             ) from error
 
 
@@ -237,4 +243,6 @@ def _opened(subject: Subject, folder: Path, dtype: str) -> Iterator[Any]:
     except Exception as error:  # the errors of runtimes share no other base
         names = " and ".join(graph.name for graph in subject.graphs)
         runtime = "OpenVINO" if subject.target == "openvino" else "ONNX Runtime"
-        raise ParityError(f"{names}: {runtime} cannot run what was exported: {error}") from error
+        raise ParityError(
+            f"{names}: {runtime} cannot run what was exported: {error}", code="graph-failed"
+        ) from error

@@ -73,9 +73,17 @@ def check_parity(graph: str, output: str, expected: Array, got: Array, kind: str
         ParityError: a shape or a value differs by more than the tolerance, or is not finite.
     """
     if expected.shape != got.shape:
-        raise ParityError(f"{graph}: {output} has the shape {got.shape}, its parent gives {expected.shape}.")
+        raise ParityError(
+            f"{graph}: {output} has the shape {got.shape}, its parent gives {expected.shape}.",
+            code="shape-mismatch",
+            file=f"{graph}.onnx",
+        )
     if not np.isfinite(got).all():
-        raise ParityError(f"{graph}: {output} holds values that are not finite; try dtype: fp32.")
+        raise ParityError(
+            f"{graph}: {output} holds values that are not finite; try dtype: fp32.",
+            code="non-finite-outputs",
+            file=f"{graph}.onnx",
+        )
     spread = float(np.std(expected, dtype=np.float64)) or 1.0
     off = np.abs(expected.astype(np.float64) - got) / spread
     found = {"largest": float(off.max()), "mean": float(off.mean())}
@@ -84,6 +92,8 @@ def check_parity(graph: str, output: str, expected: Array, got: Array, kind: str
         if limit is not None and found[name] > limit:
             raise ParityError(
                 f"{graph}: {output} differs from its parent's: {name} difference {found[name]:.3g}"
-                f" of the output's standard deviation, allowed {limit:g} ({_WORDS.get(kind, kind)})."
+                f" of the output's standard deviation, allowed {limit:g} ({_WORDS.get(kind, kind)}).",
+                code="parity-failed",
+                file=f"{graph}.onnx",
             )
     return {**found, "agreement": float((expected.argmax(-1) == got.argmax(-1)).mean())}

@@ -58,7 +58,9 @@ def check_constants(graph: str, model: Any, module: nn.Module, folder: Path) -> 
 def _raise_size(graph: str, name: str, expected: list[int], found: list[int]) -> None:
     raise ParityError(
         f"{graph}: the constant '{name}' is {found}, its tensor {expected}: they hold different"
-        " numbers of values."
+        " numbers of values.",
+        code="shape-mismatch",
+        file=f"{graph}.onnx",
     )
 
 
@@ -67,5 +69,7 @@ def _raise(graph: str, model: Any, name: str, differ: int, size: int) -> None:
     readers = [f"'{node.name}' ({node.op_type})" for node in model.graph.node if name in node.input]
     raise ParityError(
         f"{graph}: the constant '{name}' of node {', '.join(readers[:3]) or '(none)'} is not {word or name}"
-        f" of its layer{f' {layer}' if layer else ''}: {differ:,} of {size:,} values differ."
+        f" of its layer{f' {layer}' if layer else ''}: {differ:,} of {size:,} values differ.",
+        code="constant-mismatch",
+        file=f"{graph}.onnx",
     )

@@ -83,7 +83,9 @@ def check_int8_caches(
     if found["rounded_otherwise"] > 1 + _ROUNDED_OTHERWISE * found["codes"]:
         raise ParityError(
             f"{name}: {found['rounded_otherwise']} of {found['codes']} codes of its caches are one off from"
-            f" numpy's, allowed {_ROUNDED_OTHERWISE:g} of them."
+            f" numpy's, allowed {_ROUNDED_OTHERWISE:g} of them.",
+            code="rounding-mismatch",
+            file=f"{name}.onnx",
         )
     return found
 
@@ -133,7 +135,11 @@ def _compare(graph: str, one: _Attention, values: Values, real: Array, found: di
         ought = np.clip(np.rint(new / scale), -128, 127).astype(np.int16)
         off = np.abs(ought - kept[:, :, past:])[text]
         if off.max(initial=0) > 1 or not np.array_equal(kept[:, :, :past], values[past_of(output)]):
-            raise ParityError(f"{node}: {output} holds other codes than numpy: {int(off.max())} off.")
+            raise ParityError(
+                f"{node}: {output} holds other codes than numpy: {int(off.max())} off.",
+                code="cache-mismatch",
+                file=f"{graph}.onnx",
+            )
         found["codes"] += off.size
         found["rounded_otherwise"] += int(off.sum())
     floats = [kept * scale for kept, scale in zip(codes, one.scales, strict=True)]
@@ -144,7 +150,9 @@ def _compare(graph: str, one: _Attention, values: Values, real: Array, found: di
     if not off <= _ALLOWED:
         raise ParityError(
             f"{node} differs from attention over its codes times their scales: by {off:.3g} of the output's"
-            f" standard deviation, allowed {_ALLOWED:g}."
+            f" standard deviation, allowed {_ALLOWED:g}.",
+            code="attention-mismatch",
+            file=f"{graph}.onnx",
         )
     found["attention"] = max(found["attention"], off)
 

@@ -96,7 +96,11 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     except ParityError:
         raise
     except Exception as error:  # ONNX Runtime's errors share no other base
-        raise ParityError(f"{graph}: its quantized operators cannot be run on their own: {error}") from error
+        raise ParityError(
+            f"{graph}: its quantized operators cannot be run on their own: {error}",
+            code="graph-failed",
+            file=f"{graph}.onnx",
+        ) from error
     finally:
         file.unlink(missing_ok=True)
     return len(found)
@@ -138,7 +142,9 @@ def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator
     if layer is None or found is None:
         known = f"'{node.input[1]}', which belongs to no quantized layer"
         raise ParityError(
-            f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
+            f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent.",
+            code="unmatched-operator",
+            file=f"{graph}.onnx",
         )
     return _Operator(node, before, layer, found, _path(model, node), _width(model, node, before, found))
 
@@ -278,12 +284,18 @@ def _compare(graph: str, operator: _Operator, x: NDArray[np.float32], got: NDArr
         terms = _ROUNDING * F.linear(given.abs(), weight.abs()).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
-        raise ParityError(f"{node} gives the shape {got.shape}, its layer {operator.name} {expected.shape}.")
+        raise ParityError(
+            f"{node} gives the shape {got.shape}, its layer {operator.name} {expected.shape}.",
+            code="shape-mismatch",
+            file=f"{graph}.onnx",
+        )
     reach = np.abs(expected).max(axis=0) + 1e-6 * float(np.abs(expected).max())
     wrong = np.clip(np.abs(expected - got) - terms, 0.0, None).max(axis=0)
     off = wrong / np.where(reach > 0, reach, 1.0)
     if not (largest := float(off.max())) <= _ALLOWED:
         raise ParityError(
             f"{node} computes something else than its layer {operator.name} on the same inputs: the output"
-            f" {int(off.argmax())} is off by {largest:.3g} of its largest value, allowed {_ALLOWED:g}."
+            f" {int(off.argmax())} is off by {largest:.3g} of its largest value, allowed {_ALLOWED:g}.",
+            code="operator-mismatch",
+            file=f"{graph}.onnx",
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,19 +24,22 @@ from smelt.export.parity.reference import Reference, exact_of
 from smelt.runtime.layers.quantized import QuantizedLinear
 
 
-def first_difference(folder: Path, graphs: list[Graph], said: str, model: Any, reference: Reference) -> str:
-    """Return a sentence that names the first layer of a graph whose output differs, or nothing.
+class Place(NamedTuple):
+    """A layer of the model, and the graph's node that gives its output."""
+
+    layer: str
+    node: str
+
+
+def first_difference(folder: Path, graph: Graph, model: Any, reference: Reference) -> Place | None:
+    """Return the first layer of a graph whose output differs; None where none is found.
 
     Args:
         folder: with the graphs, in float32.
-        graphs: all graphs of the model.
-        said: what was found, beginning with the graph's name and a colon.
+        graph: the one that differs.
         model: the parent.
         reference: the batch and tokens on which it differs.
     """
-    graph = next((g for g in graphs if said.startswith(f"{g.name}:")), None)
-    if graph is None:
-        return ""
     name = graph.name
     places = _places(read_graph(folder / f"{name}.onnx", values=False), graph.module)
     expected = _layer_outputs(model, reference, {id(graph.module.get_submodule(p)): p for p in places})
@@ -46,10 +49,10 @@ def first_difference(folder: Path, graphs: list[Graph], said: str, model: Any, r
             for path, whole in expected.items():
                 node, value = places[path]
                 if value in got and _differs(whole, got[value], call):
-                    return f" The first layer that differs is {path} (node '{node}')."
+                    return Place(path, node)
     except Exception:  # the graph with its values exposed cannot be run; the difference is told without them
-        return ""
-    return ""
+        return None
+    return None
 
 
 def _places(model: Any, module: nn.Module) -> dict[str, tuple[str, str]]:

@@ -86,7 +86,9 @@ def _require_options(model: Any, target: str) -> None:
             raise InputError(
                 f"onnx: target {target} runs scheme {matrix.scheme.name} with {' and '.join(wanted)} alone,"
                 f" and layers of this model were quantized with {dict(matrix.options)}. Quantize again so, or"
-                " set another target."
+                " set another target.",
+                code="unsupported-scheme-options",
+                setting="target",
             )
 
 
@@ -103,7 +105,9 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
         raise InputError(
             f"onnx: dtype {filed} of a model that was quantized with {' and '.join(s.name for s in schemes)}"
             f" is not there for target {settings.target}: scales would lose digits. Set dtype:"
-            f" {' or '.join(fit)}; the codes stay as they are."
+            f" {' or '.join(fit)}; the codes stay as they are.",
+            code="unsupported-dtype",
+            setting="dtype",
         )
 
 
@@ -151,4 +155,4 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
         mixed = sum(scheme.bits > 0 for scheme in schemes) > 1 and len(runs) > 1
         ways += [f"mixed precision with `bits: {{widths: {runs}}}`"] if mixed else []
         alone = f", which only {' and '.join(fit)} does" if fit else ""
-        raise InputError(f"{why}{alone}. {', or '.join(ways)}.")
+        raise InputError(f"{why}{alone}. {', or '.join(ways)}.", code="unsupported-scheme", setting="target")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.export.tensorrt.provider_settings import ProviderSettings
 from smelt.export.tune.settings import Tune
@@ -75,34 +76,48 @@ class OnnxSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.target == "ort-cpu" and self.dtype == "fp16":
-            raise ValueError("dtype fp16 is for GPUs; on the CPU ONNX Runtime converts back at every step")
+            raise SettingError(
+                "dtype fp16 is for GPUs; on the CPU ONNX Runtime converts back at every step",
+                code="unsupported-dtype",
+            )
         if self.target == "openvino" and self.dtype == "fp16":
-            raise ValueError("dtype fp16 is for GPUs; with target openvino give fp32 or bf16")
+            raise SettingError(
+                "dtype fp16 is for GPUs; with target openvino give fp32 or bf16", code="unsupported-dtype"
+            )
         if self.target == "ort-cpu" and self.dtype == "bf16":
-            raise ValueError(
+            raise SettingError(
                 "dtype bf16 is for GPUs and OpenVINO: on the CPU ONNX Runtime has no products in it; give"
-                " target: openvino, or dtype: fp32"
+                " target: openvino, or dtype: fp32",
+                code="unsupported-dtype",
             )
         if self.tune and self.target != "ort-cpu":
-            raise ValueError(
-                "tune chooses between operators of ONNX Runtime on the CPU; set target: ort-cpu, or remove it"
+            raise SettingError(
+                "tune chooses between operators of ONNX Runtime on the CPU; set target: ort-cpu, or remove"
+                " it",
+                code="unused-setting",
             )
         if self.threads is not None and self.target not in ("ort-cpu", "openvino"):
-            raise ValueError(
-                f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it"
+            raise SettingError(
+                f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it",
+                code="unused-setting",
             )
         if self.kv_cache == "int8" and self.target != "ort-cpu":
-            raise ValueError(
+            raise SettingError(
                 "kv_cache: int8 is an input of ONNX Runtime's attention on the CPU, and target is"
-                f" {self.target}: set kv_cache: float, or target: ort-cpu"
+                f" {self.target}: set kv_cache: float, or target: ort-cpu",
+                code="unused-setting",
             )
         if self.tf32 and (self.target != "ort-cuda" or self.dtype != "fp32"):
-            raise ValueError("tf32 is for target ort-cuda and dtype fp32; remove it")
+            raise SettingError("tf32 is for target ort-cuda and dtype fp32; remove it", code="unused-setting")
         if self.engine is not None and self.target not in PROVIDERS:
-            raise ValueError(
+            raise SettingError(
                 f"engine is for target ort-tensorrt and ort-tensorrt-rtx, and target is {self.target}: remove"
-                " it, or put it into a `tensorrt` step"
+                " it, or put it into a `tensorrt` step",
+                code="unused-setting",
             )
         if self.target == "ort-tensorrt-rtx" and self.engine and (said := self.engine.unknown_to_rtx()):
-            raise ValueError(f"TensorRT for RTX has no option for engine: {{{', '.join(said)}}}: remove it")
+            raise SettingError(
+                f"TensorRT for RTX has no option for engine: {{{', '.join(said)}}}: remove it",
+                code="unsupported-setting",
+            )
         return self

@@ -85,7 +85,8 @@ def tell_of_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> None:
     paths = [ctx.out / f"{name}.onnx" for name in graphs]
     for path in paths:
         for problem in preflight(load_graph(path), path):
-            ctx.warn("tensorrt-preflight", problem.text, file=path.name)
+            one = problem.as_message()
+            ctx.warn(one.code, one.message, file=one.file)
 
 
 def checked(path: Path) -> dict[str, Any]:

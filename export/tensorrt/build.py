@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from smelt.core.errors import RunError
+from smelt.core.messages import Message
 from smelt.core.stage import Progress
 from smelt.export.tensorrt.messages import ParserError, explain, explain_log, explain_warning
 from smelt.export.tensorrt.profile import VALUES, Shapes
@@ -49,7 +50,7 @@ class BuildOptions:
 
 def build_engine(
     trt: Any, path: Path, profiles: Sequence[Shapes], options: BuildOptions, progress: Progress
-) -> tuple[bytes, list[str]]:
+) -> tuple[bytes, list[Message]]:
     """Return the serialized engine for the ONNX file `path`, and TensorRT's warnings.
 
     profiles: the shapes of each optimization profile; an empty one is none, of a graph without dynamic sizes.
@@ -71,7 +72,7 @@ def build_engine(
     cache = _attach_timing_cache(config, options.timing_cache)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise RunError(explain_log(logger.errors, path.name))
+        raise _refused([explain_log(logger.errors, path.name)])
     if cache is not None and options.timing_cache is not None:
         _write_cache(options.timing_cache, bytes(config.get_timing_cache().serialize()))
     told = [line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _NOISE)]
@@ -87,7 +88,7 @@ def make_builder(trt: Any, logger: Any, graph: str) -> Any:
     try:
         return trt.Builder(logger)
     except Exception as error:  # pybind turns a null builder into different kinds of errors
-        raise RunError(explain_log([*logger.errors, str(error)], graph)) from error
+        raise _refused([explain_log([*logger.errors, str(error)], graph)]) from error
 
 
 def parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
@@ -102,8 +103,15 @@ def parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
         return
     errors = [_read(parser.get_error(i)) for i in range(parser.num_errors)]
     if not errors:
-        raise RunError(explain_log(logger.errors, path.name))
-    raise RunError("\n".join(dict.fromkeys(explain(error, path.name) for error in errors)))
+        raise _refused([explain_log(logger.errors, path.name)])
+    raise _refused([*dict.fromkeys(explain(error, path.name) for error in errors)])
+
+
+def _refused(found: Sequence[Message]) -> RunError:
+    """Return the error of what TensorRT said of a graph; its code is that of all, if they have one."""
+    kinds = {one.code for one in found}
+    code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
+    return RunError("\n".join(map(str, found)), code=code, file=found[0].file, found=found)
 
 
 def _read(error: Any) -> ParserError:

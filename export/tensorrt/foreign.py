@@ -39,7 +39,8 @@ def foreign_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
             if rows is None:
                 raise InputError(
                     f"tensorrt: the input '{value.name}' has axes of any size, and there are no calibration"
-                    " rows to take a size from. Name some with data: {calibration: FILE.npz}."
+                    " rows to take a size from. Name some with data: {calibration: FILE.npz}.",
+                    code="no-calibration-data",
                 )
             size = int(rows.values[value.name].shape[axis])
             sizes[f"{value.name}.{axis}"] = Range(size, size, size)
@@ -77,5 +78,9 @@ def _axis(name: str, axis: int, said: Any, ranges: Mapping[str, Range], graph: s
         return ranges["batch"]
     known = ranges.get(f"{name}.{axis}") or (ranges.get("input") if axis == 1 else None)
     if known is None:
-        raise RunError(f"{graph}: input '{name}' has an axis {axis} of any size, which no size is known for.")
+        raise RunError(
+            f"{graph}: input '{name}' has an axis {axis} of any size, which no size is known for.",
+            code="unknown-axis-size",
+            file=graph,
+        )
     return known

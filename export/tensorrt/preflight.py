@@ -33,11 +33,15 @@ def load_graph(path: Path) -> Any:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises several kinds, all meaning the same
-        raise RunError(f"{path}: not an ONNX file that can be read: {error}") from error
+        raise RunError(
+            f"{path}: not an ONNX file that can be read: {error}", code="damaged-file", file=str(path)
+        ) from error
     if not model.HasField("graph"):  # protobuf reads nothing at all, and much else, as a model without one
         size = path.stat().st_size
         what = f"its {size:,} bytes hold no graph, so it is no ONNX model" if size else "the file is empty"
-        raise RunError(f"{path}: {what}. Copy it again, or export the model again.")
+        code = "wrong-format" if size else "empty-file"
+        text = f"{path}: {what}. Copy it again, or export the model again."
+        raise RunError(text, code=code, file=str(path))
     return model
 
 
@@ -61,14 +65,14 @@ def check_profile(model: Any, shapes: Shapes, position_limit: int | None) -> lis
     inputs = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
     for name in shapes.keys() - inputs.keys():
         known = ", ".join(inputs)
-        problems.append(Problem("error", f"the profile names the input '{name}'; the graph has {known}"))
+        text = f"the profile names the input '{name}'; the graph has {known}"
+        problems.append(Problem("error", text, rule="profile-unknown-input"))
     seen: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, dimensions in inputs.items():
         dynamic = [at for at, d in enumerate(dimensions) if d.dim_param]
         if dynamic and name not in shapes:
-            problems.append(
-                Problem("error", f"the input '{name}' is dynamic and has no entry in the profile")
-            )
+            text = f"the input '{name}' is dynamic and has no entry in the profile"
+            problems.append(Problem("error", text, rule="profile-missing-input"))
             continue
         for at in dynamic:
             word = dimensions[at].dim_param
@@ -76,7 +80,7 @@ def check_profile(model: Any, shapes: Shapes, position_limit: int | None) -> lis
             other, expected = seen.setdefault(word, (name, sizes))
             if sizes != expected:
                 text = f"'{name}' and '{other}' share the dimension '{word}' but get {sizes} and {expected}"
-                problems.append(Problem("error", text))
+                problems.append(Problem("error", text, rule="profile-conflict"))
     return problems + list(_too_long(seen, position_limit))
 
 
@@ -91,4 +95,5 @@ def _too_long(seen: Mapping[str, tuple[str, tuple[int, ...]]], limit: int | None
                 "error",
                 f"the profile lets '{name}' be {longest} tokens long, but the model has {limit} positions;"
                 f" TensorRT would build it and read beyond the table. Lower tensorrt: {{lengths: ...}}",
+                rule="profile-too-long",
             )

@@ -25,7 +25,8 @@ class Range:
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.opt <= self.max:
             raise RunError(
-                f"optimization profile: expected min <= opt <= max, got {self.min}, {self.opt}, {self.max}"
+                f"optimization profile: expected min <= opt <= max, got {self.min}, {self.opt}, {self.max}",
+                code="wrong-value",
             )
 
 
@@ -125,5 +126,7 @@ def _size(dimension: Any, name: str, known: Mapping[str, Range], graph: str) -> 
     said = dimension.dim_param or "without a name"
     raise RunError(
         f"{graph}: input '{name}' has a dynamic dimension ({said}) that no length is known for."
-        f" Known: {', '.join(known)}.{nearest(said, known)}"
+        f" Known: {', '.join(known)}.{nearest(said, known)}",
+        code="unknown-axis-size",
+        file=graph,
     )

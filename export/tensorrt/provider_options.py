@@ -49,9 +49,12 @@ def write_provider(
     for path in sorted(ctx.out.glob("*.onnx")):
         model = load_graph(path)
         shapes = shapes_of(model, ranges, path.name)
-        wrong = [p.text for p in check_profile(model, shapes, limit) if p.severity == "error"]
+        wrong = [p.as_message() for p in check_profile(model, shapes, limit) if p.severity == "error"]
         if wrong:
-            raise RunError(f"{path.name}: {provider.title} cannot take these sizes:\n  " + "\n  ".join(wrong))
+            text = f"{path.name}: {provider.title} cannot take these sizes:\n  " + "\n  ".join(
+                map(str, wrong)
+            )
+            raise RunError(text, code="does-not-fit-model", file=path.name, found=wrong)
         coded = any(node.op_type in _CODES for node in model.graph.node)
         make = rtx_options if provider is RTX else tensorrt_options
         told[path.stem] = Told(hash_of_graph(path), make(settings, dtype, coded, shapes))

@@ -60,7 +60,9 @@ def largest(profiles: Sequence[Mapping[str, Range]]) -> int:
     )
     raise InputError(
         f"tensorrt: no profile takes what all others take ({listed}), so a large batch of long texts would"
-        " fit none. Add one with the largest max_batch_size and the longest lengths."
+        " fit none. Add one with the largest max_batch_size and the longest lengths.",
+        code="no-covering-profile",
+        setting="profiles",
     )
 
 
@@ -90,7 +92,8 @@ def _of_texts(
     if not examples and any(part.lengths is None for part in parts):
         raise InputError(
             "tensorrt: there is no train, calibration or validation data to take the lengths of texts from."
-            f" Name some in the recipe, or give {under % 'lengths: {opt: 32, max: 128}'}."
+            f" Name some in the recipe, or give {under % 'lengths: {opt: 32, max: 128}'}.",
+            code="missing-data",
         )
     lengths, outputs = _token_lengths(folder, examples, ctx.task)
     made: list[Ranges] = []

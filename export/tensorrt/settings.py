@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.export.tensorrt.build import Compatibility, Weights
 
@@ -19,7 +20,9 @@ class Lengths(Settings):
     @model_validator(mode="after")
     def _ordered(self) -> Lengths:
         if self.opt > self.max:
-            raise ValueError(f"opt ({self.opt}) must not be greater than max ({self.max})")
+            raise SettingError(
+                f"opt ({self.opt}) must not be greater than max ({self.max})", code="opt-above-max"
+            )
         return self
 
 
@@ -38,7 +41,9 @@ class Profile(Settings):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if self.lengths is not None and self.length_percentile is not None:
-            raise ValueError("give a profile lengths or length_percentile, not both")
+            raise SettingError(
+                "give a profile lengths or length_percentile, not both", code="settings-conflict"
+            )
         return self
 
 
@@ -75,9 +80,10 @@ class TensorrtSettings(Settings):
     def _batches(self) -> Self:
         for profile in self.each_profile():
             if profile.opt_batch_size > profile.max_batch_size:
-                raise ValueError(
+                raise SettingError(
                     f"opt_batch_size ({profile.opt_batch_size}) must not be greater than max_batch_size"
-                    f" ({profile.max_batch_size})"
+                    f" ({profile.max_batch_size})",
+                    code="opt-above-max",
                 )
         return self
 

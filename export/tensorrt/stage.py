@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import InputError, RunError
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt.build import BuildOptions, build_engine, timing_cache_path
 from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
@@ -67,7 +67,8 @@ class TensorrtStage:
         if target != "tensorrt" and not foreign:
             raise InputError(
                 f"{src.path}: this ONNX was exported for '{target}'; TensorRT needs its own."
-                " Put `- onnx: {target: tensorrt}` before the step, and `from:` where it branches off."
+                " Put `- onnx: {target: tensorrt}` before the step, and `from:` where it branches off.",
+                code="unsupported-target",
             )
         trt = import_tensorrt()
         profiles, limit = (foreign_ranges if foreign else profile_ranges)(src.path, settings, ctx)
@@ -81,8 +82,8 @@ class TensorrtStage:
             target_path.write_bytes(plan)
             write_sidecar(target_path, _sidecar(trt, path, plan, shapes, options))
             note_built(target_path)
-            for line in said[:5]:
-                ctx.warn("tensorrt", f"{path.name}: TensorRT: {line[:300]}", file=path.name)
+            for one in said[:5]:
+                ctx.warn(one.code, f"TensorRT: {one.message[:300]}", file=path.name)
             if options.weights == "outside":
                 copy_graph(path, ctx.out)
         _copy_the_rest(src.path, ctx.out)
@@ -117,15 +118,20 @@ def plan_graphs(
         model = load_graph(path)
         problems += preflight(model, path)
         graphs[path] = [shapes_for(model, ranges, path.name) for ranges in profiles]
-        found = [problem for shapes in graphs[path] for problem in check_profile(model, shapes, limit)]
-        problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(found)]
+        unfit = [problem for shapes in graphs[path] for problem in check_profile(model, shapes, limit)]
+        problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(unfit)]
     if not graphs:
-        raise RunError(f"{folder}: no .onnx file in this folder.")
-    warnings.extend(warning("tensorrt-preflight", p.text) for p in problems if p.severity == "warning")
-    errors = [p.text for p in problems if p.severity == "error"]
+        raise RunError(f"{folder}: no .onnx file in this folder.", code="missing-graph", file=str(folder))
+    found = [problem.as_message() for problem in problems]
+    warnings.extend(one for one in found if one.severity == "warning")
+    errors = [one for one in found if one.severity == "error"]
     if errors:
-        shown = errors[:20] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)
-        raise RunError("TensorRT cannot take this graph:\n  " + "\n  ".join(shown))
+        shown = [*map(str, errors[:20])] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)
+        raise RunError(
+            "TensorRT cannot take this graph:\n  " + "\n  ".join(shown),
+            code="unsupported-graph",
+            found=errors,
+        )
     return graphs
 
 

@@ -51,7 +51,7 @@ def choose_operators(
     found = choose_forms(graphs, rows, threads, [m.matrix for m in stay if hasattr(m, "matrix")])
     forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
-        ctx.warn("operators-fixed", "tune: no layer of this model can leave as more than one operator")
+        ctx.warn("nothing-to-tune", "tune: no layer of this model can leave as more than one operator")
     _compare(found["microseconds_by_graph"], steps, use, ctx)
     told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
     ctx.facts["tune"] = told | found

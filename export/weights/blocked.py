@@ -103,7 +103,8 @@ def _say_rounding(model: Any, blocks: int) -> None:
         raise InputError(
             f"onnx: target openvino: OpenVINO rounds the activations of a graph in blocks of one size, and"
             f" these products want {_words(before)} and {_words(str(blocks))}. Quantize all layers with the"
-            " same group_size and accuracy_level."
+            " same group_size and accuracy_level.",
+            code="mixed-group-sizes",
         )
 
 

@@ -44,7 +44,9 @@ def init(
 
     if task is not None and task not in EVERY_TASK:
         known = ", ".join(EVERY_TASK)
-        raise InputError(f"--task {task}: no such task; there are {known}.{nearest(task, EVERY_TASK)}")
+        raise InputError(
+            f"--task {task}: no such task; there are {known}.{nearest(task, EVERY_TASK)}", code="unknown-task"
+        )
     named = parse_columns(columns).model_dump(exclude_unset=True)
     wishes = Wishes(task, named, (source_language, target_language), fast)
     text, path = init_recipe(model, data, out, task, force, wishes)

@@ -109,4 +109,6 @@ def _lines(stream: TextIO) -> list[str]:
     try:
         return lines_of(stream)
     except UnicodeDecodeError as error:
-        raise InputError(f"standard input: not {error.encoding} text. Convert it to UTF-8.") from error
+        raise InputError(
+            f"standard input: not {error.encoding} text. Convert it to UTF-8.", code="not-utf8"
+        ) from error

@@ -35,7 +35,9 @@ def describe_stage(name: str) -> str:
     """
     table = stages()
     if name not in table:
-        raise InputError(f"no stage '{name}'; there are {', '.join(table)}.{nearest(name, table)}")
+        raise InputError(
+            f"no stage '{name}'; there are {', '.join(table)}.{nearest(name, table)}", code="unknown-stage"
+        )
     stage = table[name]
     tasks = ", ".join(sorted(stage.tasks))
     needs = ", ".join(sorted(stage.needs)) or "nothing else"

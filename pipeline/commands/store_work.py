@@ -72,7 +72,9 @@ def open_store(folder: Path) -> Path:
         if (root / "artifacts").is_dir() and (root / "scores").is_dir():
             return root.resolve()
     raise InputError(
-        f"{folder}: no store there. Give the folder of one with --store, such as runs/.store or runs."
+        f"{folder}: no store there. Give the folder of one with --store, such as runs/.store or runs.",
+        code="missing-store",
+        file=str(folder),
     )
 
 
@@ -118,7 +120,11 @@ def remove_unused(root: Path) -> Unused:
     with cleaning(root):
         busy = [str(run.folder) for run in runs_of(root) if run.busy]
         if busy:
-            raise InputError(f"{root}: a run is at work in {', '.join(busy)}. Clean when it has ended.")
+            raise InputError(
+                f"{root}: a run is at work in {', '.join(busy)}. Clean when it has ended.",
+                code="store-in-use",
+                file=str(root),
+            )
         found = unused(root)
         for entry in found.artifacts:
             store.remove(entry.key)
@@ -148,7 +154,7 @@ def damages(root: Path) -> list[Damage]:
         noted = _read(root / "checked" / f"{path.name}.json") or {}
         if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
             found.append(Damage(path / MANIFEST, _CHANGED))
-        found += [Damage(stranger, problem) for stranger, problem in strangers(path, manifest)]
+        found += [Damage(stranger, problem) for stranger, _, problem in strangers(path, manifest)]
         for name, record in manifest.files.items():
             if problem := _problem(path / name, record.size_bytes, record.sha256):
                 found.append(Damage(path / name, problem))

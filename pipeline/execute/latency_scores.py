@@ -58,7 +58,7 @@ class LatencyScores:
         told: Callable[[Measured], None] = lambda measured: None,
         seconds: float | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or text}`.
+        """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or a message}`.
 
         What was timed is kept as soon as an artifact is through, so a run that is stopped loses only the
         artifact under way. Times that were disturbed are kept for nobody: the next run takes them anew.
@@ -151,11 +151,12 @@ def timed_rows(split: Split, settings: LatencySettings) -> Iterator[tuple[Split,
 
 
 def _value(artifact: Artifact, result: Latency, name: str) -> dict[str, Any]:
+    error = result.errors.get(name)
     return {
         "artifact": artifact.key,
         "rows": result.rows.get(name, []),
         "peak_memory_bytes": result.peak_memory_bytes.get(name),
-        "error": result.errors.get(name),
+        "error": error and error.model_dump(mode="json"),
     }
 
 

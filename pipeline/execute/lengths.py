@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Split, Task
-from smelt.core.errors import InputError
+from smelt.core.errors import together
+from smelt.core.messages import mistake
 from smelt.core.text import count
 
 
@@ -38,11 +39,14 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
             )
             hold = f"{count(len(rows), 'row')} {'holds' if len(rows) == 1 else 'hold'}"
             problems.append(
-                f"{split.origin} ({name}): {hold} texts of more than {limit} tokens, the"
-                f" model's limit (strict: true): {first}. Shorten them; without strict they are cut."
+                mistake(
+                    "texts-too-long",
+                    f"{split.origin} ({name}): {hold} texts of more than {limit} tokens, the"
+                    f" model's limit (strict: true): {first}. Shorten them; without strict they are cut.",
+                )
             )
     if problems:
-        raise InputError("\n".join(problems))
+        raise together(problems)
 
 
 def _too_long(split: Split, task: Task, tokenizer: Any, limit: int) -> set[int]:

@@ -168,8 +168,8 @@ class ReportBuilder:
             self._steps[name].update(latency=value["rows"], peak_memory_bytes=value["peak_memory_bytes"])
             if value["error"]:
                 self._set_status("error")
-                message = f"latency: {value['error']}"
-                self._steps[name]["error"] = {"code": "latency", "severity": "error", "message": message}
+                error = value["error"]
+                self._steps[name]["error"] = error | {"message": f"latency: {error['message']}"}
 
     def finish(self) -> None:
         """Say that the report is whole."""

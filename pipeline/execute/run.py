@@ -71,7 +71,9 @@ def run_plan(plan: Plan, options: Options) -> Result:
     unknown = options.fresh - {"*", ROOT} - {s.name for s in plan.steps}
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
-        raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
+        raise InputError(
+            f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.", code="unknown-step"
+        )
     options = replace(options, limit=_rows(options.limit))
     whole = plan.read_data()
     data = {name: limited(split, options.limit) for name, split in whole.items()}
@@ -88,7 +90,8 @@ def run_plan(plan: Plan, options: Options) -> Result:
         except OSError as error:
             raise InputError(
                 f"{error.filename or folder}: cannot be used for the run: {error.strerror}."
-                " Give another folder with --out."
+                " Give another folder with --out.",
+                code="unusable-folder",
             ) from error
         stack.callback(display.close)
         if any(step.needs & {"train", "unlabelled", "calibration"} for step in plan.steps):
@@ -113,7 +116,11 @@ def _rows(limit: Any) -> int | None:
     with suppress(TypeError):
         if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
             return rows
-    raise InputError(f"limit: expected how many rows of every split, 1 or more, read {limit!r}.")
+    raise InputError(
+        f"limit: expected how many rows of every split, 1 or more, read {limit!r}.",
+        code="wrong-value",
+        setting="limit",
+    )
 
 
 def _refuse(folder: Path, holder: str) -> None:
@@ -122,7 +129,11 @@ def _refuse(folder: Path, holder: str) -> None:
     Raises:
         InputError: always.
     """
-    raise InputError(f"{folder}: {holder} is working on a run in this folder. Give another one with --out.")
+    raise InputError(
+        f"{folder}: {holder} is working on a run in this folder. Give another one with --out.",
+        code="folder-in-use",
+        file=str(folder),
+    )
 
 
 class _Run:

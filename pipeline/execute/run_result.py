@@ -139,7 +139,9 @@ class Result:
         if not folder.is_dir():
             given = [s["name"] for s in self.report["steps"] if s["artifact"]]
             known = ", ".join(given)
-            raise InputError(f"'{step}' gave no artifact; there are {known}.{nearest(step, given)}")
+            raise InputError(
+                f"'{step}' gave no artifact; there are {known}.{nearest(step, given)}", code="no-artifact"
+            )
         return folder
 
 

@@ -85,7 +85,9 @@ class Scorer:
             too_long = _count_too_long(runner, split.examples, self.task)
             if too_long and self.strict:
                 raise InputError(
-                    f"{split.origin}: {count(too_long, 'text')} longer than the model's limit (strict: true)."
+                    f"{split.origin}: {count(too_long, 'text')} longer than the model's limit"
+                    " (strict: true).",
+                    code="texts-too-long",
                 )
             value = _SCORED[self.task](self, runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"

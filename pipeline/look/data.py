@@ -72,15 +72,23 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
         elif path.is_file():
             files.append(path)
         else:
-            raise InputError(f"{path}: no such file or folder (--data).")
+            raise InputError(f"{path}: no such file or folder (--data).", code="missing-file", file=str(path))
     splits: dict[str, Path] = {}
     for path in files:
         name = _split_of(path, task) or (_word_of(path.parent.name) if path.parent in within else None)
         name = name or ("train" if len(files) == 1 else None)
         if name is None:
-            raise InputError(f"{path}: is it train, validation or test? Put the word into the file's name.")
+            raise InputError(
+                f"{path}: is it train, validation or test? Put the word into the file's name.",
+                code="unclear-split",
+                file=str(path),
+            )
         if name in splits:
-            raise InputError(f"{path}: {splits[name]} is for {name} too. Name the right files one by one.")
+            raise InputError(
+                f"{path}: {splits[name]} is for {name} too. Name the right files one by one.",
+                code="duplicate-split",
+                file=str(path),
+            )
         splits[name] = path
     named = _columns(next(iter(splits.values())), task, columns or {})
     shares, notes = {}, []
@@ -90,7 +98,10 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
         notes.append(f"there is no file for {parts}, so a tenth of the rows of train is kept for each")
     elif "test" not in splits:
         if "validation" not in splits:
-            raise InputError(f"there is no file for test among {', '.join(p.name for p in files)} (--data).")
+            raise InputError(
+                f"there is no file for test among {', '.join(p.name for p in files)} (--data).",
+                code="missing-data",
+            )
         splits["test"] = splits["validation"]
         notes.append(
             "there is no test file, so validation is scored; better keep rows that nothing else sees"
@@ -116,7 +127,11 @@ def _inside(folder: Path, task: Task) -> list[Path]:
         path for path in data if _split_of(path) or (path.parent != folder and _word_of(path.parent.name))
     ]
     if not named and len(data) != 1:
-        raise InputError(f"{folder}: no file in this folder is called train, validation or test.")
+        raise InputError(
+            f"{folder}: no file in this folder is called train, validation or test.",
+            code="missing-data",
+            file=str(folder),
+        )
     return named or data
 
 
@@ -145,7 +160,11 @@ def parse_columns(given: Sequence[str]) -> Columns:
         if not sign or not name or role not in Columns.model_fields:
             known = ", ".join(Columns.model_fields)
             hint = nearest(role, Columns.model_fields)
-            raise InputError(f"--column {item}: expected ROLE=NAME with a role of {known}.{hint}")
+            raise InputError(
+                f"--column {item}: expected ROLE=NAME with a role of {known}.{hint}",
+                code="wrong-value",
+                setting="--column",
+            )
         values[role] = name
     return Columns(**values)
 
@@ -204,6 +223,8 @@ def _guessed(
             there = ", ".join(map(str, row)) or "none"
             raise InputError(
                 f"{path}: no column looks like the {role}; there are: {there}."
-                f" Name it with --column {role}=NAME."
+                f" Name it with --column {role}=NAME.",
+                code="missing-column",
+                file=str(path),
             )
     return found

@@ -61,18 +61,28 @@ def find_graph(path: Path) -> Path:
         return path
     if not path.is_dir():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(f"{path}: no such file; expected an ONNX model.{nearest(path.name, beside)}")
+        raise InputError(
+            f"{path}: no such file; expected an ONNX model.{nearest(path.name, beside)}",
+            code="missing-file",
+            file=str(path),
+        )
     found = _graphs(path)
     parts = [graph.name for graph in found if graph.stem in _GENERATES]
     if parts:
         raise InputError(
             f"{path}: {', '.join(parts)}: graphs that generate text. Give task: translation or summarization,"
-            f" or name one graph alone, as model: {path.name}/{found[0].name} with task: tensors."
+            f" or name one graph alone, as model: {path.name}/{found[0].name} with task: tensors.",
+            code="generator-graphs",
+            file=str(path),
         )
     named = [graph for graph in found if graph.name == f"model{SUFFIX}"]
     if not named and len(found) > 1:
         names = ", ".join(graph.relative_to(path).as_posix() for graph in found[:6])
-        raise InputError(f"{path}: which of {names}? Name the file: model: {path.name}/{found[0].name}.")
+        raise InputError(
+            f"{path}: which of {names}? Name the file: model: {path.name}/{found[0].name}.",
+            code="several-graphs",
+            file=str(path),
+        )
     return (named or found)[0]
 
 
@@ -85,7 +95,9 @@ def find_parts(path: Path) -> dict[str, Path]:
     if path.is_file():
         if path.stem in _GENERATES:
             raise InputError(
-                f"{path}: one of several graphs that generate text. Name their folder: model: {path.parent}."
+                f"{path}: one of several graphs that generate text. Name their folder: model: {path.parent}.",
+                code="part-of-generator",
+                file=str(path),
             )
         return {MODEL: path}
     if not path.is_dir():
@@ -93,7 +105,7 @@ def find_parts(path: Path) -> dict[str, Path]:
     found = {graph.stem: graph for graph in _graphs(path)}
     parts = parts_of(found)
     if isinstance(parts, str):
-        raise InputError(f"{path}: {parts}.")
+        raise InputError(f"{path}: {parts}.", code="incomplete-generator", file=str(path))
     return {name: found[name] for name in parts[1]}
 
 

@@ -113,11 +113,16 @@ def init_recipe(
     if seen.new_head and found and "train" not in found.splits:
         raise InputError(
             f"{model}: this model has no classifier yet, and there are no rows to train one on; name a file"
-            " with training rows too (--data)."
+            " with training rows too (--data).",
+            code="missing-data",
         )
     path = None if out == "-" else Path(out or f"{_stem(model)}.yaml")
     if path is not None and path.exists() and not force:
-        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
+        raise InputError(
+            f"{path}: this file exists. Name another with --out, or write over it with --force.",
+            code="file-exists",
+            file=str(path),
+        )
     base = (path.parent if path is not None else Path()).resolve()
     text = recipe_text(model, seen, found, look_at_machine(), base, path or Path("RECIPE.yaml"), wishes.fast)
     if found:
@@ -150,7 +155,11 @@ def _of_graph(
     """As `init_recipe`, for an ONNX graph."""
     path = None if out == "-" else Path(out or f"{Path(_stem(model)).stem}.yaml")
     if path is not None and path.exists() and not force:
-        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
+        raise InputError(
+            f"{path}: this file exists. Name another with --out, or write over it with --force.",
+            code="file-exists",
+            file=str(path),
+        )
     base = (path.parent if path is not None else Path()).resolve()
     text = graph_recipe(model, data, task, path or Path("RECIPE.yaml"), base)
     if data:
@@ -166,14 +175,16 @@ def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]
     if family.languages != "codes":
         if any(wishes.languages):
             raise InputError(
-                f"--source-language, --target-language: {article(seen.family)} model takes none."
+                f"--source-language, --target-language: {article(seen.family)} model takes none.",
+                code="does-not-fit-model",
             )
         return None, None
     source, target = (mine or its for mine, its in zip(wishes.languages, seen.languages, strict=True))
     if source is None or target is None:
         raise InputError(
             f"{article(seen.family)} model has to be told its languages, as its tokenizer writes them, for"
-            f" instance: --source-language {family.codes[0]} --target-language {family.codes[1]}."
+            f" instance: --source-language {family.codes[0]} --target-language {family.codes[1]}.",
+            code="missing-languages",
         )
     return source, target
 
@@ -189,7 +200,11 @@ def _require_plan(text: str, path: Path) -> None:
     try:
         make_plan(parse_yaml(text, path.name), path)
     except InputError as error:
-        raise InputError(f"no recipe is written, because it could not be carried out:\n{error}") from error
+        raise InputError(
+            f"no recipe is written, because it could not be carried out:\n{error}",
+            code=error.code,
+            found=error.found,
+        ) from error
 
 
 def recipe_text(

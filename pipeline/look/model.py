@@ -9,7 +9,7 @@ from typing import Any
 
 from smelt.core.artifact import MANIFEST
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, together
 from smelt.core.files import load_json
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.text import article
@@ -74,12 +74,14 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
     family = str(config.get("model_type", ""))
     tasks = tuple(t for t, families in BY_TASK.items() if family in families)
     if config and not tasks:
-        raise InputError(f"{place / 'config.json'}: {unknown_family(family)}")
+        raise together([unknown_family(family).prefixed(f"{place / 'config.json'}: ")])
     chosen = _choose(config, family, tasks, task, embeds=(place / MODULES).is_file()) if tasks else None
     if folder is not None:
         problems, _ = check_model_folder(folder, chosen)
-    if problems or chosen is None:
-        raise InputError("\n".join(problems) or f"{model}: not a model's folder.")
+    if problems:
+        raise together(problems)
+    if chosen is None:
+        raise InputError(f"{model}: not a model's folder.", code="missing-config")
     coded = _coded(place, config)
     count, dtype = _weights(folder, coded) if folder is not None else (None, None)
     return ModelLook(
@@ -124,7 +126,10 @@ def _choose(
     """
     if wanted is not None:
         if wanted not in tasks:
-            raise InputError(f"--task {wanted}: {article(family)} model is for {' or '.join(tasks)}.")
+            raise InputError(
+                f"--task {wanted}: {article(family)} model is for {' or '.join(tasks)}.",
+                code="unsupported-task",
+            )
         return wanted
     if embeds and SIMILARITY in tasks:
         return SIMILARITY
@@ -155,7 +160,7 @@ def _coded(place: Path, config: Mapping[str, Any]) -> CodedModel | None:
     try:
         coding_of(config)
     except InputError as error:
-        raise InputError(f"{place / 'config.json'}: {error}") from error
+        raise InputError(f"{place / 'config.json'}: {error}", code=error.code) from error
     return coded_model(place, config)
 
 

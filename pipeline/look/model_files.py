@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.files import load_json
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, mistake, warning
 from smelt.families.registry import FAMILIES, find_family
 from smelt.families.walk import is_word_table
 from smelt.runtime.models.weight_files import weight_tensors
@@ -40,7 +40,7 @@ def damaged_tensor(header: Mapping[str, Any]) -> str | None:
     return None
 
 
-def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[Message]]:
+def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[Message], list[Message]]:
     """Compare tokenizer, config and embedding of the model in `folder`.
 
     Returns:
@@ -55,14 +55,18 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[Me
     try:
         known = _highest_token(folder, str(config.get("model_type")))
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        return [*problems, f"{folder}: the tokenizer's files cannot be read: {error}"], []
+        text = f"{folder}: the tokenizer's files cannot be read: {error}"
+        return [*problems, mistake("damaged-tokenizer", text)], []
     if known is None:
         return problems, []
     count, highest = known
     if highest >= rows:
         problems.append(
-            f"{folder}: the tokenizer does not belong to this model: it gives token ids up to {highest}, and"
-            f" the embedding has {rows} rows (vocab_size). Copy there the one it was trained with."
+            mistake(
+                "tokenizer-mismatch",
+                f"{folder}: the tokenizer does not belong to this model: it gives token ids up to {highest},"
+                f" and the embedding has {rows} rows (vocab_size). Copy there the one it was trained with.",
+            )
         )
     if not problems and count < rows // 2:
         return [], [
@@ -75,7 +79,7 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[Me
     return problems, []
 
 
-def _broken_json(folder: Path) -> list[str]:
+def _broken_json(folder: Path) -> list[Message]:
     """Return which of the settings beside the weights are no JSON objects."""
     found = []
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -83,11 +87,12 @@ def _broken_json(folder: Path) -> list[str]:
             try:
                 _read(folder / name)
             except (OSError, ValueError, RecursionError) as error:
-                found.append(f"{folder / name}: {str(error).removeprefix(f'{name}: ')}")
+                text = f"{folder / name}: {str(error).removeprefix(f'{name}: ')}"
+                found.append(mistake("damaged-file", text))
     return found
 
 
-def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
+def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[Message]:
     """Compare the embedding's shape with the config's words for it."""
     family = find_family(config)
     if family is None:
@@ -101,8 +106,11 @@ def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
         if shape[0] != rows or width not in (None, shape[1]):
             wanted = [rows, shape[1] if width is None else width]
             return [
-                f"{path}: the tensor '{name}' is {shape}, and config.json asks for {wanted}"
-                " (vocab_size, width): weights and config do not belong together."
+                mistake(
+                    "shape-mismatch",
+                    f"{path}: the tensor '{name}' is {shape}, and config.json asks for {wanted}"
+                    " (vocab_size, width): weights and config do not belong together.",
+                )
             ]
     return []
 

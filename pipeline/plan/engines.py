@@ -37,6 +37,7 @@ def fit_engines(
                 (*places[step.name], *inner),
                 f"{given} is less than the {wanted} of score: {{generation: {{max_new_tokens}}}}; an engine"
                 f" refuses what is longer than it was built for. Give at least {wanted} here.",
+                code="engine-too-short",
             )
     return tuple(_asked(step, wanted) for step in steps)
 

@@ -1,8 +1,8 @@
 """Does each stage fit the model and the rows that it will get? Known from config and data, without torch.
 
 A stage that can tell has a class method `check_model(settings, config)`, which returns its mistakes as
-(setting, message) and the config of the model that it leaves: the very same where it says nothing of it. All
-others leave the config as it is. One whose settings name other steps may have a class method
+messages with their settings, and the config of the model that it leaves: the very same where it says nothing
+of it. All others leave the config as it is. One whose settings name other steps may have a class method
 `check_named(settings, config, named)`: config is that of the model that it leaves, named are those of the
 steps, by setting, as far as they are known. One that cannot do with all rows has a class method
 `check_rows(settings, task, data)`, which returns its mistakes likewise, where the recipe has the `task` and
@@ -67,9 +67,10 @@ def check_fit(
             references = step.settings.references().items()
             named = {setting: configs[name] for setting, name in references if name in configs}
             found = compare(step.settings, after, named)
-        for setting, message in found:
+        for one in found:
+            setting = one.setting or ""
             if setting.partition(".")[0] not in step.wrong:  # of which something is said already
-                mistakes.add((*places[step.name], *_place(setting)), message)
+                mistakes.note((*places[step.name], *_place(setting)), one)
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
@@ -104,6 +105,7 @@ def check_windows(recipe: Recipe, folder: Path | None, mistakes: Mistakes) -> No
         mistakes.add(
             ("data", "windows", "length"),
             f"{length} is more than the {limit} tokens that the model takes; say {limit} or less.",
+            code="window-too-long",
         )
 
 
@@ -123,9 +125,10 @@ def check_rows(
         return
     for step in steps:
         check = getattr(step.cls, "check_rows", None)
-        for setting, message in check(step.settings, task, splits) if check else ():
+        for one in check(step.settings, task, splits) if check else ():
+            setting = one.setting or ""
             if setting.split(".")[0] not in step.wrong:
-                mistakes.add((*places[step.name], *_place(setting)), message)
+                mistakes.note((*places[step.name], *_place(setting)), one)
 
 
 def check_metrics(
@@ -144,6 +147,7 @@ def check_metrics(
                     f"the recipe does not score '{metric}', only {', '.join(quality)}."
                     f"{nearest(metric, quality)}"
                     " Name one of these, or add it to score: {quality: [...]}.",
+                    code="unknown-metric",
                 )
 
 

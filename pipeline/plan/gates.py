@@ -21,7 +21,7 @@ def cut(checker: Checker, until: str | None) -> list[str]:
         return [] if until else list(checker.drafts)
     if until not in checker.drafts:
         if not checker.may_be(until):
-            checker.mistakes.say(f"--until: {checker.no_step(until)}")
+            checker.mistakes.say(f"--until: {checker.no_step(until)}", code="unknown-step")
         return list(checker.drafts)
     wanted = {until}
     for name, draft in reversed(checker.drafts.items()):  # what a step stands on comes before it
@@ -44,7 +44,7 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
             at = None
         for name in at or ():
             if not checker.may_be(name):
-                checker.mistakes.add(("gates", metric, "at"), checker.no_step(name))
+                checker.mistakes.add(("gates", metric, "at"), checker.no_step(name), code="unknown-step")
         if metric in SPEEDS and checker.recipe.score.latency is None:
             checker.warnings.append(
                 warning(
@@ -78,7 +78,7 @@ def timed(checker: Checker) -> None:
         return
     for name in latency.named():
         if not checker.may_be(name):
-            checker.mistakes.add(("score", "latency", "steps"), checker.no_step(name))
+            checker.mistakes.add(("score", "latency", "steps"), checker.no_step(name), code="unknown-step")
 
 
 def judged_on(checker: Checker, splits: Mapping[str, Split]) -> JudgedOn:
@@ -126,4 +126,4 @@ def baseline(checker: Checker, kept: list[str]) -> None:
             warning("no-comparison", f"the baseline '{name}' is left out, so nothing is compared with it.")
         )
     elif not checker.may_be(name):
-        checker.mistakes.add(("baseline",), checker.no_step(name))
+        checker.mistakes.add(("baseline",), checker.no_step(name), code="unknown-step")

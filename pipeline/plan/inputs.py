@@ -8,7 +8,7 @@ from pathlib import Path
 from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
-from smelt.core.messages import Message, info
+from smelt.core.messages import Message, info, mistake
 from smelt.core.scripts import bleu_tokenizer
 from smelt.families.registry import BY_TASK
 from smelt.look.machine import cuda_lacks
@@ -39,7 +39,9 @@ def check_model(
     if not isinstance(model, str):  # see smelt.plan.untrained
         return None
     if not model.strip() or "\0" in model:
-        mistakes.add(("model",), "expected a model's folder or a hub id, read an empty name.")
+        mistakes.add(
+            ("model",), "expected a model's folder or a hub id, read an empty name.", code="empty-text"
+        )
         return None
     try:
         folder = local_folder(model, recipe.base)
@@ -51,15 +53,15 @@ def check_model(
         task = None if touches(bad, "task") else recipe.task
         problems, advice = check_model_folder(folder, task, recipe.baseline == ROOT)
     except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
-        problems, advice, folder = [f"cannot be read: {error}."], [], None
+        problems, advice, folder = [mistake("unreadable-file", f"cannot be read: {error}.")], [], None
     for problem in problems:
-        mistakes.add(("model",), problem)
+        mistakes.note(("model",), problem)
     warnings += [doubt.prefixed("model: ") for doubt in advice]
     if folder is not None and not touches(bad, "task", *_OF_TEXTS) and _has_family(folder, recipe.task):
         try:
             text_rules(recipe, folder)
         except InputError as error:
-            mistakes.add(("data",), str(error))
+            mistakes.refuse(("data",), error)
     return folder
 
 
@@ -71,7 +73,7 @@ def _has_family(folder: Path, task: Task) -> bool:
 def check_device(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
     """Check that a device that is asked for is there."""
     if recipe.device == "cuda" and not touches(bad, "device") and (lack := cuda_lacks()):
-        mistakes.add(("device",), lack)
+        mistakes.add(("device",), lack, code="no-gpu")
 
 
 def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
@@ -87,10 +89,12 @@ def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, S
             if readable or not path.exists():
                 splits |= read_source(recipe, name)
         except InputError as error:
-            for line in str(error).splitlines():
-                mistakes.add(("data", name), line)
+            if error.found:
+                mistakes.refuse(("data", name), error)
+            for line in str(error).splitlines() if not error.found else ():
+                mistakes.add(("data", name), line, code=error.code)
         except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have
-            mistakes.add(("data", name), f"cannot be read: {error}.")
+            mistakes.add(("data", name), f"cannot be read: {error}.", code="unreadable-file")
     return splits if readable else {}
 
 
@@ -103,7 +107,8 @@ def check_tokenizer(recipe: Recipe, splits: Mapping[str, Split], mistakes: Mista
             bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
         except InputError as error:
             at = next((n for n, metric in enumerate(recipe.score.quality) if metric == "bleu"), 0)
-            mistakes.add(("score", "quality", at, "bleu", "tokenize"), f"data.{name}: {error}")
+            place = ("score", "quality", at, "bleu", "tokenize")
+            mistakes.add(place, f"data.{name}: {error}", code=error.code)
             return
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smelt.core.data import CLASSIFICATION, Split
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, together
 from smelt.core.labels import ProblemType
 from smelt.look.model_folder import read_config, read_config_file
 from smelt.plan.untrained import config_file, read_outline
@@ -61,18 +61,18 @@ def check_classifier(
     try:
         problem = problem_of(config, splits)
     except InputError as error:
-        mistakes.add(("model",), f"{folder or recipe.model}: {error}")
+        mistakes.add(("model",), f"{folder or recipe.model}: {error}", code=error.code)
         return recipe, None
-    for name, text in label_mistakes(config, splits, problem):
-        mistakes.add(("data", name), text)
+    for name, found in label_mistakes(config, splits, problem):
+        mistakes.note(("data", name), found)
     if touches(bad, "score.quality") or not (whole or config.get("problem_type")):
         return recipe, problem if whole else None
-    for at, text in metric_mistakes(recipe.score.quality, problem):
-        mistakes.add(("score", "quality", at), text)
+    for at, found in metric_mistakes(recipe.score.quality, problem):
+        mistakes.note(("score", "quality", at), found)
     metrics = recipe.score.quality or METRICS_OF[problem]
     if not recipe.score.quality:
-        for gate, text in gate_mistakes(recipe.gates, metrics, problem):
-            mistakes.add(("gates", gate), text)
+        for gate, found in gate_mistakes(recipe.gates, metrics, problem):
+            mistakes.note(("gates", gate), found)
     score = recipe.score.model_copy(update={"quality": metrics})
     return recipe.model_copy(update={"score": score}), problem if whole else None
 
@@ -96,10 +96,11 @@ def settle_labels(
     """
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_outline)(file)
     problem = problem or problem_of(config, data)
-    found = [text for _, text in label_mistakes(config, data, problem)]
-    found += [f"score.quality: {text}" for _, text in metric_mistakes(recipe.score.quality, problem)]
+    found = [one for _, one in label_mistakes(config, data, problem)]
+    quality = metric_mistakes(recipe.score.quality, problem)
+    found += [one.prefixed("score.quality: ") for _, one in quality]
     metrics = recipe.score.quality or METRICS_OF[problem]
-    found += [f"gates: {text}" for _, text in gate_mistakes(recipe.gates, metrics, problem)]
+    found += [one.prefixed("gates: ") for _, one in gate_mistakes(recipe.gates, metrics, problem)]
     if found:
-        raise InputError("\n".join(found))
+        raise together(found)
     return (problem, new_names(data, problem)), metrics

@@ -11,9 +11,9 @@ from typing import Any
 
 from smelt.core.artifact import Format
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Split
-from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.errors import InputError, MissingDependencyError, together
 from smelt.core.labels import ProblemType
-from smelt.core.messages import Message
+from smelt.core.messages import Message, mistake
 from smelt.core.scripts import bleu_tokenizer
 from smelt.core.shares import limited
 from smelt.core.stage import Need, Settings, Stage
@@ -171,12 +171,18 @@ class Plan:
             MissingDependencyError: a step that is not optional cannot run; every such step is named.
         """
         if self.blocked:
-            raise MissingDependencyError(
-                "\n".join(
-                    f"{self.recipe.path}:{step.line}: step '{step.name}' cannot run here: {step.unavailable}"
-                    " With `optional: true` beside the stage it is skipped."
+            raise together(
+                (
+                    mistake(
+                        "step-unavailable",
+                        f"step '{step.name}' cannot run here: {step.unavailable}"
+                        " With `optional: true` beside the stage it is skipped.",
+                        file=str(self.recipe.path),
+                        line=step.line,
+                    )
                     for step in self.blocked
-                )
+                ),
+                MissingDependencyError,
             )
 
     def read_data(self, limit: int | None = None) -> dict[str, Split]:
@@ -185,15 +191,15 @@ class Plan:
         Raises:
             InputError: what is wrong with the data, all splits together.
         """
-        splits, problems = dict(self.splits), []
+        splits, problems = dict(self.splits), list[Message]()
         for name in self.recipe.data.files():
             if name not in splits:
                 try:
                     splits |= read_source(self.recipe, name)
                 except InputError as error:
-                    problems.append(str(error))
+                    problems += error.found or [error.as_message()]
         if problems:
-            raise InputError("\n".join(problems))
+            raise together(problems)
         return {name: limited(splits[name], limit) for name in self.recipe.data.splits()}
 
 

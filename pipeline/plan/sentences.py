@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smelt.core.data import SIMILARITY, Split
-from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
+from smelt.core.errors import InputError, together
+from smelt.core.messages import Message, mistake, warning
 from smelt.recipe.errors import Mistakes, touches
 from smelt.recipe.problem import AGREEMENT, SCORE_METRICS, VECTOR_METRICS
 from smelt.recipe.recipe import Recipe
@@ -87,11 +87,11 @@ def check_sentences(
         try:
             warnings += sentence_rules(recipe, folder)[1]
         except InputError as error:
-            mistakes.add(("model",), str(error))
+            mistakes.refuse(("model",), error)
     if "test" not in splits or touches(bad, "score.quality"):
         return recipe
-    for where, text in _mistakes(recipe, splits):
-        mistakes.add(where, text)
+    for where, found in _mistakes(recipe, splits):
+        mistakes.note(where, found)
     score = recipe.score.model_copy(update={"quality": _metrics(recipe, splits["test"])})
     return recipe.model_copy(update={"score": score})
 
@@ -102,9 +102,9 @@ def settle_sentences(recipe: Recipe, data: Mapping[str, Split]) -> tuple[str, ..
     Raises:
         InputError: metrics or gates need scores that the test rows do not have; every mistake, one per line.
     """
-    found = [f"{'.'.join(map(str, where))}: {text}" for where, text in _mistakes(recipe, data)]
+    found = [one.prefixed(f"{'.'.join(map(str, where))}: ") for where, one in _mistakes(recipe, data)]
     if found:
-        raise InputError("\n".join(found))
+        raise together(found)
     return _metrics(recipe, data["test"])
 
 
@@ -113,7 +113,7 @@ def _metrics(recipe: Recipe, test: Split) -> tuple[str, ...]:
     return recipe.score.quality or fitting
 
 
-def _mistakes(recipe: Recipe, data: Mapping[str, Split]) -> list[tuple[tuple[str | int, ...], str]]:
+def _mistakes(recipe: Recipe, data: Mapping[str, Split]) -> list[tuple[tuple[str | int, ...], Message]]:
     """Return (place in the recipe, what is wrong) of what asks for scores that the rows do not have."""
     scored = dict.fromkeys(["test", recipe.judged_on or "test"])
     lacking = next((name for name in scored if name in data and not data[name].labelled), None)
@@ -124,4 +124,8 @@ def _mistakes(recipe: Recipe, data: Mapping[str, Split]) -> list[tuple[tuple[str
     ]
     places += [(("gates", metric), metric) for metric in recipe.gates]
     why = f"needs scores of pairs, and the {lacking} rows have none (column 'label'); without them there is"
-    return [(where, f"'{metric}' {why} {AGREEMENT}.") for where, metric in places if metric in SCORE_METRICS]
+    return [
+        (where, mistake("missing-scores", f"'{metric}' {why} {AGREEMENT}."))
+        for where, metric in places
+        if metric in SCORE_METRICS
+    ]

@@ -31,7 +31,10 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
         known = ("prefix", "source_language", "target_language")[recipe.task == SIMILARITY :]
         given = [k for k in known if getattr(data, k) is not None]
         if given:
-            raise InputError(f"{given[0]}: fits {' and '.join(sorted(TEXT_TO_TEXT))}, not {recipe.task}.")
+            raise InputError(
+                f"{given[0]}: fits {' and '.join(sorted(TEXT_TO_TEXT))}, not {recipe.task}.",
+                code="does-not-fit-task",
+            )
         return _of_vectors(recipe, folder) if recipe.task == SIMILARITY else (TextRules(), [])
     config = _config(folder)
     kind = config.get("model_type")
@@ -64,7 +67,8 @@ def _of_vectors(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
     if prompt and recipe.data.prefix is None and not (folder / FILE).is_file():
         raise InputError(
             f"{folder / PROMPTS}: sentence-transformers puts the prompt {prompt!r} before every text of this"
-            f' model. Say so with data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.'
+            f' model. Say so with data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.',
+            code="missing-prompt",
         )
     rules = TextRules(prefix=prefix, lower=known.lower or (own is not None and own.lower))
     said = [f"prefix {prefix!r}"] if prefix else []
@@ -78,7 +82,8 @@ def _languages(recipe: Recipe, folder: Path, family: Family) -> tuple[TextRules,
     if source is None or target is None:
         raise InputError(
             f"{article(family.name)} model has to be told its languages, as its tokenizer writes them, for"
-            f" instance: data: {{source_language: {family.codes[0]}, target_language: {family.codes[1]}}}."
+            f" instance: data: {{source_language: {family.codes[0]}, target_language: {family.codes[1]}}}.",
+            code="missing-languages",
         )
     for code in (source, target):
         _check_code(code, folder)
@@ -104,7 +109,8 @@ def _check_code(code: str, folder: Path) -> None:
     if code not in added and code not in pieces:
         raise InputError(
             f"{folder}: the model's tokenizer knows no language {code!r}: tokenizer.json has no such token."
-            f"{nearest(code, added)}"
+            f"{nearest(code, added)}",
+            code="unknown-language",
         )
 
 
@@ -124,7 +130,8 @@ def _from_params(recipe: Recipe, config: dict[str, Any]) -> tuple[TextRules, lis
             known = ", ".join(fitting) or "none"
             raise InputError(
                 f"source_language and target_language: the model's config has no prefix for {wanted}"
-                f" (task_specific_params: {known}). Say data: {{prefix: ...}} instead."
+                f" (task_specific_params: {known}). Say data: {{prefix: ...}} instead.",
+                code="unknown-language",
             )
         fitting = {wanted: fitting[wanted]}
     if len(fitting) == 1:

@@ -9,6 +9,7 @@ from typing import Any
 from smelt.core.data import CLASSIFICATION, IMAGES
 from smelt.core.errors import InputError
 from smelt.core.files import placed, read_json
+from smelt.core.messages import Message, mistake
 from smelt.families.registry import BY_TASK
 from smelt.look.model_folder import (
     check_tokenizer,
@@ -35,7 +36,7 @@ def config_file(model: Untrained, base: Path) -> Path:
     return path if path.suffix == ".json" else path / "config.json"
 
 
-def read_outline(file: Path) -> tuple[dict[str, Any], list[str]]:
+def read_outline(file: Path) -> tuple[dict[str, Any], list[Message]]:
     """Read the config of a model without weights; return it and what is wrong.
 
     The outputs of a new classifier are the labels of the data, whatever class the config names, unless
@@ -57,15 +58,15 @@ def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, b
         return
     config, problems = read_config_file(config_file(model, recipe.base))
     for problem in () if touches(bad, "model.config") else [*problems, *refused(config)]:
-        mistakes.add(("model", "config"), problem)
+        mistakes.note(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
     if config and not touches(bad, "task") and kind not in BY_TASK[recipe.task]:
-        mistakes.add(("model", "config"), unknown_family(kind, recipe.task))
+        mistakes.note(("model", "config"), unknown_family(kind, recipe.task))
     elif config and not touches(bad, "model.tokenizer"):
         for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):
-            mistakes.add(("model", "tokenizer", *where), problem)
+            mistakes.note(("model", "tokenizer", *where), problem)
         for where, problem in _image_mistakes(recipe, model, config):
-            mistakes.add(("model", *where), problem)
+            mistakes.note(("model", *where), problem)
     if "stages" not in bad:
         _check_training(recipe, steps, mistakes)
 
@@ -84,7 +85,8 @@ def processor_settings(model: Untrained, base: Path, config: Mapping[str, Any]) 
         values = default_settings(side)
     else:
         raise InputError(
-            f"missing; say how large its images are, image_size: 224, or put a {FILE} beside its config."
+            f"missing; say how large its images are, image_size: 224, or put a {FILE} beside its config.",
+            code="missing-setting",
         )
     processor_of(values, path)
     return values
@@ -92,44 +94,50 @@ def processor_settings(model: Untrained, base: Path, config: Mapping[str, Any]) 
 
 def _image_mistakes(
     recipe: Recipe, model: Untrained, config: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, ...], str]]:
+) -> Iterator[tuple[tuple[str, ...], Message]]:
     if recipe.task != IMAGES:
         if model.image_size is not None:
-            yield (("image_size",), f"is for {IMAGES}; a model for {recipe.task} reads no images.")
+            text = f"is for {IMAGES}; a model for {recipe.task} reads no images."
+            yield ("image_size",), mistake("does-not-fit-task", text)
         return
     try:
         found = processor_of(processor_settings(model, recipe.base, config), Path(FILE)).shape
     except InputError as error:
-        yield (("image_size",), str(error))
+        yield ("image_size",), error.as_message()
         return
     said = config.get("image_size")
     if isinstance(said, int) and found not in (None, (said, said)):
-        yield (("image_size",), f"its images are {found[0]} x {found[1]}, and its config says {said}.")
+        text = f"its images are {found[0]} x {found[1]}, and its config says {said}."
+        yield ("image_size",), mistake("settings-conflict", text)
 
 
 def _tokenizer_mistakes(
     recipe: Recipe, model: Untrained, kind: str, bad: set[str]
-) -> Iterator[tuple[tuple[str, ...], str]]:
+) -> Iterator[tuple[tuple[str, ...], Message]]:
     """Yield where in the tokenizer's settings something is wrong, and what."""
     tokenizer = model.tokenizer
     if recipe.task == IMAGES:
         if tokenizer is not None:
-            yield ((), f"means nothing for {IMAGES}, where no text is read; leave it out.")
+            text = f"means nothing for {IMAGES}, where no text is read; leave it out."
+            yield (), mistake("does-not-fit-task", text)
         return
     if tokenizer is None:
-        yield ((), "missing; expected a folder with a tokenizer's files, a hub id, or {train: bpe}.")
+        text = "missing; expected a folder with a tokenizer's files, a hub id, or {train: bpe}."
+        yield (), mistake("missing-setting", text)
         return
     if isinstance(tokenizer, NewTokenizer):
         from smelt.runtime.text.new_tokenizer import refusal
 
         if reason := refusal(kind, tokenizer.train, tokenizer.vocab_size):
-            yield ((), reason)
+            yield (), mistake("wrong-value", reason)
         if recipe.data.train is None and not touches(bad, "data.train"):
-            yield (("train",), "there are no training rows to learn it from; name some: data: {train: FILE}.")
+            text = "there are no training rows to learn it from; name some: data: {train: FILE}."
+            yield ("train",), mistake("missing-data", text)
         return
     folder = local_folder(tokenizer, recipe.base)
     if folder is not None and not folder.is_dir():
-        yield ((), f"{folder}: no such folder; expected one with a tokenizer's files, or {{train: bpe}}.")
+        text = f"{folder}: no such folder; expected one with a tokenizer's files, or {{train: bpe}}."
+        yield (), mistake("missing-file", text)
     elif folder is not None:
         yield from (((), problem) for problem in check_tokenizer(folder, kind))
 
@@ -137,9 +145,17 @@ def _tokenizer_mistakes(
 def _check_training(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes) -> None:
     if not any(step.stage in TRAINING_STAGES for step in steps):
         words = " or ".join(TRAINING_STAGES)
-        mistakes.add(("stages",), f"no step trains the model, whose weights are random; add {words}.")
+        mistakes.add(
+            ("stages",),
+            f"no step trains the model, whose weights are random; add {words}.",
+            code="untrained-model",
+        )
     elif recipe.baseline == ROOT:
-        mistakes.add(("baseline",), f"'{ROOT}' has random weights; name a step that is trained.")
+        mistakes.add(
+            ("baseline",),
+            f"'{ROOT}' has random weights; name a step that is trained.",
+            code="untrained-baseline",
+        )
     _refuse_as_teacher(steps, "has random weights", mistakes)
 
 
@@ -169,4 +185,4 @@ def _refuse_as_teacher(steps: Sequence[Step], why: str, mistakes: Mistakes) -> N
                     else f"put a finetune before it and name that as the {setting}"
                 )
                 what = f"{step.name}: {setting}: '{ROOT}' {why}; {how}."
-                mistakes.add((), what, line=step.line)
+                mistakes.add((), what, line=step.line, code="untrained-teacher")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic_core import ErrorDetails
 
-from smelt.core.errors import UNNAMED, InputError, SettingError, nearest
+from smelt.core.errors import UNNAMED, SettingError, SmeltError, nearest, together
 from smelt.core.messages import Message
 from smelt.recipe.yaml_file import Document, Where
 
@@ -34,8 +34,8 @@ class Mistakes:
         self.document = document
         self.overridden: dict[Where, str] = {}
         self._found: list[tuple[int, Message]] = []
-        for path, message, line in document.mistakes:
-            self.add(path, message, line=line)
+        for path, message, line, code in document.mistakes:
+            self.add(path, message, line=line, code=code)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -58,6 +58,15 @@ class Mistakes:
         if (line, found) not in self._found:
             self._found.append((line, found))
 
+    def note(self, path: Where, found: Message) -> None:
+        """Note that `found` holds for the value at `path`."""
+        self.add(path, str(found), code=found.code)
+
+    def refuse(self, path: Where, error: SmeltError) -> None:
+        """Note what `error` says of the value at `path`; of one that reports several mistakes, each."""
+        for found in error.found or (error.as_message(),):
+            self.note(path, found)
+
     def say(self, text: str, line: int = 2**31, code: str = "") -> None:
         """Note a mistake that has no place in the file, such as a wrong option."""
         self._found.append((line, Message(code=code or UNNAMED, severity="error", message=text)))
@@ -74,10 +83,7 @@ class Mistakes:
             InputError: anything was found.
         """
         if self._found:
-            found = [one for _, one in sorted(self._found, key=lambda pair: pair[0])]
-            kinds = {one.code for one in found}
-            code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
-            raise InputError("\n".join(map(str, found)), code=code, found=found)
+            raise together(one for _, one in sorted(self._found, key=lambda pair: pair[0]))
 
     def _override(self, path: Where) -> str | None:
         found = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))
@@ -121,7 +127,9 @@ def check(
         in the same go, or None where there is no such model; and where below `path` it is wrong.
     """
     if not isinstance(value, dict):
-        mistakes.add(path, f"expected {_mapping_of(model.model_fields)}, read {shown(value)}.")
+        mistakes.add(
+            path, f"expected {_mapping_of(model.model_fields)}, read {shown(value)}.", code="wrong-value"
+        )
         return None, {()}
     bad, given = set[Where](), value
     while True:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.data import Columns
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
 from smelt.runtime.text.sentence_files import Pooling
@@ -44,7 +45,10 @@ class Shares(Settings):
     @model_validator(mode="after")
     def _leaves_some(self) -> Self:
         if sum(self.given().values()) >= 1:
-            raise ValueError("the shares leave nothing to train on; together they must be less than 1")
+            raise SettingError(
+                "the shares leave nothing to train on; together they must be less than 1",
+                code="shares-too-large",
+            )
         return self
 
     def given(self) -> dict[str, float]:

@@ -22,16 +22,19 @@ def apply_overrides(
         address, sign, written = text.partition("=")
         parts = address.strip().split(".")
         if not sign or not all(parts):
-            mistakes.say(f"--set {text}: expected NAME.SETTING=VALUE, for example seed=3 or prune.keep=0.5.")
+            mistakes.say(
+                f"--set {text}: expected NAME.SETTING=VALUE, for example seed=3 or prune.keep=0.5.",
+                code="invalid-override",
+            )
             continue
         try:
             document = parse_yaml(written, f"--set {text}")
         except InputError as error:
-            mistakes.say(str(error))
+            mistakes.say(str(error), code=error.code)
             continue
         if document.mistakes:
-            for _, message, _ in document.mistakes:
-                mistakes.say(f"--set {text}: {message}")
+            for _, message, _, code in document.mistakes:
+                mistakes.say(f"--set {text}: {message}", code=code)
             continue
         path = _path(value, parts, text, mistakes, keys)
         if path:
@@ -49,11 +52,17 @@ def _path(
     if parts[0] not in steps:
         known = [*(key for key in keys if key != "stages"), *steps]
         hint = nearest(parts[0], known)
-        mistakes.say(f"--set {text}: no key or step '{parts[0]}'. Known: {', '.join(known)}.{hint}")
+        mistakes.say(
+            f"--set {text}: no key or step '{parts[0]}'. Known: {', '.join(known)}.{hint}",
+            code="unknown-setting",
+        )
         return None
     entry = steps[parts[0]]
     if len(parts) == 1:
-        mistakes.say(f"--set {text}: which setting of '{parts[0]}'? Write {parts[0]}.SETTING=VALUE.")
+        mistakes.say(
+            f"--set {text}: which setting of '{parts[0]}'? Write {parts[0]}.SETTING=VALUE.",
+            code="missing-setting",
+        )
         return None
     _open(value, entry)
     if parts[1] in BESIDE:

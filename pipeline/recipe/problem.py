@@ -20,6 +20,7 @@ from smelt.core.labels import (
     items_of,
     whole_number,
 )
+from smelt.core.messages import Message, mistake
 from smelt.core.rows.targets import check_labels
 from smelt.core.text import count
 from smelt.core.unlabelled import UNLABELLED
@@ -94,7 +95,7 @@ def _unlearned(split: Split, name: str, names: Sequence[str], problem: ProblemTy
 
 def label_mistakes(
     config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, Message]]:
     """Return (name of the split, what is wrong) where labels do not fit the model.
 
     A bare encoder gets a new classifier for the labels that there are, so only their kind can be wrong.
@@ -104,22 +105,21 @@ def label_mistakes(
     if not has_classifier(config) and "train" in data and problem != REGRESSION:
         splits = {name: split for name, split in _labelled(data).items() if name != "train"}
         strange = {name: _unlearned(split, name, names, problem) for name, split in splits.items()}
-        found = [(name, text) for name, text in strange.items() if text]
+        found = [(name, mistake("unknown-label", text)) for name, text in strange.items() if text]
         if found:
             return found
     if problem == SINGLE and len(names) < 2:
-        return [
-            ("train" if "train" in data else "test", "all rows have the same label; a classifier needs two.")
-        ]
+        text = "all rows have the same label; a classifier needs two."
+        return [("train" if "train" in data else "test", mistake("one-label", text))]
     for name, split in _labelled(data).items():
         try:
             check_labels(split.examples, names, problem, split.origin)
         except InputError as error:
-            found.append((name, str(error)))
+            found.append((name, error.as_message()))
     return found
 
 
-def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, str]]:
+def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
     """Return (place, what is wrong) for the metrics that do not fit the problem type."""
     fitting = METRICS_OF[problem]
     return [(at, unfit(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
@@ -127,17 +127,18 @@ def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[
 
 def gate_mistakes(
     gates: Iterable[str], metrics: Sequence[str], problem: ProblemType
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, Message]]:
     """Return (gate, what is wrong) for the gates on metrics that this problem type has not."""
     return [(g, unfit(g, problem)) for g in gates if g in LABEL_METRICS and g not in metrics]
 
 
-def unfit(metric: str, problem: ProblemType) -> str:
-    """Return the sentence that says that `metric` does not fit `problem`."""
+def unfit(metric: str, problem: ProblemType) -> Message:
+    """Return the mistake that `metric` does not fit `problem`."""
     owner = next((p for p, metrics in METRICS_OF.items() if metric in metrics), None)
     what = f"'{metric[:60]}' is for {owner}" if owner else f"'{metric[:60]}' is no metric"
     fitting = METRICS_OF[problem]
-    return (
+    return mistake(
+        "does-not-fit-labels" if owner else "unknown-metric",
         f"{what}, and the model and the data are {problem}. Known for that: {', '.join(fitting)}."
-        f"{nearest(metric, fitting)}"
+        f"{nearest(metric, fitting)}",
     )

@@ -144,11 +144,16 @@ def find_recipe(word: str) -> Path:
     if path.is_dir():
         model = (path / "config.json").is_file()
         hint = f" `smelt init {word}` writes one for the model in it." if model else ""
-        raise InputError(f"{word}: a folder, and not a recipe, which is a YAML file.{hint}")
+        raise InputError(
+            f"{word}: a folder, and not a recipe, which is a YAML file.{hint}", code="not-a-recipe"
+        )
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     names = ", ".join(sorted(shipped)) or "none"
     hint = nearest(path.name, [*beside, *shipped])
-    raise InputError(f"{word}: no such recipe: there is no such file, and smelt ships: {names}.{hint}")
+    raise InputError(
+        f"{word}: no such recipe: there is no such file, and smelt ships: {names}.{hint}",
+        code="unknown-recipe",
+    )
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -183,7 +188,10 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
     if not isinstance(document.value, dict):
         read = "an empty file" if document.value is None else shown(document.value)
         raise InputError(
-            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, read {read}."
+            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, read {read}.",
+            code="not-a-recipe",
+            file=document.name,
+            line=1,
         )
     mistakes = Mistakes(document)
     value: dict[str, Any] = document.value
@@ -191,7 +199,11 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
     head = {key: part for key, part in value.items() if key in RecipeKeys.model_fields}
     for key in value:
         if key not in _KEYS:
-            mistakes.add((key,), f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}")
+            mistakes.add(
+                (key,),
+                f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}",
+                code="unknown-setting",
+            )
     tokenize, judged_on = _take_metric_options(head, mistakes), _take_judged_on(head, mistakes)
     task_bad = _check_task(head, mistakes)
     keys, places = check(RecipeKeys, head | task_bad, (), mistakes, _STAND_INS)
@@ -209,7 +221,9 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
         keys = keys.model_copy(update={"baseline": trained})
     parts: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
     if judged_on == "validation" and "validation" not in keys.data.splits() and not touches(bad, "data"):
-        mistakes.add(("gates", "on"), "the recipe has no validation rows; give data: validation.")
+        mistakes.add(
+            ("gates", "on"), "the recipe has no validation rows; give data: validation.", code="missing-data"
+        )
     parts |= {"tokenize": tokenize, "judged_on": judged_on, "document": value}
     recipe = Recipe(**parts, stages=tuple(entries), path=path)
     return recipe, mistakes, bad
@@ -230,16 +244,26 @@ def _take_metric_options(head: dict[str, Any], mistakes: Mistakes) -> str | None
         names.append(name)
         path: Where = ("score", "quality", number, name)
         if not isinstance(options, dict):
-            mistakes.add(path, f"expected settings such as {{tokenize: zh}}, read {shown(options)}.")
+            mistakes.add(
+                path,
+                f"expected settings such as {{tokenize: zh}}, read {shown(options)}.",
+                code="wrong-value",
+            )
             continue
         for key, value in options.items():
             if key != "tokenize" or name != "bleu":
                 known = "tokenize" if name == "bleu" else "none"
-                mistakes.add((*path, key), f"'{name[:60]}' has no such setting. Known: {known}.")
+                mistakes.add(
+                    (*path, key),
+                    f"'{name[:60]}' has no such setting. Known: {known}.",
+                    code="unknown-setting",
+                )
             elif value not in TOKENIZERS:
                 hint = nearest(str(value), TOKENIZERS)
                 known = ", ".join(TOKENIZERS)
-                mistakes.add((*path, key), f"expected one of {known}; read {shown(value)}.{hint}")
+                mistakes.add(
+                    (*path, key), f"expected one of {known}; read {shown(value)}.{hint}", code="wrong-value"
+                )
             else:
                 tokenize = str(value)
     head["score"] = score | {"quality": names}
@@ -255,7 +279,9 @@ def _take_judged_on(head: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None
     for word in get_args(JudgedOn):
         if gates["on"] == word:
             return word  # type: ignore[no-any-return]
-    mistakes.add(("gates", "on"), f"expected validation or test, read {shown(gates['on'])}.")
+    mistakes.add(
+        ("gates", "on"), f"expected validation or test, read {shown(gates['on'])}.", code="wrong-value"
+    )
     return None
 
 
@@ -266,7 +292,7 @@ def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
         return {}
     known = ", ".join(EVERY_TASK)
     hint = nearest(task, EVERY_TASK)
-    mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}")
+    mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}", code="unknown-task")
     return {"task": EVERY_TASK[0]}
 
 
@@ -276,17 +302,35 @@ def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     parts = data.split.given()
     for name in parts:
         if getattr(data, name) is not None:
-            mistakes.add(("data", "split", name), f"'{name}' has a file of its own. Remove one of the two.")
+            mistakes.add(
+                ("data", "split", name),
+                f"'{name}' has a file of its own. Remove one of the two.",
+                code="settings-conflict",
+            )
     if parts and data.train is None and not touches(bad, "data.train"):
-        mistakes.add(("data", "split"), "takes rows out of train, and there is no train: name a file.")
+        mistakes.add(
+            ("data", "split"),
+            "takes rows out of train, and there is no train: name a file.",
+            code="missing-data",
+        )
     elif "test" not in data.splits() and not touches(bad, "data.test", "data.split", "data.train"):
         beside = " (or beside train, `split: {test: 0.1}`)" if data.train is not None else ""
-        mistakes.add(("data", "test"), f"missing; expected a file or a hub id{beside}.")
+        mistakes.add(
+            ("data", "test"), f"missing; expected a file or a hub id{beside}.", code="missing-setting"
+        )
     wrong = keys.task != "language-modeling" and data.windows != Windows()
     if wrong and not touches(bad, "task", "data.windows"):
-        mistakes.add(("data", "windows"), f"is for language-modeling; {keys.task} has rows of its own.")
+        mistakes.add(
+            ("data", "windows"),
+            f"is for language-modeling; {keys.task} has rows of its own.",
+            code="does-not-fit-task",
+        )
     if keys.task != SIMILARITY and keys.embedding != Embedding() and not touches(bad, "task", "embedding"):
-        mistakes.add(("embedding",), f"is for {SIMILARITY}; a model for {keys.task} makes no vectors.")
+        mistakes.add(
+            ("embedding",),
+            f"is for {SIMILARITY}; a model for {keys.task} makes no vectors.",
+            code="does-not-fit-task",
+        )
 
 
 def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:
@@ -302,11 +346,16 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
         path: Where = ("score", "quality", number)
         known = f"Known for {keys.task}: {', '.join(fitting)}."
         if metric in keys.score.quality[:number]:
-            mistakes.add(path, f"'{metric}' is named twice.")
+            mistakes.add(path, f"'{metric}' is named twice.", code="duplicate-metric")
         elif metric not in fitting:
             bad.add("score.quality")
-            what = "belongs to " + everything[metric] if metric in everything else "is no metric"
-            mistakes.add(path, f"{shown(metric)} {what}. {known}{nearest(metric, fitting)}")
+            elsewhere = metric in everything
+            what = f"belongs to {everything[metric]}" if elsewhere else "is no metric"
+            mistakes.add(
+                path,
+                f"{shown(metric)} {what}. {known}{nearest(metric, fitting)}",
+                code="does-not-fit-task" if elsewhere else "unknown-metric",
+            )
     return keys
 
 
@@ -323,18 +372,24 @@ def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     for metric, gate in keys.gates.items():
         path: Where = ("gates", metric)
         if metric not in limits:
-            what = (
-                "is not measured; add it to score.quality"
+            code, what = (
+                ("metric-not-scored", "is not measured; add it to score.quality")
                 if metric in every
-                else "is nothing that has a gate"
+                else ("unknown-metric", "is nothing that has a gate")
             )
             mistakes.add(
-                path, f"'{metric[:60]}' {what}. Known: {', '.join(limits)}.{nearest(metric, limits)}"
+                path,
+                f"'{metric[:60]}' {what}. Known: {', '.join(limits)}.{nearest(metric, limits)}",
+                code=code,
             )
             continue
         # switched off for one run, the gate is not judged in it; the plan says so
         if metric in SPEEDS and not keys.score.latency and ("score", "latency") not in mistakes.overridden:
-            mistakes.add(path, f"there is no {metric} without latency; remove `latency: false` or this gate.")
+            mistakes.add(
+                path,
+                f"there is no {metric} without latency; remove `latency: false` or this gate.",
+                code="settings-conflict",
+            )
         _check_limits(metric, gate, limits[metric], path, mistakes, touches(bad, f"gates.{metric}"))
 
 
@@ -345,8 +400,20 @@ def _check_limits(
     given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
     for name in given:
         if name not in fitting:
-            mistakes.add((*path, name), f"does not fit '{metric}', which takes {' or '.join(fitting)}.")
+            mistakes.add(
+                (*path, name),
+                f"does not fit '{metric}', which takes {' or '.join(fitting)}.",
+                code="does-not-fit-metric",
+            )
     if gate.confidence is not None and metric == "size_bytes":
-        mistakes.add((*path, "confidence"), "a size is exact: there is no interval to judge; leave it out.")
+        mistakes.add(
+            (*path, "confidence"),
+            "a size is exact: there is no interval to judge; leave it out.",
+            code="does-not-fit-metric",
+        )
     if not given and not wrong:
-        mistakes.add(path, f"no limit; give {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.")
+        mistakes.add(
+            path,
+            f"no limit; give {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
+            code="missing-setting",
+        )

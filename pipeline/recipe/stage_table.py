@@ -36,7 +36,7 @@ def load_stage(word: str) -> type[Stage[Any]]:
         InputError: there is no such stage; the message names the nearest.
     """
     if word not in TABLE:
-        raise InputError(unknown_stage(word))
+        raise InputError(unknown_stage(word), code="unknown-stage")
     module, _, name = TABLE[word].partition(":")
     stage: type[Stage[Any]] = getattr(import_module(module), name)
     return stage

@@ -47,10 +47,14 @@ def read_stages(value: Any, mistakes: Mistakes) -> tuple[list[StageEntry], bool]
     """
     path: Where = ("stages",)
     if value is None:
-        mistakes.add(path, "missing; expected a list of stages (`stages: []` scores the model as it is).")
+        mistakes.add(
+            path,
+            "missing; expected a list of stages (`stages: []` scores the model as it is).",
+            code="missing-setting",
+        )
         return [], True
     if not isinstance(value, list):
-        mistakes.add(path, f"expected a list of stages, read {shown(value)}.")
+        mistakes.add(path, f"expected a list of stages, read {shown(value)}.", code="wrong-value")
         return [], True
     entries = [read_entry(item, number, mistakes) for number, item in enumerate(value)]
     return [entry for entry in entries if entry is not None], None in entries
@@ -64,22 +68,30 @@ def read_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | None:
     words = [key for key in item if key not in BESIDE] if isinstance(item, dict) else []
     known = [word for word in words if word in TABLE]
     if not words:
-        mistakes.add(path, f"expected a stage such as `prune: {{keep: 0.5}}`, read {shown(item)}.")
+        mistakes.add(
+            path, f"expected a stage such as `prune: {{keep: 0.5}}`, read {shown(item)}.", code="wrong-value"
+        )
         return None
     if len(words) > 1 and len(known) == 1:
         for word in words:
             if word not in TABLE:
                 hint = nearest(word, BESIDE)
                 inside = hint or f" If it is a setting of {known[0]}, indent it more."
-                mistakes.add((*path, word), f"unknown; known beside a stage: {', '.join(BESIDE)}.{inside}")
+                mistakes.add(
+                    (*path, word),
+                    f"unknown; known beside a stage: {', '.join(BESIDE)}.{inside}",
+                    code="unknown-setting",
+                )
     elif len(words) > 1:
         mistakes.add(
-            path, f"expected one stage, read {len(words)}: {', '.join(words)}. Start each with a dash."
+            path,
+            f"expected one stage, read {len(words)}: {', '.join(words)}. Start each with a dash.",
+            code="several-stages",
         )
         return None
     word = known[0] if known else words[0]
     if word not in TABLE:
-        mistakes.add((*path, word), unknown_stage(word))
+        mistakes.add((*path, word), unknown_stage(word), code="unknown-stage")
         return None
     return _entry(item, word, index, mistakes)
 
@@ -89,14 +101,22 @@ def _entry(item: dict[str, Any], word: str, index: int, mistakes: Mistakes) -> S
     settings = {} if item[word] is None else item[word]
     settled = isinstance(settings, dict)
     if not settled:
-        mistakes.add((*path, word), f"expected a mapping of settings, read {shown(settings)}.")
+        mistakes.add(
+            (*path, word), f"expected a mapping of settings, read {shown(settings)}.", code="wrong-value"
+        )
         settings = {}
     parent, optional = item.get("from"), item.get("optional", False)
     if not isinstance(parent, str | None):
-        mistakes.add((*path, "from"), f"expected the name of an earlier step, read {shown(parent)}.")
+        mistakes.add(
+            (*path, "from"),
+            f"expected the name of an earlier step, read {shown(parent)}.",
+            code="wrong-value",
+        )
         parent = None
     if not isinstance(optional, bool):
-        mistakes.add((*path, "optional"), f"expected true or false, read {shown(optional)}.")
+        mistakes.add(
+            (*path, "optional"), f"expected true or false, read {shown(optional)}.", code="wrong-value"
+        )
         optional = False
     name = _name(item.get("name"), (*path, "name"), mistakes)
     return StageEntry(index, word, settings, name, parent, optional, mistakes.line(path), settled)
@@ -109,9 +129,11 @@ def _name(value: Any, path: Where, mistakes: Mistakes) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        mistakes.add(path, f"expected a name of letters, digits, - and _, read {shown(value)}.")
+        mistakes.add(
+            path, f"expected a name of letters, digits, - and _, read {shown(value)}.", code="wrong-value"
+        )
     elif value in taken:
-        mistakes.add(path, f"'{value}' is a word of recipes. Choose another name.")
+        mistakes.add(path, f"'{value}' is a word of recipes. Choose another name.", code="reserved-name")
     else:
         return value
     return None

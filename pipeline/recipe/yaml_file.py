@@ -49,15 +49,15 @@ class Document:
     """A YAML text as plain Python, where each part of it stands, and what is wrong with it.
 
     lines: the line (from 1) of each key or list item, by its path such as ("stages", 1, "prune").
-    mistakes: (path, message) of duplicate keys, of keys that are not words, of odd values. replaced: the
-    paths of values that are none (not finite, too large), in whose place others stand.
+    mistakes: (path, message, line, code) of duplicate keys, of keys that are not words, of odd values.
+    replaced: the paths of values that are none (not finite, too large), in whose place others stand.
     """
 
     name: str
     value: Any
     text: str = ""
     lines: dict[Where, int] = field(default_factory=dict)
-    mistakes: list[tuple[Where, str, int]] = field(default_factory=list)
+    mistakes: list[tuple[Where, str, int, str]] = field(default_factory=list)
     replaced: set[Where] = field(default_factory=set)
 
 
@@ -72,14 +72,25 @@ def read_yaml(path: Path) -> Document:
             raw = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(f"{path}: cannot be read: {reason}.") from error
+        raise InputError(
+            f"{path}: cannot be read: {reason}.", code="unreadable-file", file=str(path)
+        ) from error
     if len(raw) > MAX_BYTES:
-        raise InputError(f"{path}: larger than {MAX_BYTES:,} bytes, so it is not a recipe.")
+        raise InputError(
+            f"{path}: larger than {MAX_BYTES:,} bytes, so it is not a recipe.",
+            code="recipe-too-large",
+            file=str(path),
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: not UTF-8 text. Save the file as UTF-8.") from error
+        raise InputError(
+            f"{path}:{line}: not UTF-8 text. Save the file as UTF-8.",
+            code="not-utf8",
+            file=str(path),
+            line=line,
+        ) from error
     return parse_yaml(text, str(path))
 
 
@@ -90,7 +101,11 @@ def parse_yaml(text: str, name: str) -> Document:
         InputError: not YAML, more than one document, nested or repeated beyond reason.
     """
     if len(text) > MAX_BYTES:
-        raise InputError(f"{name}: larger than {MAX_BYTES:,} bytes, so it is not a recipe.")
+        raise InputError(
+            f"{name}: larger than {MAX_BYTES:,} bytes, so it is not a recipe.",
+            code="recipe-too-large",
+            file=name,
+        )
     document = Document(name, None, text)
     try:
         loader = _Loader(text)
@@ -101,21 +116,26 @@ def parse_yaml(text: str, name: str) -> Document:
         if node is not None:
             document.value = _Builder(document).build(node, (), 0)
     except yaml.MarkedYAMLError as error:
-        raise InputError(_yaml_message(name, text, error)) from error
+        raise InputError(_yaml_message(name, text, error), code="invalid-yaml", file=name) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise InputError(
-            f"{name}:{line}: not valid YAML: the character {chr(int(error.character))!r} is not allowed."
+            f"{name}:{line}: not valid YAML: the character {chr(int(error.character))!r} is not allowed.",
+            code="invalid-yaml",
+            file=name,
+            line=line,
         ) from error
     except yaml.YAMLError as error:
-        raise InputError(f"{name}: not valid YAML: {error}") from error
+        raise InputError(f"{name}: not valid YAML: {error}", code="invalid-yaml", file=name) from error
     except RecursionError as error:
         raise InputError(
-            f"{name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe."
+            f"{name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe.",
+            code="recipe-too-deep",
+            file=name,
         ) from error
     except (ValueError, IndexError, OverflowError) as error:
         # PyYAML's scanner lets a few of these through, for example for \U escapes beyond Unicode
-        raise InputError(f"{name}: not valid YAML: {error}") from error
+        raise InputError(f"{name}: not valid YAML: {error}", code="invalid-yaml", file=name) from error
     return document
 
 
@@ -152,10 +172,13 @@ class _Builder:
         self.count += 1
         if self.count > MAX_NODES:
             raise InputError(
-                f"{self.document.name}: more than {MAX_NODES:,} values once its aliases (*name) are expanded."
+                f"{self.document.name}: more than {MAX_NODES:,} values once its aliases (*name) are"
+                " expanded.",
+                code="recipe-too-large",
+                file=self.document.name,
             )
         if depth > MAX_DEPTH:
-            raise InputError(_too_deep(self.document.name))
+            raise InputError(_too_deep(self.document.name), code="recipe-too-deep", file=self.document.name)
         self.document.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             self._expect_tag(node, path, "map")
@@ -175,11 +198,12 @@ class _Builder:
                 key = str(key)
             if not isinstance(key, str):
                 read = repr(key_node.value)[:60] if isinstance(key_node, yaml.ScalarNode) else "a structure"
-                self._note(path, f"a key must be a word, read {read}.", line)
+                self._note(path, f"a key must be a word, read {read}.", line, "wrong-key")
                 continue
             if key in out:
                 first = self.document.lines[(*path, key)]
-                self._note((*path, key), f"this key is given twice, first in line {first}. Keep one.", line)
+                text = f"this key is given twice, first in line {first}. Keep one."
+                self._note((*path, key), text, line, "duplicate-key")
                 continue
             self.document.lines[(*path, key)] = line
             out[key] = self.build(value_node, (*path, key), depth + 1)
@@ -191,7 +215,7 @@ class _Builder:
         # the resolver gives every untagged scalar the tag of texts; only plain style may be a number
         self._expect_tag(node, path, "str")
         if any("\ud800" <= c <= "\udfff" for c in text):
-            self._replace(path, "half of a surrogate pair is not a character.", line)
+            self._replace(path, "half of a surrogate pair is not a character.", line, "lone-surrogate")
             return ""
         if node.style is not None:
             return text
@@ -203,7 +227,7 @@ class _Builder:
         if text in _BOOL:
             return _BOOL[text]
         if _NOT_FINITE.match(text):
-            self._replace(path, f"expected a finite number, read {text}.", line)
+            self._replace(path, f"expected a finite number, read {text}.", line, "not-finite")
             return 0.0
         if _INT.match(text) or _FLOAT.match(text):
             return self._number(text, path, line)
@@ -215,7 +239,7 @@ class _Builder:
         if _INT.match(text) and abs(number) < MAX_WHOLE:
             return int(digits)
         if _INT.match(text) or not math.isfinite(number):
-            self._replace(path, f"this number is too large: {text[:40]}.", line)
+            self._replace(path, f"this number is too large: {text[:40]}.", line, "number-too-large")
             return 0
         return number
 
@@ -225,11 +249,12 @@ class _Builder:
                 path,
                 f"the tag {node.tag[:60]!r} is not used in recipes. Remove it.",
                 node.start_mark.line + 1,
+                "unsupported-tag",
             )
 
-    def _replace(self, path: Where, message: str, line: int) -> None:
+    def _replace(self, path: Where, message: str, line: int, code: str) -> None:
         self.document.replaced.add(path)
-        self._note(path, message, line)
+        self._note(path, message, line, code)
 
-    def _note(self, path: Where, message: str, line: int) -> None:
-        self.document.mistakes.append((path, message, line))
+    def _note(self, path: Where, message: str, line: int, code: str) -> None:
+        self.document.mistakes.append((path, message, line, code))

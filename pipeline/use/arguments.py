@@ -33,7 +33,9 @@ def texts_or_pairs_of(given: Any) -> list[str | tuple[str, str]]:
         name = f"texts[{place}]"
         if isinstance(item, tuple):
             if len(item) != 2:
-                raise InputError(f"{name}: expected a text or a pair of texts, read {_shown(item)}.")
+                raise InputError(
+                    f"{name}: expected a text or a pair of texts, read {_shown(item)}.", code="wrong-value"
+                )
             found.append((_text(item[0], f"{name}[0]"), _text(item[1], f"{name}[1]")))
         else:
             found.append(_text(item, name, " A pair of texts is a tuple: (FIRST, SECOND)."))
@@ -49,9 +51,11 @@ def images_of(given: Any) -> list[Any]:
     from PIL.Image import Image
 
     if isinstance(given, str | PathLike | Image):
-        raise InputError("expected a list of images, read one. Put it into a list: [IMAGE].")
+        raise InputError(
+            "expected a list of images, read one. Put it into a list: [IMAGE].", code="wrong-value"
+        )
     if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
-        raise InputError(f"expected a list of images, read {_shown(given)}.")
+        raise InputError(f"expected a list of images, read {_shown(given)}.", code="wrong-value")
     found: list[Any] = []
     for place, item in enumerate(given):
         if isinstance(item, Image):
@@ -61,7 +65,8 @@ def images_of(given: Any) -> list[Any]:
         else:
             raise InputError(
                 f"images[{place}]: expected the path of an image file or an image of Pillow, read"
-                f" {_shown(item)}. An array becomes one by PIL.Image.fromarray(ARRAY)."
+                f" {_shown(item)}. An array becomes one by PIL.Image.fromarray(ARRAY).",
+                code="wrong-value",
             )
     return found
 
@@ -73,26 +78,35 @@ def count_of(given: Any, name: str) -> int:
         InputError: it is something else.
     """
     if isinstance(given, bool) or not hasattr(given, "__index__") or (number := given.__index__()) < 1:
-        raise InputError(f"{name}: expected a whole number of at least 1, read {_shown(given)}.")
+        raise InputError(
+            f"{name}: expected a whole number of at least 1, read {_shown(given)}.", code="wrong-value"
+        )
     return int(number)
 
 
 def _list(given: Any) -> list[Any]:
     if isinstance(given, str):
-        raise InputError("expected a list of texts, read one text. Put it into a list: [TEXT].")
+        raise InputError(
+            "expected a list of texts, read one text. Put it into a list: [TEXT].", code="wrong-value"
+        )
     if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
-        raise InputError(f"expected a list of texts, read {_shown(given)}.")
+        raise InputError(f"expected a list of texts, read {_shown(given)}.", code="wrong-value")
     return list(given)
 
 
 def _text(item: Any, name: str, more: str = "") -> str:
     if isinstance(item, bytes | bytearray):
-        raise InputError(f"{name}: expected a text, read {_shown(item)}. Decode it first: .decode('utf-8').")
+        raise InputError(
+            f"{name}: expected a text, read {_shown(item)}. Decode it first: .decode('utf-8').",
+            code="wrong-value",
+        )
     if not isinstance(item, str):
         more = more or " Pairs of texts are for predict." * isinstance(item, tuple)
-        raise InputError(f"{name}: expected a text, read {_shown(item)}.{more}")
+        raise InputError(f"{name}: expected a text, read {_shown(item)}.{more}", code="wrong-value")
     if (half := half_character(item)) is not None:
-        raise InputError(f"{name}: holds {half!r}, half of a surrogate pair, which is no character.")
+        raise InputError(
+            f"{name}: holds {half!r}, half of a surrogate pair, which is no character.", code="lone-surrogate"
+        )
     return str(item)  # numpy has a kind of its own
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import TENSORS, Split
 from smelt.core.data import Columns as _Columns
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import InputError, RunError, together
+from smelt.core.messages import mistake
 from smelt.core.rows.arrays import Arrays, Shape, word_of
 from smelt.core.rows.examples import read_split
 from smelt.runtime.foreign.signature import Signature, read_signature
@@ -37,7 +38,8 @@ def read_rows(path: Path | None, artifact: Artifact) -> Split:
         names = ", ".join(f"{value.name}=..." for value in signature.inputs)
         raise InputError(
             "this artifact takes arrays and no texts: give --data FILE.npz, written with"
-            f" numpy.savez(FILE, {names})."
+            f" numpy.savez(FILE, {names}).",
+            code="missing-data",
         )
     split = read_split(str(path), TENSORS, _Columns(), Path.cwd())
     assert split.arrays is not None
@@ -52,9 +54,9 @@ def require_fit(signature: Signature, arrays: Arrays, origin: str) -> None:
         InputError: they are not; every reason, one per line.
     """
     shapes = {name: Shape(word_of(v.dtype), v.shape) for name, v in arrays.values.items()}
-    problems = [f"{origin}: {problem}" for problem in signature.problems(shapes)]
+    problems = [mistake("does-not-fit-graph", f"{origin}: {text}") for text in signature.problems(shapes)]
     if problems:
-        raise InputError("\n".join(problems))
+        raise together(problems)
 
 
 def run_rows(runner: GraphRunner, arrays: Arrays, batch_size: int) -> dict[str, NDArray[Any]]:
@@ -76,7 +78,8 @@ def run_rows(runner: GraphRunner, arrays: Arrays, batch_size: int) -> dict[str, 
             raise RunError(
                 f"{runner.folder}: the output '{name}' is {list(first.shape)} for some rows and"
                 f" {list(other.shape)} for others, which cannot be put one behind the other. Give fewer rows"
-                " in a call, or a larger batch_size."
+                " in a call, or a larger batch_size.",
+                code="shape-mismatch",
             )
     return {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
 
@@ -92,15 +95,19 @@ def arrays_of(given: Any, signature: Signature) -> Arrays:
     if not isinstance(given, Mapping):
         names = ", ".join(f"'{value.name}'" for value in signature.inputs)
         raise InputError(
-            f"expected arrays by the names of the inputs ({names}), read {type(given).__name__}."
+            f"expected arrays by the names of the inputs ({names}), read {type(given).__name__}.",
+            code="wrong-value",
         )
     try:
         values = {str(name): np.asarray(value) for name, value in given.items()}
     except ValueError as error:  # lists of several lengths
-        raise InputError(f"not all that was given are arrays: {error}") from error
+        raise InputError(f"not all that was given are arrays: {error}", code="wrong-value") from error
     counts = {len(value) for value in values.values() if value.ndim}
     if len(counts) != 1 or counts == {0}:
-        raise InputError(f"all arrays need as many rows (axis 0), at least one; read {sorted(counts)}.")
+        raise InputError(
+            f"all arrays need as many rows (axis 0), at least one; read {sorted(counts)}.",
+            code="count-mismatch",
+        )
     found = Arrays(values, counts.pop())
     require_fit(signature, found, "arrays")
     return found

@@ -105,6 +105,7 @@ def bench(
             device=device,
             arrays=arrays,
         )
+    errors = {name: found.model_dump(mode="json") for name, found in result.errors.items()}
     return {
         "baseline": baseline,
         "task": task,
@@ -121,7 +122,7 @@ def bench(
                 "device": devices[name],
                 "size_bytes": artifact.size_bytes,
                 "peak_memory_bytes": result.peak_memory_bytes.get(name),
-                "error": result.errors.get(name),
+                "error": errors.get(name),
                 "latency": result.rows.get(name, []),
             }
             for name, artifact in artifacts.items()
@@ -139,7 +140,8 @@ def _rows(
 
         if data is None:
             raise InputError(
-                "--data: name images to be timed on: a folder of classes, or rows that name files."
+                "--data: name images to be timed on: a folder of classes, or rows that name files.",
+                code="missing-data",
             )
         yield [e.text for e in read_examples(data, task, () if column is None else (column,))], None
         return
@@ -166,8 +168,12 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     from smelt.look.data import guess_column
 
     if not path.is_file():
-        what = "a folder, not a file of rows" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {what} (--data).")
+        code, what = (
+            ("not-a-file", "a folder, not a file of rows")
+            if path.is_dir()
+            else ("missing-file", "no such file")
+        )
+        raise InputError(f"{path}: {what} (--data).", code=code, file=str(path))
     if file_kind(path) == ".txt":
         found = [line for line in read_text_file(path).splitlines() if line.strip()]
     else:
@@ -179,11 +185,12 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
                 hint = nearest(name, map(str, row))
                 raise InputError(
                     f"{where}: no text in a column '{name}'; there are: {', '.join(map(str, row))}.{hint}"
-                    " Name the right one with --column."
+                    " Name the right one with --column.",
+                    code="missing-column",
                 )
             found.append(str(row[name]))
     if not found:
-        raise InputError(f"{path}: no texts in this file.")
+        raise InputError(f"{path}: no texts in this file.", code="empty-data", file=str(path))
     return found
 
 
@@ -214,7 +221,7 @@ def bench_text(result: Mapping[str, Any]) -> str:
         f" speed-up is against; [95 % interval]. {count} {rows} ({texts['from']}),"
         f" {threads} thread{'s' * (counts != [1])}, {places}, {cpu}."
     ]
-    notes += [f"{name}: {a['error']}" for name, a in artifacts.items() if a["error"]]
+    notes += [f"{name}: {a['error']['message']}" for name, a in artifacts.items() if a["error"]]
     doubts: dict[str, list[str]] = {}
     for name, a in artifacts.items():
         for row in a["latency"]:
@@ -272,18 +279,20 @@ def open_artifacts(folders: Sequence[Path]) -> dict[str, Artifact]:
     """
     paths = [Path(folder).expanduser() for folder in folders]
     if not paths:
-        raise InputError("bench: no artifact is named.")
+        raise InputError("bench: no artifact is named.", code="missing-setting")
     for name in (lambda p: p.name, lambda p: f"{p.absolute().parent.parent.name}/{p.name}", str):
         names = [name(path) for path in paths]
         if len(set(names)) == len(names):
             break
     else:
-        raise InputError(f"bench: an artifact is named twice: {', '.join(names)}.")
+        raise InputError(f"bench: an artifact is named twice: {', '.join(names)}.", code="duplicate-artifact")
     found = {name: read_artifact(path) for name, path in zip(names, paths, strict=True)}
     for artifact in found.values():
         artifact.verify()
     tasks = {name: artifact.manifest.task for name, artifact in found.items()}
     if len(set(tasks.values())) > 1:
         said = ", ".join(f"{name} is for {task}" for name, task in tasks.items())
-        raise InputError(f"bench: only artifacts of one task can be compared; {said}.")
+        raise InputError(
+            f"bench: only artifacts of one task can be compared; {said}.", code="different-tasks"
+        )
     return found

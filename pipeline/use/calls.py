@@ -35,7 +35,7 @@ class Calls:
         with self.lock:
             self.lock.wait_for(lambda: self._closed or self._most is None or self._inside < self._most)
             if self._closed:
-                raise InputError(self._message)
+                raise InputError(self._message, code="model-closed")
             self._inside += 1
 
     def __exit__(

@@ -10,7 +10,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Split
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError, nearest, together
 from smelt.core.labels import problem_type
 from smelt.core.rows.examples import read_split
 from smelt.core.shares import limited
@@ -64,20 +64,26 @@ def evaluate_artifact(
         if metric not in METRICS[task]:
             known = ", ".join(METRICS[task])
             hint = nearest(metric, METRICS[task])
-            raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
+            raise InputError(
+                f"--metric {metric}: not a metric for {task}; there are {known}.{hint}", code="unknown-metric"
+            )
     metrics = _of_classifier(artifact, metrics) if task in CLASSIFICATION else metrics
     if tokenize is not None and "bleu" not in (metrics or DEFAULT_METRICS[task]):
-        raise InputError("--tokenize is for BLEU, which is not scored here: add --metric bleu.")
+        raise InputError(
+            "--tokenize is for BLEU, which is not scored here: add --metric bleu.", code="settings-conflict"
+        )
     if baseline is not None and task not in (SIMILARITY, TENSORS):
         raise InputError(
             f"--baseline is for {SIMILARITY} and {TENSORS}: only vectors and outputs are compared; this one"
-            f" is for {task}."
+            f" is for {task}.",
+            code="does-not-fit-task",
         )
     if task == TENSORS:
         if baseline is None:
             raise InputError(
                 "--baseline: name the artifact of the untouched graph (runs/NAME/artifacts/model), whose"
-                " outputs these are compared with."
+                " outputs these are compared with.",
+                code="missing-baseline",
             )
         read_rows(Path(data), artifact)  # says what does not fit
     split = limited(read_split(data, task, parse_columns(columns), Path.cwd()), limit)
@@ -108,7 +114,8 @@ def _cut(
     if split.windows is None:
         if window is not None or stride is not None:
             raise InputError(
-                "--window and --stride are for language models; this one takes rows as they are."
+                "--window and --stride are for language models; this one takes rows as they are.",
+                code="does-not-fit-task",
             )
         return split
     own: dict[str, Any] = dict(artifact.manifest.facts.get("windows") or {})
@@ -118,7 +125,8 @@ def _cut(
     taken = own | said
     if taken.get("stride", 1) > taken.get("length", math.inf):
         raise InputError(
-            f"--stride {taken['stride']} would leave out text between windows of {taken['length']} tokens."
+            f"--stride {taken['stride']} would leave out text between windows of {taken['length']} tokens.",
+            code="wrong-value",
         )
     if kept := {name: value for name, value in taken.items() if name not in said}:
         words = ", ".join(
@@ -139,7 +147,7 @@ def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...
     problem = problem_type(read_config(artifact.path)[0])
     wrong = metric_mistakes(metrics, problem)
     if wrong:
-        raise InputError("\n".join(f"--metric {metrics[at]}: {text}" for at, text in wrong))
+        raise together(found.prefixed(f"--metric {metrics[at]}: ") for at, found in wrong)
     return tuple(metrics) or METRICS_OF[problem]
 
 
@@ -154,10 +162,11 @@ def _of_vectors(metrics: Sequence[str], split: Split, baseline: Path | None) -> 
     lacks[AGREEMENT] = "--baseline ARTIFACT, whose vectors these are compared with"
     for metric in metrics:
         if metric not in can:
-            raise InputError(f"--metric {metric}: needs {lacks[metric]}.")
+            raise InputError(f"--metric {metric}: needs {lacks[metric]}.", code="missing-data")
     if not can:
         raise InputError(
-            f"{split.origin}: there is nothing to score: no {lacks['spearman']}, and no {lacks[AGREEMENT]}."
+            f"{split.origin}: there is nothing to score: no {lacks['spearman']}, and no {lacks[AGREEMENT]}.",
+            code="missing-data",
         )
     return tuple(metrics) or can
 

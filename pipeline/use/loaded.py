@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from smelt.core.artifact import read_artifact
 from smelt.core.data import IMAGES, SIMILARITY, TENSORS, Example, Task
-from smelt.core.errors import InputError, TruncationWarning
+from smelt.core.errors import InputError, SettingError, TruncationWarning
 from smelt.families.registry import find_family
 from smelt.runtime.class_predictions import Prediction, predictions
 from smelt.use.arguments import count_of, images_of, texts_of, texts_or_pairs_of
@@ -58,10 +58,12 @@ class Model:
         from smelt.runtime.foreign.tried import require_safe
 
         if device not in ("auto", "cpu", "cuda"):
-            raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
+            raise InputError(
+                f"device: expected auto, cpu or cuda, read {device!r}.", code="wrong-value", setting="device"
+            )
         count = None if threads is None else count_of(threads, "threads")
         if not isinstance(folder, str | PathLike):
-            raise InputError(f"artifact: expected the path of a folder, read {folder!r}.")
+            raise InputError(f"artifact: expected the path of a folder, read {folder!r}.", code="wrong-value")
         self._folder = Path(folder).expanduser()  # as the caller knows it; the artifact's path is the store's
         self.artifact = read_artifact(self._folder)
         self.artifact.verify()
@@ -103,7 +105,10 @@ class Model:
             InputError: the model reads no texts.
         """
         if self.task in (IMAGES, TENSORS):
-            raise InputError(f"{self._folder}: a model for {self.task} reads no texts and has no tokenizer.")
+            raise InputError(
+                f"{self._folder}: a model for {self.task} reads no texts and has no tokenizer.",
+                code="does-not-fit-task",
+            )
         return self._runner.text.tokenizer.reader
 
     @property
@@ -235,7 +240,9 @@ class Model:
         """
         fitting = _METHODS.get(self.task, "generate")
         if method != fitting:
-            raise InputError(f"{self._folder}: this model is for {self.task}; use {fitting}.")
+            raise InputError(
+                f"{self._folder}: this model is for {self.task}; use {fitting}.", code="does-not-fit-task"
+            )
 
     def _report(self, cuts: Cuts, total: int) -> None:
         if cuts.count:
@@ -278,9 +285,12 @@ def generation_of(values: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         if found["type"] == "value_error":
-            raise InputError(f"generation: {found['ctx']['error']}.") from error
+            refused = found["ctx"]["error"]
+            code = refused.code if isinstance(refused, SettingError) else "wrong-setting"
+            raise InputError(f"generation: {refused}.", code=code) from error
         name = ".".join(map(str, found["loc"]))
-        what = f"generation: {name}: {found['msg']}, read {found['input']!r}."
+        code, what = "wrong-value", f"generation: {name}: {found['msg']}, read {found['input']!r}."
         if found["type"] == "extra_forbidden":
+            code = "unknown-setting"
             what += f" Known: {', '.join(Generation.model_fields)}.{nearest(name, Generation.model_fields)}"
-        raise InputError(what) from error
+        raise InputError(what, code=code, setting=name) from error

@@ -40,13 +40,16 @@ def package_artifact(
     from smelt.export.package.write import write_package
 
     if out is not None and not os.fspath(out).strip():
-        raise InputError("--out: it is empty. Name the folder to write, or leave --out away.")
+        raise InputError(
+            "--out: it is empty. Name the folder to write, or leave --out away.", code="empty-text"
+        )
     path, chosen = Path(given).expanduser(), find_form(form)
     artifact = read_artifact(path)
     if artifact.manifest.task == TENSORS:
         raise InputError(
             f"{given}: a graph of arrays needs no package: ONNX Runtime opens its model.onnx as it is. Copy"
-            f" the folder: cp -rL {shlex.quote(str(given))} NEW"
+            f" the folder: cp -rL {shlex.quote(str(given))} NEW",
+            code="nothing-to-do",
         )
     run = run_of(path, artifact)
     others = {} if run is None else {n: a for n, a in artifacts_of(run[0]).items() if n != run[1]}
@@ -81,9 +84,15 @@ def _require_outside(folder: Path, artifact: Artifact) -> None:
     """
     place = folder.absolute()
     if place.resolve().is_relative_to(artifact.path):
-        raise InputError(f"{folder}: this is inside of the artifact itself. Give another --out.")
+        raise InputError(
+            f"{folder}: this is inside of the artifact itself. Give another --out.",
+            code="inside-artifact",
+            file=str(folder),
+        )
     if place.parent.name == "artifacts" and (place.parent.parent / "recipe.yaml").is_file():
         raise InputError(
             f"{folder}: the next run in {place.parent.parent} removes what lies in its 'artifacts'. Give"
-            " another --out."
+            " another --out.",
+            code="inside-run",
+            file=str(folder),
         )

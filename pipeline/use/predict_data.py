@@ -32,7 +32,9 @@ def examples_of(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
     """
     for at, text in enumerate(texts, 1):
         if half_character(text) is not None:
-            raise InputError(f"{name} {at}: not UTF-8 text, read {repr(text)[:60]}. Convert it to UTF-8.")
+            raise InputError(
+                f"{name} {at}: not UTF-8 text, read {repr(text)[:60]}. Convert it to UTF-8.", code="not-utf8"
+            )
     if task == IMAGES:
         for at, text in enumerate(texts, 1):
             require_image(text, f"{'image' if name == 'text' else name} {at}")
@@ -68,11 +70,19 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     if task == IMAGES:
         return _images(path, given)
     if not path.is_file():
-        why = "a folder; name a file in it" if path.is_dir() else "no such file"
-        raise InputError(f"--data {path}: {why}.")
+        code, why = (
+            ("not-a-file", "a folder; name a file in it")
+            if path.is_dir()
+            else ("missing-file", "no such file")
+        )
+        raise InputError(f"--data {path}: {why}.", code=code, file=str(path))
     if file_kind(path) == ".txt":
         if given:
-            raise InputError(f"--column {given[0]}: {path} is plain text and has no columns.")
+            raise InputError(
+                f"--column {given[0]}: {path} is plain text and has no columns.",
+                code="missing-column",
+                file=str(path),
+            )
         lines = lines_of(io.StringIO(read_text_file(path), newline=None))
         return _some(examples_of(lines, task), path)
     text, pair = _columns(given, task)
@@ -93,9 +103,9 @@ def _images(path: Path, given: Sequence[str]) -> list[Example]:
     """Read the images of `path`: what data may be (without labels too), or a list of files (.txt)."""
     columns = Columns(image=given[0].removeprefix("image=")) if given else Columns()
     if len(given) > 1:
-        raise InputError(f"--column {given[1]}: name one column, that of the image.")
+        raise InputError(f"--column {given[1]}: name one column, that of the image.", code="wrong-value")
     if not path.exists():
-        raise InputError(f"--data {path}: no such file or folder.")
+        raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
     if path.is_file() and file_kind(path) == ".txt":
         lines = [line for line in lines_of(io.StringIO(read_text_file(path), newline=None)) if line.strip()]
         return _some(examples_of([str(path.parent / line) for line in lines], IMAGES, f"{path} line"), path)
@@ -111,7 +121,7 @@ def _images(path: Path, given: Sequence[str]) -> list[Example]:
 
 def _some(rows: list[Example], path: Path) -> list[Example]:
     if not rows:
-        raise InputError(f"{path}: no rows in this file.")
+        raise InputError(f"{path}: no rows in this file.", code="empty-data", file=str(path))
     return rows
 
 
@@ -129,10 +139,14 @@ def _columns(given: Sequence[str], task: str) -> tuple[str, str | None]:
         role, sep, name = item.partition("=")
         second = bool(sep) and role == "text_pair"
         if (other := seen.setdefault(second, item)) != item:
-            raise InputError(f"--column {other} and --column {item}: name one column for a text.")
+            raise InputError(
+                f"--column {other} and --column {item}: name one column for a text.", code="settings-conflict"
+            )
         if second:
             if task not in _PAIRED:
-                raise InputError(f"--column {item}: a model for {task} reads no pairs of texts.")
+                raise InputError(
+                    f"--column {item}: a model for {task} reads no pairs of texts.", code="does-not-fit-task"
+                )
             pair = name
         elif sep and role in ("source", "text"):
             text = name
@@ -145,15 +159,19 @@ def _missing(row: Mapping[str, Any], name: str, where: str) -> InputError:
     known = ", ".join(map(str, row)) or "none"
     return InputError(
         f"{where}: no column '{name}'; there are: {known}.{nearest(name, map(str, row))}"
-        " Name the right one with --column NAME."
+        " Name the right one with --column NAME.",
+        code="missing-column",
     )
 
 
 def _value(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{where}: column '{column}' must be text, read {repr(value)[:80]}")
+        raise InputError(
+            f"{where}: column '{column}' must be text, read {repr(value)[:80]}", code="wrong-value"
+        )
     if (half := half_character(value)) is not None:
         raise InputError(
-            f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character."
+            f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character.",
+            code="lone-surrogate",
         )
     return value

@@ -45,12 +45,16 @@ def _graphs(given: Path) -> list[Path]:
         return [given]
     if not given.is_dir():
         raise InputError(
-            f"{given}: no such file or folder. Give an ONNX file, or an artifact of the onnx step."
+            f"{given}: no such file or folder. Give an ONNX file, or an artifact of the onnx step.",
+            code="missing-file",
+            file=str(given),
         )
     found = sorted(given.glob("*.onnx")) or sorted(given.glob("onnx/*.onnx"))
     if not found:
         raise InputError(
-            f"{given}: no .onnx file in this folder. Export it first: onnx: {{target: tensorrt}}."
+            f"{given}: no .onnx file in this folder. Export it first: onnx: {{target: tensorrt}}.",
+            code="missing-graph",
+            file=str(given),
         )
     return found
 

@@ -45,7 +45,7 @@ def torch_device(wanted: str) -> Place:
     if torch.cuda.is_available():
         return "cuda"
     if wanted == "cuda":
-        raise InputError(NO_TORCH_CUDA)
+        raise InputError(NO_TORCH_CUDA, code="no-gpu")
     return "cpu"
 
 

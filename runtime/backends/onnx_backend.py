@@ -89,7 +89,8 @@ class OnnxBackend:
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"
-                " dtype: fp32 for this machine."
+                " dtype: fp32 for this machine.",
+                code="unsupported-dtype",
             )
         self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
         self._large = sum(path.stat().st_size for path in folder.glob("*.onnx*")) >= _LARGE
@@ -171,12 +172,14 @@ class OnnxBackend:
             files = " and ".join(f"{graph.name}.onnx" for graph in self._graphs.in_order)
             raise InputError(
                 f"{self._folder}: {files}: inputs and outputs do not fit each other:"
-                f" {', '.join(sorted(odd))}. {MAKE_AGAIN}"
+                f" {', '.join(sorted(odd))}. {MAKE_AGAIN}",
+                code="mismatched-graphs",
             )
         if not self._past:
             raise InputError(
                 f"{self._folder / main.name}.onnx: a graph without a cache: none of its inputs is"
-                f" {PAST}*. {MAKE_AGAIN}"
+                f" {PAST}*. {MAKE_AGAIN}",
+                code="missing-cache",
             )
         self._empty = [(i.shape[1], i.shape[3], _KINDS[i.type]) for i in map(inputs.get, self._past) if i]
         self._in_place = self._may_append and grows_in_place(
@@ -267,7 +270,10 @@ class OnnxBackend:
         """Feed int64 [R, S]; return the graph's logits, [R, V] or [R, S or last, V]."""
         rows, tokens = feeds["input_ids"].shape
         if tokens > 1 and rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
-            raise InputError("Several tokens on top of a past can be fed to this graph only for one row.")
+            raise InputError(
+                "Several tokens on top of a past can be fed to this graph only for one row.",
+                code="unsupported-batch",
+            )
         wanted = max(1, last)  # 0 would be all
         few = self._may_keep and wanted < tokens
         if self._in_place and not (few and held.used == 0):  # else caches come as long as they must be
@@ -341,7 +347,7 @@ class OnnxBackend:
         if sessions is not None and graph not in sessions:
             sessions = self._open_late(graph)
         if sessions is None:
-            raise InputError(f"{self._folder}: this model was closed.")
+            raise InputError(f"{self._folder}: this model was closed.", code="closed-model")
         return sessions[graph]
 
     def _open_late(self, graph: str) -> dict[str, Any] | None:
@@ -362,7 +368,8 @@ class OnnxBackend:
         if lacking := (graph.inputs - inputs) | (graph.outputs - outputs):
             raise InputError(
                 f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
-                f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {MAKE_AGAIN}"
+                f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {MAKE_AGAIN}",
+                code="missing-graph-tensors",
             )
         return session
 
@@ -379,7 +386,7 @@ def _is_fused(folder: Path, graph: Graph) -> bool:
 def _require(folder: Path, graph: Graph) -> Path:
     path = folder / f"{graph.name}.onnx"
     if not path.is_file():
-        raise InputError(f"{path}: no such graph. {MAKE_AGAIN}")
+        raise InputError(f"{path}: no such graph. {MAKE_AGAIN}", code="missing-graph")
     return path
 
 

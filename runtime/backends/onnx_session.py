@@ -51,7 +51,9 @@ def open_session(
             str(path), options, providers=providers, disabled_optimizers=["SkipLayerNormFusion"]
         )
     except Exception as error:  # its error classes share no base but Exception
-        raise InputError(f"{path}: ONNX Runtime cannot load this graph: {error} {MAKE_AGAIN}") from error
+        raise InputError(
+            f"{path}: ONNX Runtime cannot load this graph: {error} {MAKE_AGAIN}", code="unopened-graph"
+        ) from error
     if (
         device == "cuda" and "CUDAExecutionProvider" not in session.get_providers()
     ):  # it warns, and goes on without the provider

@@ -64,7 +64,7 @@ def open_folder(
     try:
         runtime = find_runtime(made, target)
     except InputError as error:
-        raise InputError(f"{folder}: {error}") from error
+        raise InputError(f"{folder}: {error}", code=error.code) from error
     files = read_files(folder)
     kind: Any = runner_for(files.config, embeds=(folder / MODULES).is_file())
     kind = GraphRunner if (folder / SIGNATURE).is_file() else kind

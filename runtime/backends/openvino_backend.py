@@ -63,7 +63,9 @@ class OpenvinoBackend(StepByStep):
         self.dtype = dtype or "fp32"
         for graph in graphs.in_order:
             if not (folder / f"{graph.name}.onnx").is_file():
-                raise InputError(f"{folder / graph.name}.onnx: no such graph. {_MAKE_AGAIN}")
+                raise InputError(
+                    f"{folder / graph.name}.onnx: no such graph. {_MAKE_AGAIN}", code="missing-graph"
+                )
         self._models: dict[str, Any] | None = {
             graph.name: self._compile(graph, threads) for graph in graphs.in_order
         }
@@ -77,7 +79,8 @@ class OpenvinoBackend(StepByStep):
         if lacking := (graph.inputs - inputs.keys()) | (graph.outputs - outputs.keys()):
             raise InputError(
                 f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
-                f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {_MAKE_AGAIN}"
+                f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {_MAKE_AGAIN}",
+                code="missing-graph-tensors",
             )
         return model
 
@@ -94,12 +97,14 @@ class OpenvinoBackend(StepByStep):
             files = " and ".join(f"{graph.name}.onnx" for graph in self._graphs.in_order)
             raise InputError(
                 f"{self._folder}: {files}: inputs and outputs do not fit each other:"
-                f" {', '.join(sorted(odd))}. {_MAKE_AGAIN}"
+                f" {', '.join(sorted(odd))}. {_MAKE_AGAIN}",
+                code="mismatched-graphs",
             )
         if not self._present:
             raise InputError(
                 f"{self._folder / main.name}.onnx: a graph without a cache: none of its inputs is"
-                f" {PAST}*. {_MAKE_AGAIN}"
+                f" {PAST}*. {_MAKE_AGAIN}",
+                code="missing-cache",
             )
         self._keeps = KEEP in inputs
         # heads and width of each; rows and places are the batch's
@@ -108,7 +113,7 @@ class OpenvinoBackend(StepByStep):
 
     def _model(self, graph: str) -> Any:
         if self._models is None:
-            raise InputError(f"{self._folder}: this model was closed.")
+            raise InputError(f"{self._folder}: this model was closed.", code="closed-model")
         return self._models[graph]
 
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:

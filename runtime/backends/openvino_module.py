@@ -39,17 +39,20 @@ def import_openvino() -> Any:
         InputError: it is older than 2026.
     """
     if not has_openvino():
-        raise MissingDependencyError(_MISSING)
+        raise MissingDependencyError(_MISSING, code="not-installed")
     try:
         with _untold():
             module = importlib.import_module("openvino")
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingDependencyError(
-            f"openvino is installed but cannot be loaded: {error}. {INSTALL}"
+            f"openvino is installed but cannot be loaded: {error}. {INSTALL}", code="broken-installation"
         ) from error
     found = version_of(module)
     if int(found.split(".", maxsplit=1)[0]) < _OLDEST:
-        raise InputError(f"OpenVINO {found} is installed; smelt needs {_OLDEST} or newer. {INSTALL}")
+        raise InputError(
+            f"OpenVINO {found} is installed; smelt needs {_OLDEST} or newer. {INSTALL}",
+            code="outdated-package",
+        )
     return module
 
 
@@ -122,7 +125,8 @@ def compile_graph(path: Path, dtype: str, threads: int | None) -> Any:
     except Exception as error:  # RuntimeError and openvino's own, which share no base
         raise InputError(
             f"{path}: OpenVINO cannot load this graph: {_cause(error)} Run the onnx stage again with"
-            " target: openvino."
+            " target: openvino.",
+            code="unopened-graph",
         ) from error
 
 

@@ -70,5 +70,7 @@ def find_runtime(made: str, target: str | None) -> Runtime:
     found = [r for r in fitting if r.target == target] or [r for r in fitting if r.target is None]
     if not found:
         known = ", ".join(dict.fromkeys(runtime.format for runtime in RUNTIMES))
-        raise InputError(f"no runner for the format '{made}'; there are some for {known}.")
+        raise InputError(
+            f"no runner for the format '{made}'; there are some for {known}.", code="unknown-format"
+        )
     return found[0]

@@ -70,13 +70,14 @@ class TensorrtBackend(StepByStep):
         trt = import_tensorrt()
         if not torch.cuda.is_available():
             raise InputError(
-                "A TensorRT engine runs on an NVIDIA GPU, and torch sees none (smelt doctor says why)."
+                "A TensorRT engine runs on an NVIDIA GPU, and torch sees none (smelt doctor says why).",
+                code="no-gpu",
             )
         self.version: str = trt.__version__
         self._folder, self._graphs = folder, graphs
         paths = [folder / f"{graph.name}.plan" for graph in graphs.in_order]
         if lacking := [path for path in paths if not path.is_file()]:
-            raise InputError(f"{lacking[0]}: no such engine. {_MAKE_AGAIN}")
+            raise InputError(f"{lacking[0]}: no such engine. {_MAKE_AGAIN}", code="missing-engine")
         # all work and all memory on one stream of our own; on the default stream TensorRT synchronizes more
         self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
@@ -84,7 +85,10 @@ class TensorrtBackend(StepByStep):
         first, main = self._engines[paths[0].stem], self._engines[graphs.main.name]
         self._past = [past_of(name) for name in main.outputs if name.startswith(PRESENT)]
         if graphs.caches and not self._past:
-            raise InputError(f"{paths[-1]}: an engine without a cache: it gives no {PRESENT}*. {_MAKE_AGAIN}")
+            raise InputError(
+                f"{paths[-1]}: an engine without a cache: it gives no {PRESENT}*. {_MAKE_AGAIN}",
+                code="missing-cache",
+            )
         reads = (
             "input_ids" in first.inputs
         )  # a graph of arrays has other inputs, of which axis 0 are the rows
@@ -97,7 +101,7 @@ class TensorrtBackend(StepByStep):
 
     def _engine(self, name: str) -> Engine:
         if name not in self._engines:
-            raise InputError(f"{self._folder}: this model was closed.")
+            raise InputError(f"{self._folder}: this model was closed.", code="closed-model")
         return self._engines[name]
 
     def _slices(self, rows: int) -> list[slice]:

@@ -83,13 +83,17 @@ class Engine:
         if self.engine is None:
             raise RunError(
                 f"{path}: TensorRT {trt.__version__} cannot read this engine; it was built by another version"
-                f" or for another GPU. Build it here with --fresh. TensorRT said: {self._said()}"
+                f" or for another GPU. Build it here with --fresh. TensorRT said: {self._said()}",
+                code="unopened-engine",
             )
         if said is not None and said.weights == "outside":
             self._take_weights(trt, path.with_name(said.graph))
         self._context = self.engine.create_execution_context()
         if self._context is None:
-            raise RunError(f"{path}: no execution context; the GPU's memory may be full. {self._said()}")
+            raise RunError(
+                f"{path}: no execution context; the GPU's memory may be full. {self._said()}",
+                code="no-execution-context",
+            )
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         mode = trt.TensorIOMode.INPUT
         self.inputs = [n for n in names if self.engine.get_tensor_mode(n) == mode]
@@ -109,7 +113,10 @@ class Engine:
         refitter = trt.Refitter(self.engine, self._logger)
         parser = trt.OnnxParserRefitter(refitter, self._logger)
         if not parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
-            raise RunError(f"{self._path}: its weights cannot be taken from {graph.name}. {self._said()}")
+            raise RunError(
+                f"{self._path}: its weights cannot be taken from {graph.name}. {self._said()}",
+                code="refit-failed",
+            )
 
     def _read_profiles(self) -> list[_Profile]:
         """Return what each profile of the engine takes."""
@@ -125,7 +132,10 @@ class Engine:
         if profile.index == self._chosen:
             return
         if not self._context.set_optimization_profile_async(profile.index, self._stream.cuda_stream):
-            raise RunError(f"{self._path}: the engine's profile cannot be chosen. {self._said()}")
+            raise RunError(
+                f"{self._path}: the engine's profile cannot be chosen. {self._said()}",
+                code="unusable-profile",
+            )
         self._chosen = profile.index
 
     def _type(self, name: str) -> torch.dtype:
@@ -133,7 +143,8 @@ class Engine:
         if word not in _TYPES:
             raise RunError(
                 f"{self._path}: '{name}' has the type {word}; known are {', '.join(_TYPES)}."
-                " Export again with onnx: {target: tensorrt}."
+                " Export again with onnx: {target: tensorrt}.",
+                code="unsupported-dtype",
             )
         return _TYPES[word]
 
@@ -154,14 +165,15 @@ class Engine:
         if lacking := [name for name in self.inputs if name not in feeds]:
             known = ", ".join(feeds)
             raise RunError(
-                f"{self._path.name}: the engine wants the input '{lacking[0]}'; there are {known}."
+                f"{self._path.name}: the engine wants the input '{lacking[0]}'; there are {known}.",
+                code="missing-input",
             )
         fitting = [profile for profile in self._profiles if profile.takes(feeds)]
         self._choose((fitting or self._profiles[-1:])[0])
         for name in self.inputs:
             tensor = feeds[name].to(self._place(name), self.types[name]).contiguous()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
-                raise RunError(self._outside(name, tensor))
+                raise RunError(self._outside(name, tensor), code="engine-limit")
             self._bind(name, tensor, held)
         self._infer_shapes()
         outputs = {}
@@ -171,7 +183,9 @@ class Engine:
             )
             self._bind(name, outputs[name], held)
         if not self._context.execute_async_v3(self._stream.cuda_stream):
-            raise RunError(f"{self._path.name}: the engine failed. TensorRT said: {self._said()}")
+            raise RunError(
+                f"{self._path.name}: the engine failed. TensorRT said: {self._said()}", code="engine-failed"
+            )
         if not self._on_host.isdisjoint(self.outputs):
             self._stream.synchronize()  # the host would read them before they are written
         return outputs
@@ -183,7 +197,8 @@ class Engine:
         held.append(_addressable(tensor))
         if not self._context.set_tensor_address(name, held[-1].data_ptr()):
             raise RunError(
-                f"{self._path.name}: TensorRT takes no memory for '{name}'. It said: {self._said()}"
+                f"{self._path.name}: TensorRT takes no memory for '{name}'. It said: {self._said()}",
+                code="unbound-tensor",
             )
 
     def _infer_shapes(self) -> None:
@@ -191,17 +206,22 @@ class Engine:
             missing = self._context.infer_shapes()
         except RuntimeError as error:
             raise RunError(
-                f"{self._path.name}: the shapes of the outputs cannot be found: {error}. {self._said()}"
+                f"{self._path.name}: the shapes of the outputs cannot be found: {error}. {self._said()}",
+                code="shape-inference-failed",
             ) from error
         if missing:
-            raise RunError(f"{self._path.name}: shapes are unknown for {', '.join(missing)}. {self._said()}")
+            raise RunError(
+                f"{self._path.name}: shapes are unknown for {', '.join(missing)}. {self._said()}",
+                code="unknown-output-shape",
+            )
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         shape = tuple(int(n) for n in self._context.get_tensor_shape(name))
         if -1 in shape:
             raise RunError(
                 f"{self._path.name}: the shape {shape} of '{name}' depends on the data; no graph that"
-                " onnx: {target: tensorrt} exports has such an output."
+                " onnx: {target: tensorrt} exports has such an output.",
+                code="data-dependent-shape",
             )
         return shape
 

@@ -28,7 +28,7 @@ def require_tensorrt() -> str:
     """
     name = find_tensorrt()
     if name is None:
-        raise MissingDependencyError(_INSTALL)
+        raise MissingDependencyError(_INSTALL, code="not-installed")
     return name
 
 
@@ -44,12 +44,13 @@ def import_tensorrt() -> Any:
         module = importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingDependencyError(
-            f"{name} is installed but cannot be loaded: {error}. {_INSTALL}"
+            f"{name} is installed but cannot be loaded: {error}. {_INSTALL}", code="broken-installation"
         ) from error
     version = str(getattr(module, "__version__", "0"))
     if name == "tensorrt" and int(version.split(".", maxsplit=1)[0]) < 11:
         raise InputError(
-            f"TensorRT {version} is installed; smelt needs 11 or newer. pip install --upgrade 'tensorrt>=11'"
+            f"TensorRT {version} is installed; smelt needs 11 or newer. pip install --upgrade 'tensorrt>=11'",
+            code="outdated-package",
         )
     return module
 

@@ -97,10 +97,10 @@ def read_sidecar(plan: Path) -> Sidecar | None:
     try:
         said = load_json(path)
         if said.pop("schema_version") != _SCHEMA:
-            raise InputError(f"{path}: written by another version of smelt. {_BUILD}")
+            raise InputError(f"{path}: written by another version of smelt. {_BUILD}", code="wrong-version")
         return Sidecar(**said)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}. {_BUILD}") from error
+        raise InputError(f"{path}: cannot be read: {error}. {_BUILD}", code="damaged-file") from error
 
 
 def gpu_here() -> dict[str, str] | None:
@@ -123,19 +123,22 @@ def check_sidecar(plan: Path, said: Sidecar, package: str, version: str, gpu: di
     if size != said.size_bytes:
         raise InputError(
             f"{plan}: {size:,} bytes, but {said.size_bytes:,} were written; the copy is not whole. Copy"
-            " it again."
+            " it again.",
+            code="incomplete-file",
         )
     if not _version_fits(said, package, version):
         hint = (
             "" if said.version_compatible else " An engine for later versions too: version_compatible: true."
         )
         raise InputError(
-            f"{plan}: built by {said.package} {said.version}; here is {package} {version}. {_BUILD}{hint}"
+            f"{plan}: built by {said.package} {said.version}; here is {package} {version}. {_BUILD}{hint}",
+            code="wrong-engine-version",
         )
     if gpu is not None and not _gpu_fits(said, gpu):
         raise InputError(
             f"{plan}: built for {_named(said.gpu)} (hardware_compatibility: {said.hardware_compatibility});"
-            f" here is {_named(gpu)}. {_BUILD} For more kinds of GPUs: hardware_compatibility: ampere+."
+            f" here is {_named(gpu)}. {_BUILD} For more kinds of GPUs: hardware_compatibility: ampere+.",
+            code="wrong-gpu",
         )
     if said.weights == "outside":
         _require_graph(plan, said)
@@ -169,10 +172,13 @@ def _require_graph(plan: Path, said: Sidecar) -> None:
     graph = plan.with_name(Path(said.graph).name)
     if not graph.is_file():
         raise InputError(
-            f"{plan}: its weights lie in {graph.name}, which is not beside it. Copy that file too."
+            f"{plan}: its weights lie in {graph.name}, which is not beside it. Copy that file too.",
+            code="missing-file",
         )
     if hash_of_graph(graph) != said.graph_sha256:
-        raise InputError(f"{graph}: not the graph that {plan.name} was built from. {_BUILD}")
+        raise InputError(
+            f"{graph}: not the graph that {plan.name} was built from. {_BUILD}", code="changed-file"
+        )
 
 
 def hash_of_graph(path: Path) -> str:

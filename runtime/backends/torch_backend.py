@@ -131,7 +131,7 @@ class TorchBackend(StepByStep):
     @property
     def _open(self) -> Any:
         if self.model is None:
-            raise InputError(f"{self._folder}: this model was closed.")
+            raise InputError(f"{self._folder}: this model was closed.", code="closed-model")
         return self.model
 
     def _there(self, values: Tokens) -> Tensor:

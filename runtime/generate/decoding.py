@@ -183,7 +183,7 @@ def settle(generation: Generation, model: Configured) -> Decoding:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors()
         )
-        raise InputError(f"{model.folder}/generation_config.json: {wrong}.") from error
+        raise InputError(f"{model.folder}/generation_config.json: {wrong}.", code="wrong-value") from error
     _check_vocabulary(decoding, model)
     return decoding
 
@@ -207,6 +207,7 @@ def _positions(generation: Generation, model: Configured, decodes: bool) -> int 
             f" {model.folder} were built for. Ask for {built} or fewer, or build them with tensorrt:"
             f" {{max_new_tokens: {generation.max_new_tokens}}}.",
             code="engine-limit",
+            setting="max_new_tokens",
         )
     if not decodes:
         return table
@@ -235,7 +236,10 @@ def _special_tokens(model: Configured) -> dict[str, Any]:
         start = get("decoder_start_token_id")
         start = get("bos_token_id") if start is None else start
         if start is None:
-            raise InputError("config.json: no decoder_start_token_id, so there is no token to begin with.")
+            raise InputError(
+                "config.json: no decoder_start_token_id, so there is no token to begin with.",
+                code="missing-special-token",
+            )
     eos = _ids(get("eos_token_id"))
     pad = get("pad_token_id")
     return {"start": start, "eos": eos, "pad": (eos or [0])[0] if pad is None else pad}
@@ -262,5 +266,6 @@ def _check_vocabulary(decoding: Decoding, model: Configured) -> None:
         if outside:
             raise InputError(
                 f"{model.folder}: {name} names the token {outside[0]}; the model's vocabulary has the"
-                f" tokens 0 to {size - 1}."
+                f" tokens 0 to {size - 1}.",
+                code="token-outside-vocabulary",
             )

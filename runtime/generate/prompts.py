@@ -36,7 +36,10 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, most: int) -> list[list
         if not ids:
             first = words.bos_token_id if words.bos_token_id is not None else words.eos_token_id
             if first is None:
-                raise InputError("An empty prompt: this tokenizer has no token that a text begins with.")
+                raise InputError(
+                    "An empty prompt: this tokenizer has no token that a text begins with.",
+                    code="empty-prompt",
+                )
             found[at] = [first]
     return [cut_prompt(ids, most, words.bos_token_id) for ids in found]
 

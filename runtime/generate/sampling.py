@@ -60,7 +60,9 @@ def draw(scores: Logits, random: np.random.Generator) -> Tokens:
     """
     columns = np.flatnonzero(np.isfinite(scores).any(axis=0))
     if not columns.size:
-        raise RunError("No token may come next: the generation settings forbid all of them.")
+        raise RunError(
+            "No token may come next: the generation settings forbid all of them.", code="no-allowed-token"
+        )
     sums = np.cumsum(_probabilities(scores[:, columns]), axis=1)
     wanted = random.random((scores.shape[0], 1)) * sums[:, -1:]
     # the first token whose sum is above the wanted one; a token without probability never is

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
 Token = Annotated[int, Field(ge=0)]
@@ -43,15 +44,17 @@ class Generation(Settings):
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.do_sample and self.beams > 1:
-            raise ValueError(f"do_sample draws one text; it does not go with beams: {self.beams}")
+            raise SettingError(
+                f"do_sample draws one text; it does not go with beams: {self.beams}", code="settings-conflict"
+            )
         if self.min_length is not None and self.min_new_tokens is not None:
-            raise ValueError("give min_new_tokens or min_length, not both")
+            raise SettingError("give min_new_tokens or min_length, not both", code="settings-conflict")
         for name in _OF_BEAMS:
             if self.beams == 1 and getattr(self, name) is not None:
-                raise ValueError(f"{name} means nothing without beams above 1")
+                raise SettingError(f"{name} means nothing without beams above 1", code="unused-setting")
         for name in _OF_SAMPLING:
             if not self.do_sample and getattr(self, name) is not None:
-                raise ValueError(f"{name} means nothing without do_sample: true")
+                raise SettingError(f"{name} means nothing without do_sample: true", code="unused-setting")
         return self
 
     def summary(self) -> str:

@@ -84,7 +84,8 @@ def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
         table, always = tensors[TABLE], tensors[ALWAYS]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(
-            f"{path}: not a shortlist that this version of smelt reads: {type(error).__name__}: {error}."
+            f"{path}: not a shortlist that this version of smelt reads: {type(error).__name__}: {error}.",
+            code="damaged-file",
         ) from error
     source, vocabulary = vocabularies(config)
     fits = table.ndim == 2 and len(table) == source and table.dtype in (np.uint16, np.int32)
@@ -94,6 +95,7 @@ def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
         raise InputError(
             f"{path}: this shortlist has {table.dtype} {list(table.shape)} and {always.dtype}"
             f" {list(always.shape)}, which does not fit a model with {source} source and {vocabulary} target"
-            " words. It belongs to another model, or is damaged; run the stage 'shortlist' again."
+            " words. It belongs to another model, or is damaged; run the stage 'shortlist' again.",
+            code="does-not-fit-model",
         )
     return Shortlist(table, always)

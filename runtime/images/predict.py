@@ -53,7 +53,7 @@ def image_logits(
         found.append(runner.forward(pack_images([images[i] for i in part], runner.processor, named)))
         progress(part.stop, len(images), "images")
     if not found:
-        raise InputError("No images to run the model on.")
+        raise InputError("No images to run the model on.", code="empty-data")
     return finite_outputs(np.concatenate(found))
 
 
@@ -65,7 +65,8 @@ def pack_images(images: Sequence[Picture], processor: ImageProcessor, names: Seq
             raise InputError(
                 f"{name}: {one.shape[2]} x {one.shape[1]} pixels, {names[0]}: {pixels[0].shape[2]} x"
                 f" {pixels[0].shape[1]}; a batch needs one size. Give preprocessor_config.json a size with"
-                " height and width, or do_center_crop."
+                " height and width, or do_center_crop.",
+                code="different-image-sizes",
             )
     return ImageBatch(np.stack(pixels))
 
@@ -86,7 +87,7 @@ def pixels_of(image: Picture, processor: ImageProcessor, name: str) -> Pixels:
         with Image.open(io.BytesIO(image_bytes(image)), formats=FORMATS) as opened:
             return processor(opened)
     except InputError as error:
-        raise InputError(f"{name}: {error}") from error
+        raise InputError(f"{name}: {error}", code=error.code) from error
     except Exception as error:  # a file that is cut short: each decoder of Pillow raises what it likes
         said = f"{name}: {image}" if isinstance(image, str) else name
-        raise InputError(f"{said}: not an image that can be read: {error}") from error
+        raise InputError(f"{said}: not an image that can be read: {error}", code="damaged-image") from error

@@ -136,7 +136,8 @@ def read_processor(folder: Path) -> ImageProcessor:
     if not path.is_file():
         raise InputError(
             f"{folder}: no {FILE}, which says how images are resized and normalized. Copy it there"
-            " (processor.save_pretrained(FOLDER))."
+            " (processor.save_pretrained(FOLDER)).",
+            code="missing-file",
         )
     return processor_of(read_json(path), path)
 
@@ -147,13 +148,21 @@ def processor_of(values: Mapping[str, Any], path: Path) -> ImageProcessor:
     said = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
     said |= _DEFAULTS[kind] | {name: value for name, value in values.items() if value is not None}
     if said.get("do_pad"):
-        raise InputError(f"{path}: do_pad is not supported; images have one size, given by resizing.")
+        raise InputError(
+            f"{path}: do_pad is not supported; images have one size, given by resizing.",
+            code="unsupported-preprocessing",
+            setting="do_pad",
+        )
     crop = _sides(said.get("crop_size"), "crop_size", path) if said.get("do_center_crop") else None
     edge, size = None, None
     if said["do_resize"]:
         edge, size = _resized(said["size"], square=kind == "ViTImageProcessor", path=path)
     if kind == _CROPS and size is not None:
-        raise InputError(f"{path}: size: {kind} takes {{shortest_edge: N}}, read {said['size']!r}.")
+        raise InputError(
+            f"{path}: size: {kind} takes {{shortest_edge: N}}, read {said['size']!r}.",
+            code="wrong-value",
+            setting="size",
+        )
     if kind == _CROPS and edge is not None:
         side = (edge, edge)
         if edge < _CROPS_BELOW:
@@ -178,7 +187,9 @@ def _kind(values: Mapping[str, Any], path: Path) -> str:
     if kind not in _DEFAULTS:
         raise InputError(
             f"{path}: image_processor_type is '{word}'; supported are {', '.join(_DEFAULTS)}. Where one of"
-            " them does the same, name it there."
+            " them does the same, name it there.",
+            code="unsupported-preprocessing",
+            setting="image_processor_type",
         )
     return kind
 
@@ -197,7 +208,9 @@ def _sides(value: Any, name: str, path: Path) -> tuple[int, int]:
         return _side(value["height"], name, path), _side(value["width"], name, path)
     if isinstance(value, Mapping) or value is None:
         known = "{height: N, width: N}" + (" or {shortest_edge: N}" if name == "size" else "")
-        raise InputError(f"{path}: {name}: expected {known}, read {value!r}.")
+        raise InputError(
+            f"{path}: {name}: expected {known}, read {value!r}.", code="wrong-value", setting=name
+        )
     side = _side(value, name, path)
     return side, side
 
@@ -205,19 +218,27 @@ def _sides(value: Any, name: str, path: Path) -> tuple[int, int]:
 def _side(value: Any, name: str, path: Path) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST:
         return value
-    raise InputError(f"{path}: {name}: expected pixels, 1 to {_MOST}, read {value!r}.")
+    raise InputError(
+        f"{path}: {name}: expected pixels, 1 to {_MOST}, read {value!r}.", code="wrong-value", setting=name
+    )
 
 
 def _positive(value: Any, name: str, path: Path) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
         return float(value)
-    raise InputError(f"{path}: {name}: expected a number above 0, read {value!r}.")
+    raise InputError(
+        f"{path}: {name}: expected a number above 0, read {value!r}.", code="wrong-value", setting=name
+    )
 
 
 def _filter(value: Any, path: Path) -> int:
     if isinstance(value, int) and value in range(6):
         return value
-    raise InputError(f"{path}: resample: expected a number of Pillow's filters, 0 to 5, read {value!r}.")
+    raise InputError(
+        f"{path}: resample: expected a number of Pillow's filters, 0 to 5, read {value!r}.",
+        code="wrong-value",
+        setting="resample",
+    )
 
 
 def _numbers(value: Any, name: str, path: Path, least: float = -math.inf) -> tuple[float, ...]:
@@ -225,5 +246,9 @@ def _numbers(value: Any, name: str, path: Path, least: float = -math.inf) -> tup
         value = [value] * 3
     good = isinstance(value, Sequence) and len(value) == 3 and all(isinstance(n, int | float) for n in value)
     if not good or not all(math.isfinite(n) and n > least for n in value):
-        raise InputError(f"{path}: {name}: expected three numbers, one for each channel, read {value!r}.")
+        raise InputError(
+            f"{path}: {name}: expected three numbers, one for each channel, read {value!r}.",
+            code="wrong-value",
+            setting=name,
+        )
     return tuple(float(n) for n in value)

@@ -171,7 +171,8 @@ def empty_quantized(module: nn.Module, scheme: str, options: Options) -> Quantiz
         return table
     fit = "a Linear or an Embedding" if kind.tables else "a Linear"
     raise InputError(
-        f"scheme {scheme}: {article(type(module).__name__)} cannot be quantized; expected {fit}."
+        f"scheme {scheme}: {article(type(module).__name__)} cannot be quantized; expected {fit}.",
+        code="unsupported-layer",
     )
 
 

@@ -38,7 +38,10 @@ class QuantizedConv2d(nn.Module):
     def __init__(self, like: nn.Conv2d, matrix: Matrix) -> None:
         super().__init__()
         if like.padding_mode != "zeros" or isinstance(like.padding, str):
-            raise InputError(f"scheme {matrix.scheme.name}: only convolutions that are padded with zeros.")
+            raise InputError(
+                f"scheme {matrix.scheme.name}: only convolutions that are padded with zeros.",
+                code="unsupported-layer",
+            )
         self.in_channels, self.out_channels = like.in_channels, like.out_channels
         self.shape = tuple(like.weight.shape)
         self.how: dict[str, Any] = {
@@ -74,7 +77,7 @@ class QuantizedConv2d(nn.Module):
         scale = matrix.tensor(_SCALE)
         if target is not None:
             if target in REFUSED_CONVOLUTIONS:
-                raise InputError(f"onnx: {REFUSED_CONVOLUTIONS[target]}.")
+                raise InputError(f"onnx: {REFUSED_CONVOLUTIONS[target]}.", code="unsupported-target")
             kernel = emit_static.dequantized_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
             return F.conv2d(emit_static.rounded(x, scale, self.signed), kernel, self.bias, **self.how)
         sums = self.convolve(self.codes_of(x), matrix.tensor("codes").float(), None)

@@ -61,7 +61,8 @@ def hidden_axes(model: Any) -> list[Axis]:
     if family is None:
         raise InputError(
             f"the layers of {article(model.config.model_type)} model are not known. Known:"
-            f" {', '.join(FAMILIES)}."
+            f" {', '.join(FAMILIES)}.",
+            code="unsupported-family",
         )
     names: dict[Tensor, list[str]] = {}
     for kind in (model.named_parameters, model.named_buffers):
@@ -145,6 +146,7 @@ def _tensor(model: Any, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise InputError(
             f"{owner} is {article(type(module).__name__)}, whose width cannot change. Make the model narrower"
-            " before it is quantized, or shares matrices with differences."
+            " before it is quantized, or shares matrices with differences.",
+            code="unsupported-layer",
         )
     return tensor

@@ -54,7 +54,9 @@ def load_tokenizer(folder: Path) -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # tokenizers raise bare Exceptions from Rust, all meaning: cannot be read
-        raise InputError(f"{folder}: the tokenizer cannot be read: {error}") from error
+        raise InputError(
+            f"{folder}: the tokenizer cannot be read: {error}", code="damaged-tokenizer"
+        ) from error
     apply_text_rules(tokenizer, read_text_rules(folder))
     return tokenizer
 
@@ -87,7 +89,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             found = load_file(path)
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a readable safetensors file: {error}") from error
+            raise InputError(
+                f"{path}: not a readable safetensors file: {error}", code="damaged-weights"
+            ) from error
         weights.require(path, found)
         tensors.update({name: tensor for name, tensor in found.items() if weights.takes(path, name)})
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}

@@ -60,7 +60,7 @@ def import_model(
     names, both = config.architectures, config.is_encoder_decoder
     bare = lacks_head({"architectures": names, "is_encoder_decoder": both})
     if coding is not None and (bare or _lacks_classes(labels, architecture)):
-        raise InputError(f"{src}: {no_other_head(coding)}")
+        raise InputError(f"{src}: {no_other_head(coding)}", code="already-quantized")
     if labels is not None and _lacks_classes(labels, architecture):
         return _with_new_head(src, out, labels, seed, problem)
     if bare:

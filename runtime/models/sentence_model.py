@@ -42,7 +42,8 @@ def sentence_class(config: Any, rules: SentenceRules) -> Any:
     body = transformers.MODEL_MAPPING.get(type(config), None)
     if body is None:
         raise InputError(
-            f"config.json: {article(config.model_type)} model has no encoder that makes vectors."
+            f"config.json: {article(config.model_type)} model has no encoder that makes vectors.",
+            code="unsupported-family",
         )
     parent: Any = body.__bases__[0]  # the family's, which knows how its weights are drawn
 

@@ -71,7 +71,9 @@ def read_edits(folder: Path) -> list[Edit]:
         if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
             raise TypeError("'edits' must be a list of objects")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path}: not a list of edits that this version of smelt reads: {error}") from error
+        raise InputError(
+            f"{path}: not a list of edits that this version of smelt reads: {error}", code="damaged-file"
+        ) from error
     return edits
 
 

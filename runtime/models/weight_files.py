@@ -55,7 +55,8 @@ class WeightFiles:
             more = f", nor {len(missing) - 1:,} others" if len(missing) > 1 else ""
             raise InputError(
                 f"{path}: the tensor '{missing[0][:80]}' is not in this file{more}, and {INDEX} says that it"
-                f" is. {_AGAIN}"
+                f" is. {_AGAIN}",
+                code="missing-tensor",
             )
 
 
@@ -74,7 +75,9 @@ def find_weights(folder: Path) -> WeightFiles:
         return _indexed(folder / INDEX)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     hint = f" There is {others[0]}; rename it if it holds the whole model." if others else ""
-    raise InputError(f"{folder}: no weights in this folder; expected {WEIGHTS}.{hint}")
+    raise InputError(
+        f"{folder}: no weights in this folder; expected {WEIGHTS}.{hint}", code="missing-weights"
+    )
 
 
 def has_weights(folder: Path) -> bool:
@@ -154,13 +157,17 @@ def read_header(path: Path) -> dict[str, Any]:
                 )
             header = json.loads(stream.read(length))
     except FileNotFoundError as error:
-        raise InputError(f"{path}: this file of the weights is missing.") from error
+        raise InputError(f"{path}: this file of the weights is missing.", code="missing-file") from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}.") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}.", code="unreadable-file") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: the safetensors header is damaged: {error}.") from error
+        raise InputError(
+            f"{path}: the safetensors header is damaged: {error}.", code="damaged-weights"
+        ) from error
     if not isinstance(header, dict):
-        raise InputError(f"{path}: the safetensors header is damaged: it is no JSON object.")
+        raise InputError(
+            f"{path}: the safetensors header is damaged: it is no JSON object.", code="damaged-weights"
+        )
     return header
 
 
@@ -173,13 +180,16 @@ def _indexed(index: Path) -> WeightFiles:
     try:
         places = {str(k): str(v) for k, v in load_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{index}: not an index of weights: {error}") from error
+        raise InputError(f"{index}: not an index of weights: {error}", code="damaged-file") from error
     if not places:
-        raise InputError(f"{index}: not an index of weights: it lists none.")
+        raise InputError(f"{index}: not an index of weights: it lists none.", code="empty-index")
     files = tuple(_inside(index.parent, name, index) for name in sorted(set(places.values())))
     for path in files:
         if not path.is_file():
-            raise InputError(f"{path}: this file of the weights is missing; {index.name} names it. {_AGAIN}")
+            raise InputError(
+                f"{path}: this file of the weights is missing; {index.name} names it. {_AGAIN}",
+                code="missing-file",
+            )
     return WeightFiles(files, index, places)
 
 
@@ -190,7 +200,9 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
         InputError: it would lie elsewhere.
     """
     if not name or Path(name).name != name or "\\" in name or "\0" in name or name == "..":
-        raise InputError(f"{where}: the file name {name!r} leads out of the folder.")
+        raise InputError(
+            f"{where}: the file name {name!r} leads out of the folder.", code="path-outside-folder"
+        )
     return folder / name
 
 

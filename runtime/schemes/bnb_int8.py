@@ -85,8 +85,10 @@ class BnbInt8(RowCodes):
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Refuse."""
-        raise InputError(f"scheme {self.name} cannot be exported for {target}: {_WHY}.")
+        raise InputError(
+            f"scheme {self.name} cannot be exported for {target}: {_WHY}.", code="unsupported-target"
+        )
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Refuse: no node is of this scheme."""
-        raise InputError(f"scheme {self.name} makes no node '{node.op_type}'.")
+        raise InputError(f"scheme {self.name} makes no node '{node.op_type}'.", code="unsupported-operator")

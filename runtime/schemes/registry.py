@@ -58,7 +58,7 @@ def find(name: object) -> Scheme:
     """
     if not isinstance(name, str) or name not in SCHEMES:
         known = f"Known: {', '.join(SCHEMES)}.{nearest(str(name), SCHEMES)}"
-        raise InputError(f"unknown quantization scheme '{name}'. {known}")
+        raise InputError(f"unknown quantization scheme '{name}'. {known}", code="unknown-scheme")
     return SCHEMES[name]
 
 
@@ -73,12 +73,19 @@ def check_options(scheme: Scheme, options: Options) -> None:
     needed = {option.name for option in scheme.settings if not option.later}
     if not needed <= set(options) <= set(names):
         takes = ", ".join(names) or "no options"
-        raise InputError(f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.")
+        raise InputError(
+            f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.",
+            code="unsupported-scheme-options",
+        )
     for option in scheme.settings:
         value = options.get(option.name, option.default)
         if not option.allows(value):
             expected = option.expected or f"one of {', '.join(map(worded, option.allowed))}"
-            raise InputError(f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.")
+            raise InputError(
+                f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.",
+                code="wrong-value",
+                setting=option.name,
+            )
 
 
 def defaults(scheme: Scheme) -> dict[str, Any]:

@@ -34,7 +34,10 @@ class MarianTokenizer:
 
     def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "") -> None:
         if facts.eos is None or facts.unknown is None:
-            raise InputError(f"{folder}: tokenizing.json names no end of a text or no unknown token.")
+            raise InputError(
+                f"{folder}: tokenizing.json names no end of a text or no unknown token.",
+                code="missing-special-token",
+            )
         self.prefix = prefix
         self.model_max_length = facts.longest
         self.pad_token_id: int | None = facts.pad
@@ -60,7 +63,9 @@ class MarianTokenizer:
             InputError: there are pairs, which this tokenizer does not know.
         """
         if pairs is not None:
-            raise InputError("This model reads one text at a time, not pairs of texts.")
+            raise InputError(
+                "This model reads one text at a time, not pairs of texts.", code="unsupported-text-pairs"
+            )
         rows = [self._row(text) for text in texts]
         room = max(0, max_length - 1)
         truncated = sum(len(row) > room for row in rows)
@@ -108,4 +113,6 @@ def _open(path: Path) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise InputError(f"{path}: the SentencePiece model cannot be read: {error}") from error
+        raise InputError(
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-tokenizer"
+        ) from error

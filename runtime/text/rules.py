@@ -48,7 +48,7 @@ def read_text_rules(folder: Path) -> TextRules:
         return TextRules.model_validate(load_json(path))
     except (OSError, ValueError, ValidationError) as error:
         raise InputError(
-            f"{path}: not the rules for texts that this version of smelt reads: {error}"
+            f"{path}: not the rules for texts that this version of smelt reads: {error}", code="damaged-file"
         ) from error
 
 
@@ -86,6 +86,7 @@ def language_token(tokenizer: Any, language: str) -> int:
         shown = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
         raise InputError(
             f"{language!r} is no language that the model's tokenizer knows; it has"
-            f" {shown or 'no languages'}.{nearest(language, known)}"
+            f" {shown or 'no languages'}.{nearest(language, known)}",
+            code="unknown-language",
         )
     return known[language]

@@ -114,7 +114,9 @@ def _open(path: Path) -> Any:
     try:
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # bare Exceptions from Rust, all meaning: cannot be read
-        raise InputError(f"{path}: the tokenizer cannot be read: {error}") from error
+        raise InputError(
+            f"{path}: the tokenizer cannot be read: {error}", code="damaged-tokenizer"
+        ) from error
     inner.no_truncation()
     inner.no_padding()
     return inner

@@ -67,13 +67,15 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
     if names[:2] != ["Transformer", "Pooling"] or (len(names) > 2 and not normalize):
         raise InputError(
             f"{path}: the modules are {', '.join(names) or 'none'}; smelt knows Transformer, Pooling and,"
-            f" where vectors are normalized, Normalize. {_AGAIN}"
+            f" where vectors are normalized, Normalize. {_AGAIN}",
+            code="unsupported-modules",
         )
     if modules[0].get("path"):
         raise InputError(
             f"{path}: the Transformer lies in the folder '{modules[0]['path']}', as old versions of"
             " sentence-transformers had it. Save the model anew with a present one:"
-            " SentenceTransformer(FOLDER).save(NEW)."
+            " SentenceTransformer(FOLDER).save(NEW).",
+            code="outdated-modules",
         )
     settings = _settings(folder)
     try:
@@ -86,7 +88,9 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
     except ValueError as error:  # pydantic's own is one
         said = settings.get("max_seq_length")
         raise InputError(
-            f"{folder / SETTINGS}: max_seq_length must be a whole number above 0, read {said!r}."
+            f"{folder / SETTINGS}: max_seq_length must be a whole number above 0, read {said!r}.",
+            code="wrong-value",
+            setting="max_seq_length",
         ) from error
 
 
@@ -120,7 +124,10 @@ def default_prompt(folder: Path) -> str:
 
 def _name(path: Path, module: Any) -> str:
     if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-        raise InputError(f"{path}: expected a list of modules with a type each, read {repr(module)[:80]}.")
+        raise InputError(
+            f"{path}: expected a list of modules with a type each, read {repr(module)[:80]}.",
+            code="missing-module-type",
+        )
     return str(module["type"].rpartition(".")[2])
 
 
@@ -140,22 +147,29 @@ def _pooling(path: Path) -> Pooling:
     if len(kinds) > 1:
         raise InputError(
             f"{path}: several kinds of pooling at once ({', '.join(map(str, kinds))}), whose vectors are put"
-            f" one behind the other; smelt knows one of {known}. {_AGAIN}"
+            f" one behind the other; smelt knows one of {known}. {_AGAIN}",
+            code="several-poolings",
         )
     if config.get("include_prompt") is False:
-        raise InputError(f"{path}: include_prompt: false, pooling without the prompt, is not supported.")
+        raise InputError(
+            f"{path}: include_prompt: false, pooling without the prompt, is not supported.",
+            code="unsupported-prompt-pooling",
+        )
     for kind in POOLINGS:
         if kind == kinds[0]:
             return kind
-    raise InputError(f"{path}: pooling '{kinds[0]}' is not supported; smelt knows {known}. {_AGAIN}")
+    raise InputError(
+        f"{path}: pooling '{kinds[0]}' is not supported; smelt knows {known}. {_AGAIN}",
+        code="unsupported-pooling",
+    )
 
 
 def _read(path: Path, kind: type) -> Any:
     try:
         value = load_json(path)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        raise InputError(f"{path}: cannot be read: {error}", code="damaged-file") from error
     if not isinstance(value, kind):
         what = "a list" if kind is list else "an object"
-        raise InputError(f"{path}: expected {what} of JSON, read {repr(value)[:80]}.")
+        raise InputError(f"{path}: expected {what} of JSON, read {repr(value)[:80]}.", code="wrong-json-type")
     return value

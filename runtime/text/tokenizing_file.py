@@ -55,7 +55,9 @@ def read_tokenizing(folder: Path) -> Tokenizing:
     try:
         return Tokenizing.model_validate(load_json(path))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path}: not what this version of smelt reads: {error}") from error
+        raise InputError(
+            f"{path}: not what this version of smelt reads: {error}", code="damaged-file"
+        ) from error
 
 
 def write_tokenizing(folder: Path, facts: Tokenizing) -> None:

@@ -57,7 +57,9 @@ def window_length(windows: Windows | None, limit: int) -> int:
     if wanted is not None and wanted > limit:
         raise InputError(
             f"data: windows: length {wanted} is longer than the {limit} tokens that the model takes;"
-            f" set length: {limit} or less."
+            f" set length: {limit} or less.",
+            code="window-too-long",
+            setting="data.windows.length",
         )
     return wanted or min(LENGTH, limit)
 
@@ -86,7 +88,8 @@ def cut_windows(
     if not tokenizer.is_fast:
         raise InputError(
             f"{split.origin}: the tokenizer does not tell which text a token is; language models need a fast"
-            " one (tokenizer.json)."
+            " one (tokenizer.json).",
+            code="slow-tokenizer",
         )
     size = min(limit, length) if length is not None else window_length(split.windows, limit)
     stride = size
@@ -97,7 +100,8 @@ def cut_windows(
     ids = np.asarray(coded["input_ids"], dtype=np.int64)
     if len(ids) < 2:
         raise InputError(
-            f"{split.origin}: its text is {count(len(ids), 'token')} long; at least 2 are needed."
+            f"{split.origin}: its text is {count(len(ids), 'token')} long; at least 2 are needed.",
+            code="too-few-tokens",
         )
     ends = _byte_ends(text, [end for _, end in coded["offset_mapping"]])
     begins = tokenizer.bos_token_id

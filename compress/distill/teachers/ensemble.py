@@ -114,7 +114,9 @@ def joined(models: Sequence[Any], names: Sequence[str], student: Any, temperatur
     if REGRESSION in kinds:
         if set(kinds) != {REGRESSION}:
             raise InputError(
-                f"distill: of the teachers {', '.join(names)} some give numbers and some classes."
+                f"distill: of the teachers {', '.join(names)} some give numbers and some classes.",
+                code="problem-type-mismatch",
+                setting="teacher",
             )
         return Ensemble(models, lambda found: torch.stack([z.float() for z in found]).mean(dim=0), config)
     same = all(set(own) == set(union) for own in labels) and len(set(kinds)) == 1
@@ -164,14 +166,18 @@ def _order(
         raise InputError(
             f"distill: the teachers' labels are {_few(union)}, the student's {_few(mine)}: {what}. A student"
             " of several teachers has the labels of all; start from an encoder without a classifier and rows"
-            " that have them, or give student: {config: FILE}."
+            " that have them, or give student: {config: FILE}.",
+            code="labels-mismatch",
+            setting="teacher",
         )
     apart = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
     if apart and problem_of(student.config) != MULTI:
         raise InputError(
             "distill: the teachers know different labels, so that several hold for a text, and the student"
             f' says one ({problem_of(student.config)}). Give rows whose label is a list: ["{union[0]}",'
-            f' "{union[-1]}"].'
+            f' "{union[-1]}"].',
+            code="single-label-student",
+            setting="teacher",
         )
     return mine
 

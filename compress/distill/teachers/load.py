@@ -60,11 +60,15 @@ def _of_step(name: str, ctx: Context) -> Teacher:
         known = ", ".join(ctx.ancestors)
         raise InputError(
             f"distill: the teacher '{name}' is no step before this one. There are: {known}."
-            f"{nearest(name, ctx.ancestors)}"
+            f"{nearest(name, ctx.ancestors)}",
+            code="unknown-step",
+            setting="teacher",
         )
     if artifact.format != "torch":
         raise InputError(
-            f"distill: the teacher '{name}' is stored as {artifact.format}; it must be a torch step."
+            f"distill: the teacher '{name}' is stored as {artifact.format}; it must be a torch step.",
+            code="wrong-format",
+            setting="teacher",
         )
     facts = artifact.manifest.facts
     if facts.get("untrained") or facts.get("new_head"):
@@ -74,7 +78,9 @@ def _of_step(name: str, ctx: Context) -> Teacher:
             f"teacher: {trained[0]}" if trained else "put a finetune before it, and name that as the teacher"
         )
         raise InputError(
-            f"distill: the {what} of the teacher '{name}' is random; name a trained step: {how}."
+            f"distill: the {what} of the teacher '{name}' is random; name a trained step: {how}.",
+            code="untrained-teacher",
+            setting="teacher",
         )
     model, _ = load_model(artifact.path)
     return Teacher(name, model.requires_grad_(False), artifact.path, artifact.key, artifact.key)
@@ -95,9 +101,13 @@ def _of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) 
     try:
         model, _ = load_model(space)
     except InputError as error:  # under the name that was given
-        raise InputError(str(error).replace(str(space), str(folder))) from error
+        raise InputError(str(error).replace(str(space), str(folder)), code=error.code) from error
     if ctx.task == "text-classification" and not hasattr(model, "num_labels"):
-        raise InputError(f"distill: the teacher {folder} is {article(type(model).__name__)}, no classifier.")
+        raise InputError(
+            f"distill: the teacher {folder} is {article(type(model).__name__)}, no classifier.",
+            code="different-kind",
+            setting="teacher",
+        )
     identity = hash_of({path.name: sha256_of(path) for path in source_files(folder)})
     return Teacher(str(folder), model.requires_grad_(False), space, None, identity)
 
@@ -166,11 +176,17 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     ours, theirs = model.config, teacher.config
     reads = [family.reads if (family := family_of(one)) else "texts" for one in (model, teacher)]
     if reads[0] != reads[1]:
-        raise InputError(f"distill: the teacher reads {reads[1]}, the student {reads[0]}. They must agree.")
+        raise InputError(
+            f"distill: the teacher reads {reads[1]}, the student {reads[0]}. They must agree.",
+            code="different-kind",
+            setting="teacher",
+        )
     if reads[0] == "texts" and ours.vocab_size != theirs.vocab_size:
         raise InputError(
             f"distill: the teacher's vocabulary has {theirs.vocab_size} tokens, the student's"
-            f" {ours.vocab_size}. Both are given the same tokens, so the vocabulary must be the same."
+            f" {ours.vocab_size}. Both are given the same tokens, so the vocabulary must be the same.",
+            code="vocabulary-mismatch",
+            setting="teacher",
         )
     if is_sentence_model(model):
         from smelt.compress.distill.sentences import require_fit
@@ -180,7 +196,9 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
         return
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
         raise InputError(
-            f"distill: {article(theirs.model_type)} teacher cannot teach {article(ours.model_type)} student."
+            f"distill: {article(theirs.model_type)} teacher cannot teach {article(ours.model_type)} student.",
+            code="different-kind",
+            setting="teacher",
         )
     words, known = (
         getattr(c, "decoder_vocab_size", None) or getattr(c, "vocab_size", None) for c in (ours, theirs)
@@ -189,7 +207,9 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     if generates and words != known:
         raise InputError(
             f"distill: the teacher's vocabulary has {known} tokens, the student's"
-            f" {words}. Logits can be compared only over the same vocabulary."
+            f" {words}. Logits can be compared only over the same vocabulary.",
+            code="vocabulary-mismatch",
+            setting="teacher",
         )
     if not ours.is_encoder_decoder and not several:
         _require_same_labels(ours, theirs)
@@ -201,10 +221,14 @@ def _require_same_labels(ours: Any, theirs: Any) -> None:
     if ours.id2label != theirs.id2label:
         raise InputError(
             f"distill: the teacher's labels are {theirs.id2label}, the student's {ours.id2label}."
-            " They must agree."
+            " They must agree.",
+            code="labels-mismatch",
+            setting="teacher",
         )
     if problem_of(ours) != problem_of(theirs):
         raise InputError(
             f"distill: the teacher's problem type is {problem_of(theirs)}, the student's {problem_of(ours)}."
-            " They must agree."
+            " They must agree.",
+            code="problem-type-mismatch",
+            setting="teacher",
         )

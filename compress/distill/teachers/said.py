@@ -127,7 +127,9 @@ class Writer:
             raise RunError(
                 f"distill: keep_logits: what the teacher says of {len(self.starts) - 1:,} rows takes"
                 f" {needed / 1e6:,.1f} MB in the store, and {free / 1e6:,.1f} MB are free there. Take"
-                f" {less}another --store, or leave keep_logits out, which runs the teacher in each epoch."
+                f" {less}another --store, or leave keep_logits out, which runs the teacher in each epoch.",
+                code="disk-full",
+                setting="keep_logits",
             )
         for name, width in widths.items():
             file = ArrayFile(self.folder / name, kinds[name], (count, width))

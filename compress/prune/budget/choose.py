@@ -52,7 +52,9 @@ def kept_within(
     room = share * costs.whole - costs.fixed
     least = sum(float(c.costs[0]) for c in choices.values())
     if least > room:
-        raise InputError(_too_small(costs, least, share, word))
+        raise InputError(
+            _too_small(costs, least, share, word), code="budget-too-small", setting=f"budget.{word}"
+        )
     at = _by_price(choices, room)
     _fill(choices, at, room)
     return {name: choice.counts[at[name]] for name, choice in choices.items()}

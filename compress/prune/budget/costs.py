@@ -103,7 +103,11 @@ def text_length(model: Any, wanted: int | None) -> int:
     if wanted is None:
         return min(LENGTH, places or LENGTH)
     if places is not None and wanted > places:
-        raise InputError(f"prune: budget: length: {wanted} tokens, and the model has places for {places}.")
+        raise InputError(
+            f"prune: budget: length: {wanted} tokens, and the model has places for {places}.",
+            code="longer-than-model",
+            setting="budget.length",
+        )
     return wanted
 
 

@@ -83,10 +83,16 @@ def _rows(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[Row]:
     if split is None:
         raise InputError(
             f"prune: importance: {settings.importance} needs rows with labels. Name them with data: {{train:"
-            " FILE}."
+            " FILE}.",
+            code="missing-data",
+            setting="data.train",
         )
     if found := scores_lacking(ctx.task, {"rows": split}, ("rows",)):
-        raise InputError(f"prune: importance: {settings.importance}: {found[0][1]} Or take magnitude.")
+        raise InputError(
+            f"prune: importance: {settings.importance}: {found[0].message} Or take magnitude.",
+            code=found[0].code,
+            setting="importance",
+        )
     draw = random.Random(ctx.seed)
     if ctx.task != "language-modeling":  # whose rows are windows of one text
         drawn = sorted(draw.sample(range(len(split)), min(settings.rows, len(split))))

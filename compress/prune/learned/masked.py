@@ -56,8 +56,8 @@ def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
     attentions, blocks = find_groups(model)
     groups: list[Unit] = [*(attentions if "heads" in settings.what else [])]
     groups += blocks if "ffn" in settings.what else []
-    for message in check_kinds(settings.parts, model.config.to_dict()):
-        raise InputError(f"masks: parts: {message}")
+    for one in check_kinds(settings.parts, model.config.to_dict(), "masks.parts"):
+        raise InputError(f"masks: parts: {one.message}", code=one.code, setting=one.setting)
     wholes: dict[tuple[nn.Module, ...], list[Part]] = {}
     for part in parts_of(model) if settings.parts else ():
         if part.kind in settings.parts:
@@ -65,7 +65,9 @@ def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
     whole_model = _all_parts(model) if "width" in settings.what else {}
     if not groups and not wholes and not whole_model:
         kind, word = article(model.config.model_type), [*settings.what, *settings.parts][0]
-        raise InputError(f"masks: {kind} model has no {word} that can go.")
+        raise InputError(
+            f"masks: {kind} model has no {word} that can go.", code="nothing-to-remove", setting="masks"
+        )
     products = [g.parts.products for g in groups] + [p[0].named.products for p in wholes.values()]
     for names in [*products, *whole_model.values()]:
         _require_float(model, names)
@@ -120,7 +122,9 @@ def _require_float(model: Any, products: Sequence[str]) -> None:
         if isinstance(module, SharedLinear):
             raise InputError(
                 f"masks: '{name}' has a matrix that layers share and a difference of its own: what goes from"
-                " one goes from all. Put the step before 'share', or share without difference."
+                " one goes from all. Put the step before 'share', or share without difference.",
+                code="shared-weights",
+                setting="masks",
             )
         for layer in (module.down, module.up) if isinstance(module, LowRankLinear) else (module,):
             if type(layer) is not nn.Linear:

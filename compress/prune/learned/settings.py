@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
 
@@ -43,5 +44,8 @@ class MasksSettings(Settings):
     @model_validator(mode="after")
     def _something(self) -> Self:
         if not (self.what or self.parts):
-            raise ValueError("what and parts are empty, and nothing would have masks; name heads or ffn")
+            raise SettingError(
+                "what and parts are empty, and nothing would have masks; name heads or ffn",
+                code="missing-setting",
+            )
         return self

@@ -35,7 +35,7 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
 
     model, edits, codes = load_changeable(src, ctx, "prune", everywhere=True)
     if reason := width_is_fixed(model.config.to_dict(), ctx.task):
-        raise InputError(f"prune: {reason}")
+        raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
     before, width = stored_parameters(model), width_of(model)
     kept = channels_kept(width, settings)
     ctx.facts["parameters_before"], ctx.facts["width_before"] = before, width

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import SCHEMES, options_of_all, worded
 from smelt.runtime.schemes.scheme import Option, Scheme, Value
@@ -26,7 +27,7 @@ def check_options(names: Sequence[str], settings: Settings, who: str, mixed: boo
     used = {option.name for scheme in schemes for option in scheme.settings}
     for name in options_of_all():
         if name in settings.model_fields_set and name not in used:
-            raise ValueError(f"{name} means nothing to {who}; remove it")
+            raise SettingError(f"{name} means nothing to {who}; remove it", code="unused-setting")
     for scheme in schemes:
         for option in scheme.settings:
             value = getattr(settings, option.name)
@@ -34,7 +35,9 @@ def check_options(names: Sequence[str], settings: Settings, who: str, mixed: boo
                 said, *allowed = map(worded, (value, *option.allowed))
                 one = f"codes of {scheme.bits} bits" if mixed else f"scheme {scheme.name}"
                 expected = f"expected one of {', '.join(allowed)}"
-                raise ValueError(option.others or f"{option.name} {said} is not for {one}; {expected}")
+                raise SettingError(
+                    option.others or f"{option.name} {said} is not for {one}; {expected}", code="wrong-value"
+                )
 
 
 def options_for(scheme: str, settings: Settings) -> dict[str, Value]:

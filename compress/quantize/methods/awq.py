@@ -99,7 +99,8 @@ def _require_finite(order: list[str], seen: dict[str, InputStatistics], rows: Ca
         if not bool(seen[name].squares.isfinite().all()):
             raise InputError(
                 f"quantize: {name}: on rows of {rows.origin} what it is fed is not finite. The training"
-                " before it has probably gone astray."
+                " before it has probably gone astray.",
+                code="non-finite-activations",
             )
 
 

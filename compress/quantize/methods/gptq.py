@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.calibration.blocks import Observe, drive
-from smelt.compress.calibration.inverse import DAMP, inverse_factor
+from smelt.compress.calibration.inverse import DAMP, NotInvertibleError, inverse_factor
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, few_tokens, width_of
 from smelt.compress.quantize.coding import Fit
@@ -179,7 +179,8 @@ class GptqWork:
             if not bool(seen.squares.isfinite().all()):
                 raise InputError(
                     f"quantize: {layer.name}: what it is fed is not finite. The training before it has"
-                    " probably gone astray."
+                    " probably gone astray.",
+                    code="non-finite-activations",
                 )
             self._decide(layer, seen)
 
@@ -204,9 +205,11 @@ class GptqWork:
         """Return U of what a layer is fed, float32 [K, K]."""
         try:
             factor, damp = inverse_factor(seen)
-        except ValueError as error:
+        except NotInvertibleError as error:
             raise InputError(
-                f"quantize: {layer.name}: {error}. Take method: nearest, or other rows."
+                f"quantize: {layer.name}: {error}. Take method: nearest, or other rows.",
+                code="not-invertible",
+                setting="method",
             ) from error
         if damp > DAMP:
             self.damped[layer.name] = damp

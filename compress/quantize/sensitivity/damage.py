@@ -117,7 +117,8 @@ def spread_of(parts: Sequence[Tensor], rows: CalibrationRows) -> float:
     if not math.isfinite(found):
         raise InputError(
             f"quantize: on rows of {rows.origin} the model's outputs are not finite, so that no layer's"
-            " damage can be told. The training before it has probably gone astray."
+            " damage can be told. The training before it has probably gone astray.",
+            code="non-finite-outputs",
         )
     return found
 

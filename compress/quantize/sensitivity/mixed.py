@@ -59,7 +59,9 @@ def choose_widths(
     if asked.budget is not None and asked.budget < least:
         raise InputError(
             f"quantize: bits: budget {asked.budget:g} cannot be met: {widths[0]} bits throughout take"
-            f" {least:.3g} a weight in this model, with scales and what fills the last groups up."
+            f" {least:.3g} a weight in this model, with scales and what fills the last groups up.",
+            code="budget-too-small",
+            setting="bits.budget",
         )
     trial = _Trial(src, settings, coder_of, ctx)
     # the float model first: a metric that nobody scores is said before the long part
@@ -119,7 +121,9 @@ class _Trial:
             known = ", ".join(scores) or "none"
             raise InputError(
                 f"quantize: bits: metric '{self.metric}' is not among those that this recipe scores: {known}."
-                f"{nearest(self.metric, scores)} Add it to score: {{quality: [...]}}, or give a budget."
+                f"{nearest(self.metric, scores)} Add it to score: {{quality: [...]}}, or give a budget.",
+                code="unknown-metric",
+                setting="bits.metric",
             )
         self.of_floats = self._sign() * scores[self.metric]
         return float(scores[self.metric])

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import WIDTHS
 
@@ -41,9 +42,9 @@ class Bits(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.budget is None) == (self.max_drop is None):
-            raise ValueError("give one of budget and max_drop")
+            raise SettingError("give one of budget and max_drop", code="settings-conflict")
         if self.metric is not None and self.max_drop is None:
-            raise ValueError("metric is for max_drop; add that, or remove it")
+            raise SettingError("metric is for max_drop; add that, or remove it", code="unused-setting")
         if len(set(self.widths)) < len(self.widths):
-            raise ValueError(f"widths {self.widths} names one twice")
+            raise SettingError(f"widths {self.widths} names one twice", code="duplicate-value")
         return self

@@ -110,14 +110,18 @@ def _to_binarize(model: nn.Module, stage: str) -> dict[str, BinaryInputs]:
         if isinstance(model.get_submodule(name.rpartition(".")[0]), AdaptedLinear):
             raise InputError(
                 f"{stage}: codes: activations: '{name}' has a low-rank pair beside its codes, which is fed"
-                " what they are. Leave low_rank or lora out before this step."
+                " what they are. Leave low_rank or lora out before this step.",
+                code="has-low-rank-correction",
+                setting="codes.activations",
             )
         found[id(latent)] = name, BinaryInputs(latent, signed=True).train(latent.training)
     if not found and not there:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.binary_inputs)
         raise InputError(
             f"{stage}: codes: activations: one-bit is for layers of scheme {known}, and the model has none."
-            f" Put quantize: {{scheme: {known}}} before this step, or leave it out."
+            f" Put quantize: {{scheme: {known}}} before this step, or leave it out.",
+            code="no-layer-of-scheme",
+            setting="codes.activations",
         )
     return dict(found.values())
 

@@ -61,10 +61,16 @@ def read_latents(
                 return None, f"{path}: {why}, so the training starts without it"
             found = {name: opened.get_tensor(name).float() for name in there}
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not a readable safetensors file: {error}. {_ANEW}") from error
+        raise InputError(
+            f"{path}: not a readable safetensors file: {error}. {_ANEW}", code="damaged-file", file=str(path)
+        ) from error
     for name, weight in found.items():
         if not bool(torch.isfinite(weight).all()):
-            raise InputError(f"{path}: the weights of '{name[:80]}' are not all finite numbers. {_ANEW}")
+            raise InputError(
+                f"{path}: the weights of '{name[:80]}' are not all finite numbers. {_ANEW}",
+                code="non-finite-weights",
+                file=str(path),
+            )
     return found, None
 
 

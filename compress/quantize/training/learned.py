@@ -47,7 +47,11 @@ class LearnedSteps:
                 place = name.rpartition(".")[0], float(fixed[0])
                 steps.range = ranges.setdefault(place, RangeStep(*fixed))
         if not self.steps:
-            raise InputError(f"{stage}: codes: scales: lsq learns the scales of codes, and {self._lack()}")
+            raise InputError(
+                f"{stage}: codes: scales: lsq learns the scales of codes, and {self._lack()}",
+                code="scales-not-learned" if self.left else "not-quantized",
+                setting="codes.scales",
+            )
         self.home = nn.ModuleList(self.steps.values())
 
     def _lack(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
 
@@ -42,8 +43,9 @@ class CodesSettings(Settings):
     def _fits(self) -> Self:
         given = "learning_rate" in self.model_fields_set
         if given and self.scales != "lsq" and self.activations != "one-bit":
-            raise ValueError(
-                "learning_rate is that of scales: lsq and activations: one-bit; give one, or leave it out"
+            raise SettingError(
+                "learning_rate is that of scales: lsq and activations: one-bit; give one, or leave it out",
+                code="unused-setting",
             )
         return self
 

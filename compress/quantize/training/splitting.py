@@ -112,7 +112,9 @@ def split_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit], int]:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.halves)
         raise InputError(
             f"codes: split: makes two layers of each {known} one, and the model has none. Put quantize:"
-            f" {{scheme: {known}}} and a training before this step, or leave it out."
+            f" {{scheme: {known}}} and a training before this step, or leave it out.",
+            code="no-layer-of-scheme",
+            setting="codes.split",
         )
     return edits, len(made)
 
@@ -127,13 +129,17 @@ def _room(edits: list[Edit], name: str, matrix: Matrix) -> list[Edit]:
     if place is None:
         raise InputError(
             f"codes: split: '{name}' has a low-rank pair beside its codes, which cannot be split. Leave"
-            " low_rank or lora out before it."
+            " low_rank or lora out before it.",
+            code="has-low-rank-correction",
+            setting="codes.split",
         )
     scheme, options = _halved(matrix)
     if matrix.scheme.group(matrix.width, matrix.options) != scheme.group(matrix.width, options):
         raise InputError(
             f"codes: split: '{name}' has a scale for each row, and {scheme.name} codes have one for each"
-            " group of inputs. Quantize with granularity: group."
+            " group of inputs. Quantize with granularity: group.",
+            code="wrong-granularity",
+            setting="codes.split",
         )
     halves = [
         {"op": "quantize", "module": f"{name}.{half}", "scheme": scheme.name, **options}

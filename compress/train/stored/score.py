@@ -49,7 +49,9 @@ class CheckpointScore:
             known = ", ".join(scores)
             raise InputError(
                 f"select: '{metric}' is not among the metrics that this recipe scores: {known}."
-                f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss."
+                f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss.",
+                code="unknown-metric",
+                setting="select",
             )
         return float(scores[metric])
 

@@ -81,7 +81,9 @@ def _cross_of(graph: Any) -> Cross:
         if "input_ids" in node.input and node.op_type != "Shape":
             raise RunError(
                 f"encoder_model.onnx: node '{node.name}' ({node.op_type}) makes keys or values of"
-                " cross-attention from input_ids, not from the hidden states; this layout cannot hold it."
+                " cross-attention from input_ids, not from the hidden states; this layout cannot hold it.",
+                code="unsupported-graph",
+                file="encoder_model.onnx",
             )
         node.name = _OWN_NAMES + node.name
         # the mask has the shape of the ids

@@ -112,7 +112,8 @@ def require_a_cache_for_each_layer(source: Path, graph: str, tool: str) -> None:
         if found != counts[0]:
             raise InputError(
                 f"its decoder has caches ({kind}) for {found} of {counts[0]} layers, since 'depth' took"
-                f" attentions out of others, and {tool} makes one for each layer of config.json."
+                f" attentions out of others, and {tool} makes one for each layer of config.json.",
+                code="unsupported-structure",
             )
 
 
@@ -131,7 +132,8 @@ def require_float_caches(source: Path, graph: str, tool: str) -> None:
     if path.is_file() and has_int8_caches(read_graph(path, values=False)):
         raise InputError(
             f"its caches are int8 (`onnx: {{kv_cache: int8}}`), and {tool} makes float ones; export it with"
-            " kv_cache: float for this form."
+            " kv_cache: float for this form.",
+            code="unsupported-kv-cache",
         )
 
 

@@ -26,7 +26,9 @@ def give_hidden_states(model: Any) -> None:
     last = next((node for node in reversed(graph.node) if node.op_type == "LayerNormalization"), None)
     if last is None:
         raise RunError(
-            "model.onnx: it has no LayerNormalization, so where its hidden states are is not known."
+            "model.onnx: it has no LayerNormalization, so where its hidden states are is not known.",
+            code="unsupported-graph",
+            file="model.onnx",
         )
     width = next(o for o in graph.output if o.name == VECTOR).type.tensor_type.shape.dim[-1].dim_value
     rows = graph.input[0].type.tensor_type.shape.dim

@@ -48,7 +48,11 @@ def write_unigram(source: Path, folder: Path) -> None:
     problem = find_difference(source, folder, facts)
     if problem is not None:
         (folder / FILE).unlink()
-        raise InputError(f"{source / PIECES}: as a tokenizer.json it says something else: {problem}.")
+        raise InputError(
+            f"{source / PIECES}: as a tokenizer.json it says something else: {problem}.",
+            code="tokenizer-differs",
+            file=str(source / PIECES),
+        )
 
 
 def _unigram(source: Path, facts: Tokenizing) -> Any:
@@ -60,7 +64,9 @@ def _unigram(source: Path, facts: Tokenizing) -> Any:
     if proto.trainer_spec.model_type != _UNIGRAM or proto.trainer_spec.byte_fallback:
         raise InputError(
             f"{source / PIECES}: not a SentencePiece model of unigrams without bytes, which tokenizer.json"
-            " could hold."
+            " could hold.",
+            code="unsupported-tokenizer",
+            file=str(source / PIECES),
         )
     words = _words(source, facts)
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
@@ -98,7 +104,9 @@ def _words(source: Path, facts: Tokenizing) -> list[str]:
     words = {place: word for word, place in ids.items()}
     if sorted(words) != list(range(len(ids))):
         raise InputError(
-            f"{source / WORDS}: its ids have gaps or come twice; tokenizer.json numbers all words."
+            f"{source / WORDS}: its ids have gaps or come twice; tokenizer.json numbers all words.",
+            code="vocabulary-gaps",
+            file=str(source / WORDS),
         )
     return [words[place] for place in range(len(words))]
 
@@ -183,5 +191,7 @@ def _read(path: Path) -> Any:
     try:
         proto.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf raises several kinds, all meaning the same
-        raise InputError(f"{path}: the SentencePiece model cannot be read: {error}") from error
+        raise InputError(
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-file", file=str(path)
+        ) from error
     return proto

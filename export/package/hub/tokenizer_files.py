@@ -38,7 +38,11 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
     config, facts = read_json(source / "config.json"), read_tokenizing(source)
     said = read_json(source / CONFIG)
     if not said:
-        raise InputError(f"{source / CONFIG}: this file of the tokenizer is missing; others need it.")
+        raise InputError(
+            f"{source / CONFIG}: this file of the tokenizer is missing; others need it.",
+            code="missing-file",
+            file=str(source / CONFIG),
+        )
     fast = (source / TOKENS).is_file() and facts.reader != "sentencepiece"
     names = (TOKENS,) if fast else _slow_files(source)
     for name in (*names, *(path.name for path in source.glob("*.jinja"))):

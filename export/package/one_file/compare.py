@@ -39,7 +39,8 @@ def open_session(model: bytes | str) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             "onnxruntime-extensions is not installed; with it the file takes strings:"
-            " pip install 'smelt[strings]' (or onnxruntime-extensions>=0.15)"
+            " pip install 'smelt[strings]' (or onnxruntime-extensions>=0.15)",
+            code="not-installed",
         ) from error
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
@@ -71,7 +72,10 @@ def require_same(
     found = _read(session, texts)
     for text, ours, theirs in zip(texts, found, expected, strict=True):
         if ours != theirs:
-            raise InputError(f"the operators of onnxruntime-extensions read {text[:60]!r} otherwise")
+            raise InputError(
+                f"the operators of onnxruntime-extensions read {text[:60]!r} otherwise",
+                code="tokenizer-differs",
+            )
     if eos is not None and plan.surfaces is not None:
         whole = encode_texts(texts, tokenizer, NO_LIMIT).ids  # what is cut may end inside of a letter
         _require_same_texts(plan, tokenizer, whole, vocabulary, eos)
@@ -98,7 +102,9 @@ def _read(session: Any, texts: Sequence[str]) -> list[list[int]]:
         try:
             ids, mask = session.run(None, {"texts": np.array(part, dtype=object)})
         except Exception as error:  # ONNX Runtime's errors share no other base
-            raise InputError(f"the operators of onnxruntime-extensions fail: {error}") from error
+            raise InputError(
+                f"the operators of onnxruntime-extensions fail: {error}", code="tokenizer-failed"
+            ) from error
         rows += [row[kept == 1].tolist() for row, kept in zip(ids, mask, strict=True)]
     return rows
 
@@ -132,4 +138,7 @@ def _require_same_texts(
             found = [session.run(None, {"sequences": np.array([ids])})[0][0] for ids in part]
         for ours, theirs in zip(found, expected[at : at + _AT_ONCE], strict=True):
             if ours != theirs:
-                raise InputError(f"its tokens would be put together as {ours[:60]!r}, not {theirs[:60]!r}")
+                raise InputError(
+                    f"its tokens would be put together as {ours[:60]!r}, not {theirs[:60]!r}",
+                    code="decoding-differs",
+                )

@@ -52,7 +52,7 @@ class OneFile:
         try:
             decoding = decoding_of(artifact.path, origin.generation) if task in GENERATES else None
         except InputError as error:
-            raise InputError(f"This cannot be one file: {error}") from error
+            raise InputError(f"This cannot be one file: {error}", code=error.code) from error
         path = graph_for(artifact.path, decoding)
         vocabulary = int(config.get("decoder_vocab_size") or config["vocab_size"])
         model = whole_graph(path, decoding, vocabulary)

@@ -54,7 +54,7 @@ def cutter_of(folder: Path, facts: Tokenizing) -> Cutter:
         InputError: onnxruntime-extensions has no operator for it; the message says what it is.
     """
     if facts.reader == "transformers":
-        raise InputError(f"its texts are read by transformers ({facts.reason})")
+        raise InputError(f"its texts are read by transformers ({facts.reason})", code="unsupported-tokenizer")
     if facts.reader == "sentencepiece":
         return _sentencepiece(folder, facts)
     said = read_json(folder / JSON)
@@ -63,7 +63,10 @@ def cutter_of(folder: Path, facts: Tokenizing) -> Cutter:
         return _wordpiece(said)
     if kind == "BPE":
         return _byte_level(said)
-    raise InputError(f"its tokenizer is a {kind} one in {JSON}, for which there is no operator that is exact")
+    raise InputError(
+        f"its tokenizer is a {kind} one in {JSON}, for which there is no operator that is exact",
+        code="unsupported-tokenizer",
+    )
 
 
 def specials_of(tokenizer: TextTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -72,7 +75,10 @@ def specials_of(tokenizer: TextTokenizer) -> tuple[tuple[int, ...], tuple[int, .
     for first in range(len(alone) + 1):
         if word[:first] == alone[:first] and word[len(word) - len(alone) + first :] == alone[first:]:
             return tuple(alone[:first]), tuple(alone[first:])
-    raise InputError("its tokenizer puts other special tokens around an empty text than around a word")
+    raise InputError(
+        "its tokenizer puts other special tokens around an empty text than around a word",
+        code="unsupported-tokenizer",
+    )
 
 
 def dense(b: Builder, flat: str, starts: str, rows: Rows) -> tuple[str, str]:
@@ -119,7 +125,10 @@ def _sentencepiece(folder: Path, facts: Tokenizing) -> Cutter:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / PIECES))
     words = read_json(folder / WORDS) | facts.added
     if any(word.startswith(">>") and word.endswith("<<") for word in words):
-        raise InputError("its texts begin with the code of a language (>>deu<<), which no operator reads")
+        raise InputError(
+            "its texts begin with the code of a language (>>deu<<), which no operator reads",
+            code="unsupported-tokenizer",
+        )
     numbers = [words.get(pieces.id_to_piece(i), facts.unknown) for i in range(len(pieces))]
     model = (folder / PIECES).read_bytes()
 
@@ -137,11 +146,13 @@ def _wordpiece(said: dict[str, Any]) -> Cutter:
     normal, model = said.get("normalizer") or {}, said["model"]
     cuts = (said.get("pre_tokenizer") or {}).get("type")
     if normal.get("type") != "BertNormalizer" or cuts != "BertPreTokenizer" or not normal["clean_text"]:
-        raise InputError("its WordPiece tokenizer does not prepare texts as BERT does")
+        raise InputError(
+            "its WordPiece tokenizer does not prepare texts as BERT does", code="unsupported-tokenizer"
+        )
     table, gone = letter_table(normal)
     words = sorted(model["vocab"], key=model["vocab"].get)
     if [model["vocab"][word] for word in words] != list(range(len(words))):
-        raise InputError("the numbers of its vocabulary have gaps")
+        raise InputError("the numbers of its vocabulary have gaps", code="vocabulary-gaps")
     settings = {
         "vocab_file": "\n".join(words),
         "do_lower_case": 0,
@@ -179,7 +190,9 @@ def _byte_level(said: dict[str, Any]) -> Cutter:
     cuts, model = said.get("pre_tokenizer") or {}, said["model"]
     usual = cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True)
     if not usual or cuts.get("add_prefix_space") or said.get("normalizer") or model.get("ignore_merges"):
-        raise InputError("its BPE tokenizer does not cut texts into words as GPT-2's does")
+        raise InputError(
+            "its BPE tokenizer does not cut texts into words as GPT-2's does", code="unsupported-tokenizer"
+        )
     merges = "\n".join(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
     settings = {"vocab": json.dumps(model["vocab"]), "merges": merges}
 

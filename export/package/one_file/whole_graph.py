@@ -30,7 +30,8 @@ def decoding_of(folder: Path, generation: Mapping[str, Any]) -> Decoding:
     if not does(decoding):
         raise InputError(
             "its generation draws at random, or knows bad words of several tokens; the graph that holds the"
-            " loop does neither."
+            " loop does neither.",
+            code="unsupported-generation-setting",
         )
     return decoding
 
@@ -48,12 +49,16 @@ def graph_for(folder: Path, decoding: Decoding | None) -> Path:
     if not path.is_file():
         raise InputError(
             f"it has no {path.name}; that was left out with `loop: false`, or is for {name} alone. Export it"
-            " again with `- onnx: {target: ort-cpu}`."
+            " again with `- onnx: {target: ort-cpu}`.",
+            code="missing-graph",
+            file=path.name,
         )
     if (size := _bytes_of(path)) > LARGEST:
         raise InputError(
             f"{path.name} holds {size:,} bytes of weights, and one ONNX file holds no more than 2 GB"
-            " (protobuf's limit). The form standalone keeps them beside the graph."
+            " (protobuf's limit). The form standalone keeps them beside the graph.",
+            code="graph-too-large",
+            file=path.name,
         )
     return path
 

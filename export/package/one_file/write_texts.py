@@ -42,14 +42,14 @@ def surfaces_of(folder: Path, facts: Tokenizing, size: int) -> Surfaces:
         InputError: the tokens of this tokenizer do not just follow one another.
     """
     if facts.clean_up:
-        raise InputError("its tokenizer cleans up blanks before punctuation")
+        raise InputError("its tokenizer cleans up blanks before punctuation", code="unsupported-tokenizer")
     if facts.reader == "sentencepiece":
         words = read_json(folder / WORDS) | facts.added
         found = {i: word.replace(_BLANK, " ").encode() for word, i in words.items()}
         return _filled(found, set(facts.special), size, strip=True)
     said = read_json(folder / JSON)
     if (said.get("decoder") or {}).get("type") != "ByteLevel":
-        raise InputError("its tokenizer does not put texts together from bytes")
+        raise InputError("its tokenizer does not put texts together from bytes", code="unsupported-tokenizer")
     letters = _letters()
     found = {i: bytes(letters[c] for c in w if c in letters) for w, i in said["model"]["vocab"].items()}
     found |= {one["id"]: one["content"].encode() for one in said["added_tokens"]}

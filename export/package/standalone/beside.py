@@ -30,7 +30,9 @@ def requirements(reader: str) -> list[str]:
     """
     runtime = next(filter(None, map(_version, _RUNTIMES)), None)
     if runtime is None:
-        raise MissingDependencyError("onnxruntime is not installed; pip install onnxruntime.")
+        raise MissingDependencyError(
+            "onnxruntime is not installed; pip install onnxruntime.", code="not-installed"
+        )
     return [f"numpy=={version('numpy')}", f"onnxruntime=={runtime}", f"{reader}=={version(reader)}"]
 
 

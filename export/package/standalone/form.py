@@ -57,7 +57,8 @@ class Standalone:
         found = read_tokenizing(artifact.path)
         if found.reader == "transformers":
             raise InputError(
-                f"its texts are read by transformers ({found.reason}), which infer.py does without."
+                f"its texts are read by transformers ({found.reason}), which infer.py does without.",
+                code="unsupported-tokenizer",
             )
         lacks = [name for name in WHOLE if not (artifact.path / f"{name}.onnx").is_file()]
         if artifact.manifest.task in _GENERATES and lacks:
@@ -66,7 +67,11 @@ class Standalone:
                 if artifact.manifest.facts.get("foreign")
                 else "Export it with `loop: true`."
             )
-            raise InputError(f"it has no {lacks[0]}.onnx, the graph of a whole generation. {mend}")
+            raise InputError(
+                f"it has no {lacks[0]}.onnx, the graph of a whole generation. {mend}",
+                code="missing-graph",
+                file=f"{lacks[0]}.onnx",
+            )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
         """Write the artifact, infer.py with its settings, serve.py, requirements.txt and a Dockerfile."""

@@ -105,7 +105,8 @@ def _generation(
     if not does(decoding):
         raise InputError(
             "its generation settings have bad words of several tokens, or remove_invalid_values, which the"
-            " graph of a whole generation does not do. Remove them from recipe or generation_config.json."
+            " graph of a whole generation does not do. Remove them from recipe or generation_config.json.",
+            code="unsupported-generation-setting",
         )
     return written(decoding, int(config.get("decoder_vocab_size") or config["vocab_size"])), notes
 

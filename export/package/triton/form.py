@@ -70,14 +70,21 @@ class Triton:
 
         facts = read_tokenizing(artifact.path)
         if facts.reader == "transformers":
-            raise InputError(f"its texts are read by transformers ({facts.reason}).")
+            raise InputError(
+                f"its texts are read by transformers ({facts.reason}).", code="unsupported-tokenizer"
+            )
         if artifact.format == "onnx" and artifact.manifest.facts.get("target") == "tensorrt":
-            raise InputError("it is the ONNX that an engine is built of; package the engine.")
+            raise InputError(
+                "it is the ONNX that an engine is built of; package the engine.", code="unsupported-target"
+            )
         if artifact.format == "onnx":
             decoding = decoding_of(artifact.path, {}) if artifact.manifest.task in _GENERATES else None
             graph_for(artifact.path, decoding)
         elif artifact.manifest.task in _GENERATES:
-            raise InputError("an engine makes one step of a text, and this form has no loop for engines.")
+            raise InputError(
+                "an engine makes one step of a text, and this form has no loop for engines.",
+                code="unsupported-task",
+            )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
         """Write both models, a client, and how the server is started.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from smelt.core.errors import RunError
+from smelt.core.messages import Message
 
 STANDARD = ("", "ai.onnx")
 _FLOATS = frozenset({"float", "float16", "bfloat16", "double"})
@@ -33,8 +34,17 @@ class Problem(NamedTuple):
     @property
     def text(self) -> str:
         """The finding as one line: file, place, reason, mend."""
-        ahead = ": ".join(part for part in (self.graph, self.place) if part)
-        return f"{ahead + ': ' if ahead else ''}{self.reason}{' ' if self.mend else ''}{self.mend}"
+        return str(self.as_message())
+
+    def as_message(self) -> Message:
+        """Return the finding as data, for a report."""
+        place = f"{self.place}: " if self.place else ""
+        return Message(
+            code=f"tensorrt-{self.rule}",
+            severity=self.severity,
+            message=f"{place}{self.reason}{' ' if self.mend else ''}{self.mend}",
+            file=self.graph or None,
+        )
 
 
 class Found(NamedTuple):
@@ -88,7 +98,11 @@ class Graph:
                 external_data_helper.load_external_data_for_tensor(tensor, str(self.path.parent))
             return numpy_helper.to_array(tensor)
         except Exception as error:  # onnx and numpy raise many kinds, all meaning the same
-            raise RunError(f"{self.path.name}: the constant '{name}' cannot be read: {error}") from error
+            raise RunError(
+                f"{self.path.name}: the constant '{name}' cannot be read: {error}",
+                code="damaged-weights",
+                file=self.path.name,
+            ) from error
 
     @cached_property
     def not_finite(self) -> list[tuple[str, str, Any]]:
@@ -182,7 +196,7 @@ def _types(model: Any) -> dict[str, int]:
         # without values: only types are of interest
         inferred = onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False)
     except Exception as error:  # inference is a help, not a requirement
-        raise RunError(f"the types of the graph cannot be inferred: {error}") from error
+        raise RunError(f"the types of the graph cannot be inferred: {error}", code="invalid-graph") from error
     graph = inferred.graph
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):

@@ -29,4 +29,9 @@ def require_finite_models(plan: Plan) -> None:
             try:
                 require_finite_weights(folder, new_head, task == SIMILARITY)
             except InputError as error:
-                raise InputError(f"{plan.path}:{step.line}: step '{step.name}': {error}") from error
+                raise InputError(
+                    f"{plan.path}:{step.line}: step '{step.name}': {error}",
+                    code=error.code,
+                    file=str(plan.path),
+                    line=step.line,
+                ) from error

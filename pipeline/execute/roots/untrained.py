@@ -8,7 +8,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import IMAGES, Split
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, together
 from smelt.core.files import hash_of, sha256_of, write_json
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import class_names
@@ -37,7 +37,7 @@ def start(shop: Workshop, recipe: Recipe, head: Head, fresh: bool) -> tuple[Arti
     assert isinstance(model, Untrained)
     config, problems = read_outline(config_file(model, recipe.base))
     if problems:
-        raise InputError("\n".join(problems))
+        raise together(problems)
     tokenizer = model.tokenizer
     ready = _fetch_tokenizer(tokenizer, recipe.base) if isinstance(tokenizer, str) else None
     pixels = processor_settings(model, recipe.base, config) if shop.task == IMAGES else None
@@ -152,7 +152,8 @@ def _fetch_tokenizer(tokenizer: str, base: Path) -> Path:
             return Path(huggingface_hub.snapshot_download(tokenizer, allow_patterns=_TOKENIZER_FILES))
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         why = f"it is not in the cache here, and {lack}" if lack else f"the hub does not give it: {error}"
-        raise InputError(f"model.tokenizer: '{tokenizer}': {why}.") from error
+        code = "not-in-hub-cache" if lack else "not-on-hub"
+        raise InputError(f"model.tokenizer: '{tokenizer}': {why}.", code=code) from error
 
 
 def _words_key(ready: Path | None, tokenizer: str | NewTokenizer, shop: Workshop) -> dict[str, Any]:

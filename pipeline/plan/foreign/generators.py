@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.core.errors import InputError
 from smelt.core.files import placed
+from smelt.core.messages import mistake
 from smelt.families.registry import BY_TASK
 from smelt.look.foreign import ForeignModel, examined, find_parts, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config, unknown_family
@@ -28,7 +29,7 @@ def check_generator(recipe: Recipe, path: Path, mistakes: Mistakes) -> ForeignMo
     try:
         parts = find_parts(path)
     except InputError as error:
-        mistakes.add(("model",), str(error))
+        mistakes.refuse(("model",), error)
         return None
     looked = {name: examined(file) for name, file in parts.items()}
     wrong = [f"{parts[name]}: {problem}" for name, found in looked.items() for problem in found.problems]
@@ -36,7 +37,7 @@ def check_generator(recipe: Recipe, path: Path, mistakes: Mistakes) -> ForeignMo
         if found.signature is not None:
             wrong += [f"{parts[name]}: {problem}" for problem in misfits(name, found.signature)]
     for problem in wrong:
-        mistakes.add(("model",), f"{problem}.")
+        mistakes.add(("model",), f"{problem}.", code="unsupported-graph")
     last = next(reversed(parts))
     named = None if recipe.tokenizer is None else placed(recipe.base, recipe.tokenizer)
     folder = _texts(recipe, parts, named, mistakes)
@@ -59,6 +60,7 @@ def check_engines(
                 places[step.name],
                 "no engine is built of graphs that generate and that somebody else exported; start from the"
                 " folder with weights, and put onnx: {target: tensorrt} before this step.",
+                code="unsupported-graph",
             )
 
 
@@ -72,22 +74,26 @@ def _texts(recipe: Recipe, parts: dict[str, Path], named: Path | None, mistakes:
             place,
             f"{graph.parent}: there is no config.json. Name the folder with config.json and the tokenizer"
             " that the graphs were exported from, as tokenizer: FOLDER.",
+            code="missing-config",
         )
         return None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
     families = BY_TASK[recipe.task]
     if config and kind not in families:
-        problems.append(f"{folder / 'config.json'}: {unknown_family(kind, recipe.task)}")
+        problems.append(unknown_family(kind, recipe.task).prefixed(f"{folder / 'config.json'}: "))
     else:
         problems += check_tokenizer(folder, kind)
     reads = bool(config.get("is_encoder_decoder"))
     if config and not problems and reads == (MODEL in parts):
         have = "a decoder alone" if MODEL in parts else "an encoder and a decoder"
         problems.append(
-            f"{folder / 'config.json'}: is_encoder_decoder is {str(reads).lower()}, and the graphs are"
-            f" {have}."
+            mistake(
+                "config-differs-from-graph",
+                f"{folder / 'config.json'}: is_encoder_decoder is {str(reads).lower()}, and the graphs are"
+                f" {have}.",
+            )
         )
     for problem in problems:
-        mistakes.add(place, problem)
+        mistakes.note(place, problem)
     return None if problems else folder

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, mistake, warning
 from smelt.families.registry import FAMILIES
 from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config
@@ -63,11 +63,11 @@ def _one_graph(
     try:
         file = find_graph(path)
     except InputError as error:
-        mistakes.add(("model",), str(error))
+        mistakes.refuse(("model",), error)
         return None
     found = examined(file)
     for problem in found.problems:
-        mistakes.add(("model",), f"{file}: {problem}.")
+        mistakes.add(("model",), f"{file}: {problem}.", code="unsupported-graph")
     if found.signature is None or touches(bad, "task"):
         return None
     model = ForeignModel(file, found.signature, found.files, facts=dict(found.facts or {}))
@@ -107,6 +107,7 @@ def fit_batches(recipe: Recipe, model: ForeignModel | None, mistakes: Mistakes) 
         mistakes.add(
             ("score", "latency", "batch_sizes"),
             f"the graph takes exactly {size} rows in a call; say [{size}], or leave it out.",
+            code="fixed-batch-size",
         )
         return recipe
     chosen = latency.model_copy(update={"batch_sizes": (size,)})
@@ -117,10 +118,16 @@ def _not_onnx(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
     """Note what only fits an ONNX model."""
     if recipe.task == TENSORS and not touches(bad, "task"):
         mistakes.add(
-            ("task",), f"'{TENSORS}' is for a model that is an .onnx file; {recipe.model!s} is none."
+            ("task",),
+            f"'{TENSORS}' is for a model that is an .onnx file; {recipe.model!s} is none.",
+            code="needs-onnx-model",
         )
     if recipe.tokenizer is not None and not touches(bad, "tokenizer"):
-        mistakes.add(("tokenizer",), "is for a model that is an .onnx file; others bring their own.")
+        mistakes.add(
+            ("tokenizer",),
+            "is for a model that is an .onnx file; others bring their own.",
+            code="needs-onnx-model",
+        )
 
 
 def _check_arrays(
@@ -131,24 +138,41 @@ def _check_arrays(
 
     data = recipe.data
     if recipe.tokenizer is not None:
-        mistakes.add(("tokenizer",), f"means nothing for task: {TENSORS}, where no text is read.")
+        mistakes.add(
+            ("tokenizer",),
+            f"means nothing for task: {TENSORS}, where no text is read.",
+            code="does-not-fit-task",
+        )
     for name in _OF_TEXTS:
         if getattr(data, name) is not None:
-            mistakes.add(("data", name), f"is for texts; task: {TENSORS} reads arrays.")
+            mistakes.add(
+                ("data", name), f"is for texts; task: {TENSORS} reads arrays.", code="does-not-fit-task"
+            )
     if data.split.given():
-        mistakes.add(("data", "split"), f"is for rows of text; give task: {TENSORS} a file for each split.")
+        mistakes.add(
+            ("data", "split"),
+            f"is for rows of text; give task: {TENSORS} a file for each split.",
+            code="does-not-fit-task",
+        )
     if "columns" in data.model_fields_set:
-        mistakes.add(("data", "columns"), "is for rows of text; arrays are found by the names of the inputs.")
+        mistakes.add(
+            ("data", "columns"),
+            "is for rows of text; arrays are found by the names of the inputs.",
+            code="does-not-fit-task",
+        )
     for name, origin in data.files().items():
         if touches(bad, f"data.{name}"):
             continue
         try:
             shapes = shapes_in(placed(recipe.base, origin), name)
-        except (InputError, OSError, RuntimeError, ValueError) as error:
-            mistakes.add(("data", name), str(error))
+        except InputError as error:
+            mistakes.refuse(("data", name), error)
+            continue
+        except (OSError, RuntimeError, ValueError) as error:
+            mistakes.add(("data", name), str(error), code="unreadable-file")
             continue
         for problem in model.signature.problems(shapes):
-            mistakes.add(("data", name), f"{origin}: {problem}")
+            mistakes.add(("data", name), f"{origin}: {problem}", code="does-not-fit-graph")
         unread = model.signature.unread(list(shapes))
         if unread:
             warnings.append(
@@ -166,10 +190,11 @@ def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Pat
             ("task",),
             f"an ONNX model is for {', '.join((*_GIVES, *GENERATES, TENSORS))}. For {recipe.task} start from"
             f" the folder with weights that it was exported from, or give task: {TENSORS}.",
+            code="unsupported-task",
         )
         return None
     for problem in _unfit(model.signature, recipe.task):
-        mistakes.add(("model",), f"{model.file}: {problem}")
+        mistakes.note(("model",), problem.prefixed(f"{model.file}: "))
     folder = texts_folder(recipe, model.file)
     place: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
     if folder is None:
@@ -177,6 +202,7 @@ def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Pat
             place,
             f"{model.file}: there is no config.json beside it. Name the folder with config.json and the"
             " tokenizer that it was exported from, as tokenizer: FOLDER.",
+            code="missing-config",
         )
         return None
     config, problems = read_config(folder)
@@ -184,11 +210,14 @@ def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Pat
     problems += check_tokenizer(folder, kind) if kind in FAMILIES else _no_tokenizer(folder)
     if config and recipe.task == "text-classification" and not has_classifier(config):
         problems.append(
-            f"{folder / 'config.json'}: 'architectures' names no ...ForSequenceClassification, so nobody can"
-            " tell the classes. Take the config of the model that was exported."
+            mistake(
+                "unsupported-architecture",
+                f"{folder / 'config.json'}: 'architectures' names no ...ForSequenceClassification, so nobody"
+                " can tell the classes. Take the config of the model that was exported.",
+            )
         )
     for problem in problems:
-        mistakes.add(place, problem)
+        mistakes.note(place, problem)
     if recipe.task == SIMILARITY and not problems:
         _require_pooling(recipe, model.signature, folder, mistakes)
     return None if problems else folder
@@ -202,30 +231,34 @@ def _require_pooling(recipe: Recipe, signature: Signature, folder: Path, mistake
             ("model",),
             f"the graph gives {HIDDEN}, and there is no {MODULES} beside it that says how these become a"
             f" vector. Name it: embedding: {{pooling: {' | '.join(POOLINGS)}}}.",
+            code="missing-pooling",
         )
 
 
-def _unfit(signature: Signature, task: Task) -> Iterator[str]:
+def _unfit(signature: Signature, task: Task) -> Iterator[Message]:
     """Yield what keeps a graph from being one that reads texts for `task`."""
     inputs, outputs = ([v.name for v in values] for values in (signature.inputs, signature.outputs))
     lacking = {"input_ids", "attention_mask"} - set(inputs)
     strange = set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}
     if lacking or strange:
-        yield (
+        yield mistake(
+            "wrong-graph-inputs",
             f"its inputs are {', '.join(inputs)}; a graph for {task} takes input_ids, attention_mask and"
-            f" maybe token_type_ids. Export it with these names, or give task: {TENSORS}."
+            f" maybe token_type_ids. Export it with these names, or give task: {TENSORS}.",
         )
     given = {_GIVES[task], *([HIDDEN] if task == SIMILARITY else [])}
     if not given & set(outputs):
-        yield (
+        yield mistake(
+            "wrong-graph-outputs",
             f"its outputs are {', '.join(outputs)}; a graph for {task} gives {' or '.join(sorted(given))}."
-            f" Export it with this name, or give task: {TENSORS}."
+            f" Export it with this name, or give task: {TENSORS}.",
         )
 
 
-def _no_tokenizer(folder: Path) -> list[str]:
-    there = (folder / "tokenizer.json").is_file()
-    return [] if there else [f"{folder}: no tokenizer; expected tokenizer.json."]
+def _no_tokenizer(folder: Path) -> list[Message]:
+    if (folder / "tokenizer.json").is_file():
+        return []
+    return [mistake("missing-tokenizer", f"{folder}: no tokenizer; expected tokenizer.json.")]
 
 
 def texts_folder(recipe: Recipe, file: Path) -> Path | None:

@@ -9,7 +9,7 @@ from smelt.core.artifact import Format
 from smelt.core.data import CLASSIFICATION, IMAGES, SIMILARITY
 from smelt.core.errors import nearest
 from smelt.core.files import is_there, placed
-from smelt.core.messages import Message
+from smelt.core.messages import Message, mistake
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.look.model_folder import check_model_folder, read_config
@@ -69,7 +69,9 @@ class Checker:
             if name in self.drafts:
                 first = self.drafts[name].entry.line
                 where = ("stages", entry.index, "name")
-                self.mistakes.add(where, f"'{name}' is already the name of the step in line {first}.")
+                self.mistakes.add(
+                    where, f"'{name}' is already the name of the step in line {first}.", code="duplicate-step"
+                )
                 self.bad.add("stages")
                 previous = None
                 continue
@@ -96,7 +98,8 @@ class Checker:
             what = f"'{word}' is not an earlier step" if later else f"no step '{word}'"
             hint = "" if later else nearest(word, self.names)
             known = f"Earlier steps: {', '.join(self.names)}."
-            self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}")
+            code = "later-step" if later else "unknown-step"
+            self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}", code=code)
         return None
 
     def _load(self, draft: Draft) -> None:
@@ -116,22 +119,24 @@ class Checker:
                 in_list = isinstance(draft.entry.settings.get(str(place[0])), list)
                 where = place if in_list else tuple(word for word in place if not isinstance(word, int))
                 for problem in self._problems_of(Path(path), draft.settings.models().get(place)):
-                    self.mistakes.add((*draft.entry.path, *where), problem)
+                    self.mistakes.note((*draft.entry.path, *where), problem)
                     draft.wrong |= {str(place[0])}
 
-    def _problems_of(self, path: Path, as_it_is: bool | None) -> list[str]:
+    def _problems_of(self, path: Path, as_it_is: bool | None) -> list[Message]:
         """Say what is wrong with what a step names; as_it_is: as `Settings.models` has it, None for files."""
         if not is_there(path):
-            return [f"{path}: no such file or folder."]
+            return [mistake("missing-file", f"{path}: no such file or folder.")]
         if as_it_is is None:
             return []
         if not path.is_dir():
-            return [f"{path}: not a folder; expected a model's folder with config.json."]
+            text = f"{path}: not a folder; expected a model's folder with config.json."
+            return [mistake("not-a-folder", text)]
         task = None if "task" in self.bad else self.recipe.task
         problems, _ = check_model_folder(path, task, is_baseline=False, texts=task != IMAGES)
         if not problems and as_it_is and task in CLASSIFICATION:
-            bare = not has_classifier(read_config(path)[0])
-            return [f"{path}: its model has no classifier, so it cannot teach one."] if bare else []
+            if has_classifier(read_config(path)[0]):
+                return []
+            return [mistake("no-classifier", f"{path}: its model has no classifier, so it cannot teach one.")]
         return problems
 
     def _check(self, draft: Draft) -> None:
@@ -141,7 +146,11 @@ class Checker:
         elsewhere = self._begins_as not in draft.cls.accepts and self._begins_as == "onnx"  # said below
         if "task" not in self.bad and self.recipe.task not in draft.cls.tasks and not elsewhere:
             tasks = ", ".join(sorted(draft.cls.tasks))
-            self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
+            self.mistakes.add(
+                path,
+                f"{word} does not work on {self.recipe.task}; it works on {tasks}.",
+                code="unsupported-task",
+            )
         given = self.recipe.data.splits()
         draft.needs = needs_of(draft.cls, draft.settings, given) if draft.settings else draft.cls.needs
         unsettled = draft.settings is None and hasattr(draft.cls, "needs_with")  # nobody knows what it needs
@@ -151,7 +160,11 @@ class Checker:
                 instead = draft.settings and needs_of(draft.cls, draft.settings, [*given, "calibration"])
                 either = need == "train" and instead and need not in instead  # one of them will do
                 what, name = ("calibration or train", "calibration") if either else (need, need)
-                self.mistakes.add(path, f"{word} needs {what} data; name a file with data: {{{name}: FILE}}.")
+                self.mistakes.add(
+                    path,
+                    f"{word} needs {what} data; name a file with data: {{{name}: FILE}}.",
+                    code="missing-data",
+                )
         self._check_references(draft)
         self._check_selection(draft)
         draft.unavailable = unavailable_reason(draft.cls, draft.target, draft.settings)
@@ -177,15 +190,17 @@ class Checker:
             if name in fit or (name not in earlier and name not in self._given and self.may_be(name)):
                 continue
             if name in earlier:
+                code = "wrong-model-format"
                 what = f"'{name}' gives {self._format(name)}, and a torch model is wanted."
             else:
+                code = "later-step" if name in self._given else "unknown-step"
                 what = f"no earlier step '{name[:60]}'."
             hint = nearest(name, fit)
             folder = placed(self.recipe.base, name)
             there = name.strip() and is_there(folder / "config.json") and any(folder.glob("*.safetensors"))
             if setting in folders and there:
                 hint = f" A model in a folder is named as `{{model: {name}}}`."
-            self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
+            self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}", code=code)
 
     def _check_selection(self, draft: Draft) -> None:
         """A checkpoint can be chosen by its loss, or by a metric that the recipe scores."""
@@ -194,7 +209,11 @@ class Checker:
             return
         path = (*draft.entry.path, "select")
         if self.recipe.task == "language-modeling":
-            self.mistakes.add(path, "a language model's metrics follow from its loss; write select: loss.")
+            self.mistakes.add(
+                path,
+                "a language model's metrics follow from its loss; write select: loss.",
+                code="metric-follows-loss",
+            )
             return
         # a classifier's own metrics, where none are named, are known when its labels were read
         known = ("loss", *(self.recipe.score.quality or METRICS[self.recipe.task]))
@@ -205,6 +224,7 @@ class Checker:
                 path,
                 f"'{metric[:60]}' is not scored; known: {', '.join(known)}.{nearest(metric, known)}"
                 " Other metrics can be named in score: {quality: [...]}.",
+                code="unknown-metric",
             )
 
     def _check_order(self, draft: Draft) -> None:
@@ -217,13 +237,16 @@ class Checker:
             accepts = " or ".join(sorted(draft.cls.accepts))
             advice = self._advice(draft, given, above)
             reality = f"its parent step '{draft.parent}' gives {given}"
-            self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
+            self.mistakes.add(
+                path, f"{word} works on {accepts} models, but {reality}; {advice}.", code="wrong-model-format"
+            )
             return
         if getattr(draft.cls, "foreign", False) and self._begins_as != "onnx":
             self.mistakes.add(
                 path,
                 f"{word} is for ONNX models that a recipe starts from; what smelt exports is simplified on"
                 " the way, quantized by `quantize` before it, narrowed by `onnx: {dtype: fp16}`.",
+                code="needs-onnx-model",
             )
             return
         quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-graph")), None)
@@ -240,6 +263,7 @@ class Checker:
                 path,
                 f"{word} cannot work after '{quantized.name}', which left {scheme_of(quantized)} codes;"
                 f" move it before '{quantized.name}', or give `from: {quantized.parent or ROOT}`.",
+                code="already-quantized",
             )
         self._check_units(draft, above)
         check_target(draft, parent, quantized, self._begins_as, self.mistakes)
@@ -257,6 +281,7 @@ class Checker:
                     draft.entry.path,
                     f"{draft.entry.word} cannot work after '{d.name}': {why}; move it before '{d.name}', or"
                     f" give `from: {d.parent or ROOT}`.",
+                    code="impossible-order",
                 )
 
     def _above(self, draft: Draft) -> list[Draft]:

@@ -36,7 +36,7 @@ def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[
             kept.add(step.name)
         target = getattr(step.settings, "target", None)
         if getattr(step.cls, "needs_float", False):
-            yield step.name, f"{step.stage} {what}; start from {coded.again}.", ""
+            yield step.name, f"{step.stage} {what}; start from {coded.again}.", "already-quantized"
         elif zeros := next((n for n in IN_TRAINING if getattr(step.settings, n, None)), None):
             said = f"{zeros} {what}; leave it out, or start from {coded.again}."
             yield step.name, said, BEHIND_QUANTIZE
@@ -46,7 +46,7 @@ def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[
                 step.name,
                 f"{RUNTIMES[str(target)]} cannot run the {codes} of the model ({coded.said});"
                 f" {', or '.join([*ways, f'start from {coded.again}'])}.",
-                "",
+                "unsupported-scheme",
             )
 
 
@@ -124,8 +124,8 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
         other = settings.begins_anew
         before = None if other else left.get(step.parent)
         if before is not None:
-            for message in _misfits(settings, before):
-                yield step.name, message, ""
+            for message, code in _misfits(settings, before):
+                yield step.name, message, code
             unfit = getattr(step.cls, "unfit_for_codes", None)
             if unfit and (why := unfit(settings, _as_stages_know(before))) is not None:
                 yield step.name, why, BEHIND_QUANTIZE
@@ -135,7 +135,7 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
                 step.name,
                 "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
                 " before it, or leave codes out.",
-                "",
+                "not-quantized",
             )
 
 
@@ -162,34 +162,37 @@ def _made_by(quantize: Any) -> _Coded:
     return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)), pairs=pairs)
 
 
-def _misfits(settings: Any, before: _Coded) -> Iterator[str]:
-    """Yield what is wrong with how a step trains the codes that it gets."""
+def _misfits(settings: Any, before: _Coded) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with how a step trains the codes that it gets, each with a code."""
     codes, halved = getattr(settings, "codes", None), [name for name, one in SCHEMES.items() if one.halves]
     if getattr(settings, "lora", None) is not None and before.split and not before.floats:
         yield (
             "lora: adapters stand beside layers of codes, and codes: split made two of each before it, which"
-            " have no place for one; leave lora out, or split out."
+            " have no place for one; leave lora out, or split out.",
+            "lora-on-split-layers",
         )
     if codes is None:
         return
     if codes.scales == "lsq" and before.used and not any(SCHEMES[name].learns for name in before.used):
         yield (
             f"codes: scales: lsq learns the scales of codes, and {' and '.join(before.used)} has none to"
-            " learn; quantize with another scheme, or leave scales out."
+            " learn; quantize with another scheme, or leave scales out.",
+            "scales-not-learned",
         )
     if codes.split and before.layers not in halved:
         yield (
             f"codes: split makes two layers of each {' or '.join(halved)} one, and those before it are"
-            f" {before.layers}; quantize with scheme: {' or '.join(halved)}, or leave split out."
+            f" {before.layers}; quantize with scheme: {' or '.join(halved)}, or leave split out.",
+            "unsupported-scheme",
         )
     elif codes.split and before.unsplit:
-        yield f"codes: split: the layers before it have {before.unsplit}"
+        yield f"codes: split: the layers before it have {before.unsplit}", "layers-not-splittable"
     if codes.activations == "one-bit":
         yield from _whole_inputs(_behind(settings, before).layers, before.pairs)
 
 
-def _whole_inputs(scheme: str, pairs: bool) -> Iterator[str]:
-    """Yield why layers of codes cannot have binary inputs, and what to do.
+def _whole_inputs(scheme: str, pairs: bool) -> Iterator[tuple[str, str]]:
+    """Yield why layers of codes cannot have binary inputs, and what to do; each with a code.
 
     pairs: whether a low-rank pair is beside the codes.
     """
@@ -197,12 +200,14 @@ def _whole_inputs(scheme: str, pairs: bool) -> Iterator[str]:
     if scheme not in known:
         yield (
             f"codes: activations: one-bit is for layers of scheme {' or '.join(known)}, and those before it"
-            f" are {scheme}; quantize with scheme: {' or '.join(known)}, or leave activations out."
+            f" are {scheme}; quantize with scheme: {' or '.join(known)}, or leave activations out.",
+            "unsupported-scheme",
         )
     elif pairs:
         yield (
             "codes: activations: one-bit: the layers before it have a low-rank pair beside their codes, which"
-            " is fed what they are; leave low_rank or lora out before it."
+            " is fed what they are; leave low_rank or lora out before it.",
+            "low-rank-beside-binary-inputs",
         )
 
 

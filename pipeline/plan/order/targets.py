@@ -44,12 +44,14 @@ def check_target(
                 draft.entry.path,
                 f"tensorrt reads symmetric int8, and '{parent.name}' is for {made_for}; give"
                 f" `{parent.entry.word}: {{scheme: {OBSERVING}, target: tensorrt}}`.",
+                code="unsupported-scheme",
             )
             return
         mistakes.add(
             draft.entry.path,
             f"tensorrt reads graphs with target tensorrt, but '{parent.name}' has target {made_for};"
             " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
+            code="wrong-target",
         )
 
 
@@ -63,16 +65,19 @@ def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes
         mistakes.add(
             (*draft.entry.path, "target"),
             f"{runtime} cannot run the {codes} of '{quantized.name}'; give {', or '.join([back, *ways])}.",
+            code="unsupported-scheme",
         )
     elif wanted := unfit_options(quantized, target):
         mistakes.add(
             (*draft.entry.path, "target"),
             f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give {back}.",
+            code="unsupported-scheme",
         )
     elif "dtype" not in draft.wrong and (kept := lossy(quantized, draft.settings)):
         mistakes.add(
             (*draft.entry.path, "dtype"),
             f"the scales of '{quantized.name}' would lose digits; give dtype: {kept}.",
+            code="low-precision-scales",
         )
 
 
@@ -121,4 +126,5 @@ def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> N
             draft.entry.path,
             f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"
             f" '{quantized.name}' `vocabulary: {DEFAULT}`, or this step `loop: false`.",
+            code="unsupported-scheme",
         )

@@ -72,7 +72,9 @@ class OrtTensorrtBackend(StepByStep):
         read = "input_ids" in first  # an image is not read piece by piece
         sizes = first["input_ids"] if read else next(iter(first.values()), ())
         if len(sizes) <= _LENGTH:
-            raise InputError(f"{folder / FILE}: no sizes of what is fed first. {MAKE_AGAIN}")
+            raise InputError(
+                f"{folder / FILE}: no sizes of what is fed first. {MAKE_AGAIN}", code="missing-engine-sizes"
+            )
         self._most_rows, self.at_once = sizes[_ROWS], sizes[_LENGTH] if read else None
         # a cache that only the graph before fills is as long as a text, not as what was put out
         grown = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
@@ -111,7 +113,8 @@ class OrtTensorrtBackend(StepByStep):
         if self.in_all is not None and fed > self.in_all:
             raise RunError(
                 f"a text of {fed} tokens; the engines take {self.in_all}. Export again with onnx: {{engine:"
-                " {max_new_tokens: ..., lengths: ...}}."
+                " {max_new_tokens: ..., lengths: ...}}.",
+                code="engine-limit",
             )
         slices = self._slices(len(feeds["input_ids"]))
         found = [
@@ -142,5 +145,7 @@ def _rows(feeds: Feeds, rows: slice) -> dict[str, NDArray[Any]]:
 
 def _of(told: dict[str, Told], graph: Graph, folder: Path) -> Told:
     if graph.name not in told:
-        raise InputError(f"{folder / FILE}: nothing about {graph.name}.onnx. {MAKE_AGAIN}")
+        raise InputError(
+            f"{folder / FILE}: nothing about {graph.name}.onnx. {MAKE_AGAIN}", code="missing-engine-sizes"
+        )
     return told[graph.name]

@@ -61,21 +61,35 @@ def place_of(wanted: str, target: str | None) -> Place:
 
     if wanted == "cpu" or target not in PROVIDERS:
         return "cpu"
-    why = lack_of(target)
-    if why is not None and wanted == "cuda":
-        raise MissingDependencyError(why)
-    return "cpu" if why else "cuda"
+    lack = _lack_of(target)
+    if lack is not None and wanted == "cuda":
+        raise MissingDependencyError(lack[1], code=lack[0])
+    return "cpu" if lack else "cuda"
 
 
 def lack_of(target: str) -> str | None:
     """Say why the provider of `target` cannot work here and how to get it, None where nothing is known."""
-    if not cuda_devices():
-        return f"{PROVIDERS[target].title} needs an NVIDIA GPU with a working driver, and there is none here."
-    return lack_of_package(target)
+    lack = _lack_of(target)
+    return lack and lack[1]
 
 
 def lack_of_package(target: str) -> str | None:
     """As `lack_of`, whatever GPU there is."""
+    lack = _lack_of_package(target)
+    return lack and lack[1]
+
+
+def _lack_of(target: str) -> tuple[str, str] | None:
+    """Return code and text of why the provider of `target` cannot work here, None where nothing is known."""
+    if not cuda_devices():
+        return (
+            "no-gpu",
+            f"{PROVIDERS[target].title} needs an NVIDIA GPU with a working driver, and there is none here.",
+        )
+    return _lack_of_package(target)
+
+
+def _lack_of_package(target: str) -> tuple[str, str] | None:
     return _lack_of_rtx() if target == "ort-tensorrt-rtx" else _lack_of_tensorrt()
 
 
@@ -119,13 +133,14 @@ def _folders() -> Iterator[Path]:
     yield from (Path(folder) for folder in _SYSTEM)
 
 
-def _lack_of_tensorrt() -> str | None:
+def _lack_of_tensorrt() -> tuple[str, str] | None:
     here = onnxruntime_here()
     library = provider_library()
     if library is None:
         return (
+            "not-installed",
             f"{here} has no {TENSORRT.name}: pip uninstall onnxruntime, then"
-            " pip install 'onnxruntime-gpu[cuda,cudnn]'."
+            " pip install 'onnxruntime-gpu[cuda,cudnn]'.",
         )
     linked = linked_with(library)
     if linked is None or tensorrt_files(linked.tensorrt) is not None:
@@ -133,25 +148,28 @@ def _lack_of_tensorrt() -> str | None:
     have = ", ".join(f"{name} {number}" for name, number in tensorrt_packages().items())
     package = f"tensorrt-cu{linked.cuda}" if linked.cuda else "tensorrt"
     return (
+        "not-installed",
         f"{here} is linked with TensorRT {linked.tensorrt} ({_FILES[0].format(linked.tensorrt)}), which is"
         f" not here{f'; installed is {have}' if have else ''}: pip install"
         f" '{package}=={linked.tensorrt}.*', in an environment of its own, since the step `tensorrt` wants 11"
-        " or newer."
+        " or newer.",
     )
 
 
-def _lack_of_rtx() -> str | None:
+def _lack_of_rtx() -> tuple[str, str] | None:
     if find_spec(_RTX) is None:
         return (
+            "not-installed",
             f"ONNX Runtime's plug-in {RTX.name} is not installed:"
-            " pip install onnxruntime-ep-nv-tensorrt-rtx (GeForce RTX 30xx and newer)."
+            " pip install onnxruntime-ep-nv-tensorrt-rtx (GeForce RTX 30xx and newer).",
         )
     known = [(name, number) for name, number in cuda_gpus() if _fits_rtx(number)]
     if cuda_gpus() and not known:
         seen = ", ".join(f"{name} (compute capability {number})" for name, number in cuda_gpus())
         return (
+            "wrong-gpu",
             "TensorRT for RTX takes GPUs of compute capability 8.6, 8.9, and 12.0 or newer; here is"
-            f" {seen}. Give target: ort-tensorrt."
+            f" {seen}. Give target: ort-tensorrt.",
         )
     return None
 

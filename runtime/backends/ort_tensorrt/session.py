@@ -46,7 +46,9 @@ def open_session(provider: Provider, path: Path, told: Told, threads: int | None
     """
     found = hash_of_graph(path)
     if found != told.sha256:
-        raise InputError(f"{path}: not the graph that provider.json was written for. {MAKE_AGAIN}")
+        raise InputError(
+            f"{path}: not the graph that provider.json was written for. {MAKE_AGAIN}", code="changed-file"
+        )
     folder = engine_cache(made_for(provider, found, told.options))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -97,7 +99,8 @@ def _open_tensorrt(path: Path, options: Mapping[str, str], folder: Path | None, 
     if TENSORRT.name not in onnxruntime.get_available_providers():
         raise MissingDependencyError(
             f"{path}: this ONNX Runtime ({onnxruntime.__version__}) has no {TENSORRT.name}: pip install"
-            " 'onnxruntime-gpu[cuda,cudnn]', and not onnxruntime beside it."
+            " 'onnxruntime-gpu[cuda,cudnn]', and not onnxruntime beside it.",
+            code="not-installed",
         )
     _load_libraries()
     providers: list[Any] = [
@@ -116,7 +119,9 @@ def _load_libraries() -> None:
             try:
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
-                raise MissingDependencyError(f"{library}: cannot be loaded: {error}") from error
+                raise MissingDependencyError(
+                    f"{library}: cannot be loaded: {error}", code="broken-installation"
+                ) from error
 
 
 def _libraries() -> list[Path]:
@@ -131,7 +136,8 @@ def _open_rtx(path: Path, options: Mapping[str, str], folder: Path | None, given
     if not devices:
         raise MissingDependencyError(
             f"{path}: {RTX.name} finds no GPU that it takes (GeForce RTX 30xx and newer); `smelt doctor` says"
-            " what is here."
+            " what is here.",
+            code="no-gpu",
         )
     told = dict(options)
     compiled = None if folder is None else folder / f"{path.stem}_ctx.onnx"
@@ -163,13 +169,15 @@ def rtx_devices() -> list[Any]:
                 onnxruntime.register_execution_provider_library(RTX.name, rtx_library())
         except ModuleNotFoundError as error:
             raise MissingDependencyError(
-                f"{RTX.name} is not installed: pip install onnxruntime-ep-nv-tensorrt-rtx."
+                f"{RTX.name} is not installed: pip install onnxruntime-ep-nv-tensorrt-rtx.",
+                code="not-installed",
             ) from error
         except Exception as error:  # its error classes share no base but Exception
             if "already registered" not in str(error):
                 raise MissingDependencyError(
                     f"{RTX.name} is installed but cannot be loaded: {error}. It needs NVIDIA's driver with"
-                    " CUDA 13 and ONNX Runtime 1.24 or newer."
+                    " CUDA 13 and ONNX Runtime 1.24 or newer.",
+                    code="broken-installation",
                 ) from error
         return [device for device in onnxruntime.get_ep_devices() if device.ep_name == RTX.name]
 
@@ -179,11 +187,16 @@ def _opened(path: Path, given: Any, providers: list[Any] | None, wanted: Provide
         session = onnxruntime.InferenceSession(str(path), given, providers=providers, enable_fallback=0)
     except Exception as error:  # its error classes share no base but Exception
         if "Please install TensorRT libraries" in str(error):
-            raise MissingDependencyError(f"{path}: {wanted.name} does not load: {error}") from error
-        raise InputError(f"{path}: {wanted.title} cannot open this graph: {error} {MAKE_AGAIN}") from error
+            raise MissingDependencyError(
+                f"{path}: {wanted.name} does not load: {error}", code="broken-installation"
+            ) from error
+        raise InputError(
+            f"{path}: {wanted.title} cannot open this graph: {error} {MAKE_AGAIN}", code="unopened-graph"
+        ) from error
     if wanted.name not in session.get_providers():  # it warns, and goes on without the provider
         raise MissingDependencyError(
             f"{path}: ONNX Runtime opened this graph without {wanted.name}, whose libraries do not load."
-            " `smelt doctor` says what is missing."
+            " `smelt doctor` says what is missing.",
+            code="broken-installation",
         )
     return session

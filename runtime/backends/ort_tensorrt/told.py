@@ -63,7 +63,9 @@ def read_told(folder: Path, provider: str) -> dict[str, Told]:
     try:
         said: Any = load_json(path)
         if said["schema_version"] != _SCHEMA:
-            raise InputError(f"{path}: written by another version of smelt. {MAKE_AGAIN}")
+            raise InputError(
+                f"{path}: written by another version of smelt. {MAKE_AGAIN}", code="wrong-version"
+            )
         found = {
             str(name): Told(str(of["sha256"]), {str(k): str(v) for k, v in of["options"].items()})
             for name, of in said["graphs"].items()
@@ -73,17 +75,21 @@ def read_told(folder: Path, provider: str) -> dict[str, Told]:
         made_for = said["provider"]
     except FileNotFoundError as error:
         raise InputError(
-            f"{path}: no such file; it says for which sizes TensorRT builds its engines. {MAKE_AGAIN}"
+            f"{path}: no such file; it says for which sizes TensorRT builds its engines. {MAKE_AGAIN}",
+            code="missing-file",
         ) from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read: {error!r}. {MAKE_AGAIN}") from error
+        raise InputError(f"{path}: cannot be read: {error!r}. {MAKE_AGAIN}", code="damaged-file") from error
     if made_for != provider:
-        raise InputError(f"{path}: made for {made_for}, not for {provider}. {MAKE_AGAIN}")
+        raise InputError(
+            f"{path}: made for {made_for}, not for {provider}. {MAKE_AGAIN}", code="wrong-provider"
+        )
     strange = sorted({name for told in found.values() for name in told.options} - OPTIONS)
     if strange:
         raise InputError(
             f"{path}: it says {', '.join(strange)[:200]}, which smelt neither writes nor passes on."
-            f" {MAKE_AGAIN}"
+            f" {MAKE_AGAIN}",
+            code="unknown-setting",
         )
     return found
 

@@ -41,7 +41,8 @@ def require_codes(src: Path, coding: Coding) -> None:
         if len(qweight) != 2:
             raise InputError(
                 f"{src}: the tensor '{name}.qweight' is {_told(entries[f'{name}.qweight'])}; the codes of a"
-                f" layer are int32 of two dimensions ({coding.method})."
+                f" layer are int32 of two dimensions ({coding.method}).",
+                code="shape-mismatch",
             )
         along = coding.method == "gptq"
         width, rows = (qweight[0] * _IN_ONE, qweight[1]) if along else (qweight[0], qweight[1] * _IN_ONE)
@@ -66,7 +67,8 @@ def coded_layers(src: Path, names: Iterable[str], coding: Coding) -> list[str]:
     if not found:
         raise InputError(
             f"{src}: config.json speaks of {coding.method} codes, and no tensor holds any (NAME.qweight)."
-            f" Take the whole checkpoint, or leave {SAID} out of its config, if its weights are floats."
+            f" Take the whole checkpoint, or leave {SAID} out of its config, if its weights are floats.",
+            code="not-quantized",
         )
     return found
 
@@ -105,7 +107,8 @@ def require_parts(src: Path, name: str, entries: Entries, coding: Coding, width:
                 f"{src}: the tensor '{name}.{part}' is {_told(entry)}; 4-bit {coding.method} codes of a layer"
                 f" of {width} inputs and {rows} outputs, in groups of {coding.group or 'whole rows'}, have"
                 f" {kind} {shape}. Are quant_method, bits and group_size of {SAID}, and the sizes of"
-                " config.json, those of these weights?"
+                " config.json, those of these weights?",
+                code="shape-mismatch",
             )
 
 
@@ -122,14 +125,17 @@ def own_group(src: Path, name: str, coding: Coding, width: int) -> int:
         raise InputError(
             f"{src}: '{name}': groups of {group} inputs; {TAKEN} has groups of"
             f" {', '.join(map(str, reversed(allowed)))}, and a group of a checkpoint must be some of these"
-            " together. Quantize the float model with another group_size."
+            " together. Quantize the float model with another group_size.",
+            code="unsupported-group-size",
         )
     return size
 
 
 def missing(src: Path, tensor: str) -> InputError:
     """Return what to tell of a tensor that a layer of codes lacks."""
-    return InputError(f"{src}: the tensor '{tensor}' is missing, which says what its codes mean.")
+    return InputError(
+        f"{src}: the tensor '{tensor}' is missing, which says what its codes mean.", code="missing-tensor"
+    )
 
 
 def values_by_type(src: Path) -> dict[str, int]:

@@ -62,14 +62,26 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
     if said is None:
         return None
     if not isinstance(said, dict):
-        raise InputError(f"{SAID} is {str(said)[:80]}; expected an object, as transformers writes it.")
+        raise InputError(
+            f"{SAID} is {str(said)[:80]}; expected an object, as transformers writes it.",
+            code="wrong-value",
+            setting=SAID,
+        )
     method = _method(said)
     bits = said.get("bits", said.get("w_bit"))
     if bits != BITS:
-        raise InputError(f"{SAID}: {method} codes of {_as_json(bits)} bits; smelt reads {BITS}. {_AGAIN}")
+        raise InputError(
+            f"{SAID}: {method} codes of {_as_json(bits)} bits; smelt reads {BITS}. {_AGAIN}",
+            code="unsupported-bits",
+            setting=f"{SAID}.bits",
+        )
     group = said.get("group_size", said.get("q_group_size"))
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
-        raise InputError(f"{SAID}: group_size is {_as_json(group)}; expected a whole number, or -1 for rows.")
+        raise InputError(
+            f"{SAID}: group_size is {_as_json(group)}; expected a whole number, or -1 for rows.",
+            code="wrong-value",
+            setting=f"{SAID}.group_size",
+        )
     form = _layout(method, said)
     _require_plain(said)
     _require_alone(said)
@@ -100,13 +112,17 @@ def _method(said: Mapping[str, Any]) -> str:
         if packing != _PACKING:
             raise InputError(
                 f"{SAID}: packing_format is '{packing[:40]}'; smelt reads {_PACKING}, which auto-round writes"
-                f" of symmetric codes; of others it reads what --format auto_gptq writes. {_AGAIN}"
+                f" of symmetric codes; of others it reads what --format auto_gptq writes. {_AGAIN}",
+                code="unsupported-packing",
+                setting=f"{SAID}.packing_format",
             )
         return "gptq"
     if method not in _METHODS:
         raise InputError(
             f"{SAID}: quant_method is {_as_json(said.get('quant_method'))}; smelt reads the codes of"
-            f" {', '.join(_METHODS)} and {_AUTO_ROUND} alone. {_HERE}"
+            f" {', '.join(_METHODS)} and {_AUTO_ROUND} alone. {_HERE}",
+            code="unsupported-method",
+            setting=f"{SAID}.quant_method",
         )
     return method
 
@@ -125,11 +141,17 @@ def _layout(method: str, said: Mapping[str, Any]) -> str:
     if found not in known:
         raise InputError(
             f"{SAID}: {word} is '{found[:40]}', a layout of one kernel; smelt reads {' and '.join(known)}."
-            f" {_AGAIN}"
+            f" {_AGAIN}",
+            code="unsupported-packing",
+            setting=f"{SAID}.{word}",
         )
     packed = str(said.get("pack_dtype") or "int32")
     if packed != "int32":
-        raise InputError(f"{SAID}: pack_dtype is '{packed[:40]}'; smelt reads int32. {_AGAIN}")
+        raise InputError(
+            f"{SAID}: pack_dtype is '{packed[:40]}'; smelt reads int32. {_AGAIN}",
+            code="unsupported-packing",
+            setting=f"{SAID}.pack_dtype",
+        )
     return found
 
 
@@ -147,7 +169,9 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
     if kind not in (None, *_WHOLE_NUMBERS):
         raise InputError(
             f"{SAID}: {where}data_type is '{str(kind)[:40]}'; smelt reads whole numbers with a zero point"
-            f" (int), no floats, and no scales that are codes themselves. {_HERE}"
+            f" (int), no floats, and no scales that are codes themselves. {_HERE}",
+            code="unsupported-quantized-type",
+            setting=f"{SAID}.data_type",
         )
     bits = said.get("act_bits")
     if bits is not None and not (isinstance(bits, int | float) and bits >= _FLOAT_BITS):
@@ -155,12 +179,16 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
         raise InputError(
             f"{SAID}: {where}act_bits is {str(bits)[:20]}: activations ({kind}) are rounded too, for which"
             " the codes were made. Layers here round them otherwise (int8 blocks), so it would be another"
-            f" model. {_HERE}"
+            f" model. {_HERE}",
+            code="quantized-activations",
+            setting=f"{SAID}.act_bits",
         )
     if rotated := next((word for word in _ROTATIONS if said.get(word)), None):
         raise InputError(
             f"{SAID}: {where}{rotated}: the weights are rotated, and activations have to be while the model"
-            f" runs, which nothing here does. {_HERE}"
+            f" runs, which nothing here does. {_HERE}",
+            code="rotated-weights",
+            setting=f"{SAID}.{rotated}",
         )
 
 
@@ -181,12 +209,16 @@ def _require_alone(said: Mapping[str, Any], where: str = "") -> None:
         raise InputError(
             f"{SAID}: {where}adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes,"
             " which smelt does not read, and without it they are another model. If that one is meant, leave"
-            f" adapter out of the config. {_HERE}"
+            f" adapter out of the config. {_HERE}",
+            code="unsupported-adapter",
+            setting=f"{SAID}.adapter",
         )
     if activation := said.get("activation"):
         raise InputError(
             f"{SAID}: {where}activation is {_as_json(activation)}: what layers are fed is rounded too (fp8,"
-            f" NVFP4), which nothing here does, so it would be another model. {_HERE}"
+            f" NVFP4), which nothing here does, so it would be another model. {_HERE}",
+            code="quantized-activations",
+            setting=f"{SAID}.activation",
         )
 
 
@@ -207,7 +239,11 @@ def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]
     for word in _OF_LAYERS:
         layers = said.get(word) or {}
         if not isinstance(layers, dict) or not all(isinstance(own, dict) for own in layers.values()):
-            raise InputError(f"{SAID}: {word} is {str(layers)[:80]}; expected an object for each layer.")
+            raise InputError(
+                f"{SAID}: {word} is {str(layers)[:80]}; expected an object for each layer.",
+                code="wrong-value",
+                setting=f"{SAID}.{word}",
+            )
         for name, own in layers.items():
             bits = own.get("bits")
             if name.startswith("-:") or (isinstance(bits, int) and bits >= _FLOAT_BITS):
@@ -216,7 +252,9 @@ def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]
                 if value not in (None, usual):
                     raise InputError(
                         f"{SAID}: {word}: '{name[:80]}' has {key} {str(value)[:20]}, and the others have"
-                        f" {usual}; smelt reads codes that are alike in all layers. {_HERE}"
+                        f" {usual}; smelt reads codes that are alike in all layers. {_HERE}",
+                        code="mixed-quantization",
+                        setting=f"{SAID}.{word}",
                     )
             _require_plain(own, f"{word}: '{name[:80]}': ")
             _require_alone(own, f"{word}: '{name[:80]}': ")

@@ -70,7 +70,7 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
     try:
         load_model(out)  # everything has its place
     except InputError as error:
-        raise InputError(str(error).replace(str(out), str(src))) from error
+        raise InputError(str(error).replace(str(out), str(src)), code=error.code) from error
     return [
         warning(
             "already-quantized",
@@ -101,7 +101,9 @@ class _Tensors:
             with safe_open(self.places[name], framework="pt") as file:
                 found: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{self.places[name]}: not a readable safetensors file: {error}") from error
+            raise InputError(
+                f"{self.places[name]}: not a readable safetensors file: {error}", code="damaged-weights"
+            ) from error
         return found
 
 
@@ -115,7 +117,8 @@ def _place(model: Any, name: str, src: Path) -> str:
         if isinstance(module, nn.Linear):
             return place
     raise InputError(
-        f"{src}: '{name}.qweight' is the codes of a layer that a {type(model).__name__} does not have."
+        f"{src}: '{name}.qweight' is the codes of a layer that a {type(model).__name__} does not have.",
+        code="unknown-layer",
     )
 
 
@@ -172,21 +175,24 @@ def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> T
         raise InputError(
             f"{tensors.src}: '{name}.qzeros' says a zero point of 16, which 4 bits do not hold: written as"
             " 'gptq', and perhaps meant as 'gptq_v2' (checkpoint_format), or a zero point of 0 that the first"
-            " layout cannot store. Save it again as gptq_v2."
+            " layout cannot store. Save it again as gptq_v2.",
+            code="zero-point-out-of-range",
         )
     odd = int(found.zeros.min()) if coding.symmetric and coding.method == "gptq" else _MIDDLE
     if abs(odd - _MIDDLE) == 1 and bool((found.zeros == odd).all()):
         raise InputError(
             f"{tensors.src}: '{name}.qzeros': {SAID} says sym: true, so that every zero point is {_MIDDLE},"
             f" and these are {odd}: checkpoint_format is 'gptq' where the file is 'gptq_v2', or the reverse."
-            " Name the one that its tool wrote."
+            " Name the one that its tool wrote.",
+            code="wrong-checkpoint-format",
         )
     exact = scales.to(torch.float16)
     if not bool(exact.isfinite().all()) or not exact.to(scales.dtype).equal(scales):
         raise InputError(
             f"{tensors.src}: '{name}.scales' ({scales.dtype}) has values that float16 does not hold exactly,"
             " or that are not finite; codes are taken over as they are or not at all. Start from the float"
-            " model."
+            " model.",
+            code="inexact-scales",
         )
     return found
 
@@ -198,5 +204,6 @@ def _require_order(tensors: _Tensors, name: str, width: int, group: int) -> None
         raise InputError(
             f"{tensors.src}: '{name}.g_idx': the inputs of a group are not neighbours (desc_act, act-order),"
             " and no operator here takes such an index fast. Take a checkpoint with desc_act: false, or start"
-            f" from the float model: quantize: {{scheme: {TAKEN}, method: gptq}}."
+            f" from the float model: quantize: {{scheme: {TAKEN}, method: gptq}}.",
+            code="unsupported-group-order",
         )

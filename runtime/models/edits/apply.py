@@ -60,14 +60,18 @@ def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
         word = str(edit.get("op"))[:60]
         op = _OPS.get(word)
         if op is None:
-            raise InputError(f"{FILE}: unknown edit '{word}'. Known: {', '.join(_OPS)}.{nearest(word, _OPS)}")
+            raise InputError(
+                f"{FILE}: unknown edit '{word}'. Known: {', '.join(_OPS)}.{nearest(word, _OPS)}",
+                code="unknown-edit",
+            )
         try:
             op(model, edit)
         except InputError:
             raise
         except Exception as error:  # torch raises many kinds for sizes and names that cannot be
             raise InputError(
-                f"{FILE}: the edit {str(edit)[:200]} does not fit the model: {str(error)[:200]}"
+                f"{FILE}: the edit {str(edit)[:200]} does not fit the model: {str(error)[:200]}",
+                code="does-not-fit-model",
             ) from error
 
 

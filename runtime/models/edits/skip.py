@@ -37,7 +37,9 @@ def skip(model: Any, place: str, part: int) -> dict[str, Any]:
     blocks = list(dict.fromkeys(model.get_submodule(stack.place)))
     if not any(part not in skipped_parts(other) for other in blocks if other is not block):
         raise InputError(
-            f"{place}: {article(word_of(stack, part))} of the {stack.name} has to stay, and this is the last."
+            f"{place}: {article(word_of(stack, part))} of the {stack.name} has to stay, and this is the"
+            " last.",
+            code="last-layer",
         )
     if part < len(stack.attentions):
         _hand_on(family, stack, blocks, block, part)

@@ -36,7 +36,9 @@ def load_config(folder: Path) -> transformers.PretrainedConfig:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each family checks its own keys and raises what it likes
-        raise InputError(f"{path}: not a model config that transformers reads: {error}") from error
+        raise InputError(
+            f"{path}: not a model config that transformers reads: {error}", code="wrong-config"
+        ) from error
 
 
 def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
@@ -57,7 +59,8 @@ def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
     except Exception as error:  # sizes that do not go together, or are none
         raise InputError(
             f"{folder}/config.json: transformers makes no {kind.__name__} of it: {type(error).__name__}:"
-            f" {error}"
+            f" {error}",
+            code="wrong-config",
         ) from error
     use_linears(model)
     apply_edits(model, edits)
@@ -108,6 +111,7 @@ def _class_of(config: Any, folder: Path) -> Any:
     kind = getattr(transformers, named, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise InputError(
-            f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
+            f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers.",
+            code="unknown-architecture",
         )
     return kind

@@ -74,7 +74,11 @@ def make_model(
         else:
             model = sentence_class(config, sentences)(config)
     except Exception as error:  # configs and models check their values with errors of many kinds
-        raise InputError(f"model.config: transformers cannot make a model of it: {error}") from error
+        raise InputError(
+            f"model.config: transformers cannot make a model of it: {error}",
+            code="wrong-config",
+            setting="model.config",
+        ) from error
     for name, value in agreed.items():
         if model.can_generate() and hasattr(model.generation_config, name):
             setattr(model.generation_config, name, value)
@@ -112,7 +116,9 @@ def agreement(values: Mapping[str, Any], tokenizer: Any, task: Task, exact: bool
         if token is None and _needs(role, task):
             raise InputError(
                 f"model.tokenizer: it has no {role} token, which {article(kind)} model for {task} needs. Add"
-                f" one: tokenizer.{role}_token = ...; tokenizer.save_pretrained(FOLDER)."
+                f" one: tokenizer.{role}_token = ...; tokenizer.save_pretrained(FOLDER).",
+                code="missing-special-token",
+                setting="model.tokenizer",
             )
         wanted[f"{role}_token_id"] = token
     if task in TEXT_TO_TEXT:

@@ -47,7 +47,8 @@ def add_tied_head(src: Path, out: Path) -> list[Message]:
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         raise InputError(
             f"{src}: {article(name)} model without an output head, whose config says that it is not the word"
-            " embedding (tie_word_embeddings: false). Start from a checkpoint that generates text."
+            " embedding (tie_word_embeddings: false). Start from a checkpoint that generates text.",
+            code="missing-output-layer",
         )
     require_body(name, info, src)
     notes = save_model(model, [], out, src)

@@ -52,7 +52,9 @@ def fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
         loaded = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
         odd = _first_odd_shape(model, tensors) or str(error)[:500]
-        raise InputError(f"{folder}: the weights do not fit the config: {odd}") from error
+        raise InputError(
+            f"{folder}: the weights do not fit the config: {odd}", code="shape-mismatch"
+        ) from error
     require_all_read(model.config.model_type, loaded.unexpected_keys, folder, embeds=is_sentence_model(model))
     _untie_what_differs(model, tensors)
     _tie_weights(model)

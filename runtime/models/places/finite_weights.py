@@ -34,7 +34,8 @@ def require_finite_weights(folder: Path, new_head: bool = False, embeds: bool = 
         more = f", and so do {len(odd) - 1:,} others" if len(odd) > 1 else ""
         raise InputError(
             f"{path}: the tensor '{name}' holds {found}{more}. No layer computes with such weights. Copy or"
-            " download the model again; if it was trained to them, take a checkpoint from before."
+            " download the model again; if it was trained to them, take a checkpoint from before.",
+            code="non-finite-weights",
         )
 
 

@@ -32,7 +32,8 @@ def require_all_read(
         names = ", ".join(name[:120] for name in lost[:5])
         raise InputError(
             f"{folder}: the config has no place for the tensors {names}{more}. They would be lost: the files"
-            " are of another model, or of one with parts that smelt does not know."
+            " are of another model, or of one with parts that smelt does not know.",
+            code="unknown-tensor",
         )
 
 
@@ -45,7 +46,7 @@ def require_all_there(missing: Iterable[str], folder: Path) -> None:
     names = sorted(missing)
     if names:
         more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-        raise InputError(f"{folder}: the weights lack {', '.join(names[:5])}{more}.")
+        raise InputError(f"{folder}: the weights lack {', '.join(names[:5])}{more}.", code="missing-tensor")
 
 
 def require_body(family: str, info: Mapping[str, Any], folder: Path, new_head: bool = False) -> None:
@@ -66,7 +67,8 @@ def require_body(family: str, info: Mapping[str, Any], folder: Path, new_head: b
         if not (new_head and _is_of_head(family, name)):
             raise InputError(
                 f"{folder}: the weights do not fit the config: the tensor '{name}' is {list(found)}, and its"
-                f" place is {list(place)}."
+                f" place is {list(place)}.",
+                code="shape-mismatch",
             )
 
 

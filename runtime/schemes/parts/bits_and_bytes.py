@@ -34,7 +34,8 @@ def library() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise MissingDependencyError(
-            f"bitsandbytes is installed but cannot be loaded: {first}. `python -m bitsandbytes` says more."
+            f"bitsandbytes is installed but cannot be loaded: {first}. `python -m bitsandbytes` says more.",
+            code="broken-installation",
         ) from error
     return bitsandbytes
 

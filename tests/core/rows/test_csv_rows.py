@@ -5,6 +5,7 @@ import gzip
 import threading
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.core.rows.csv_rows import MOST_CHARACTERS, csv_rows, delimiter_of
@@ -101,10 +102,9 @@ def test_limit_is_restored_when_a_reader_stops_early(tmp_path):
 def test_quote_that_is_never_closed_is_suspected_when_a_field_is_endless(tmp_path, monkeypatch):
     monkeypatch.setattr("smelt.core.rows.csv_rows.MOST_CHARACTERS", 140_000)
     path = _file(tmp_path, 'text,label\na,1\n"b,2\n' + "c,3\n" * 60_000)
-    with pytest.raises(
-        InputError, match=r"a\.csv:\d+: broken CSV: a field of more than 140,000 characters; is"
-    ):
+    with refused("field-too-long", InputError) as caught:
         list(csv_rows(path))
+    assert all(part in str(caught.value) for part in ("a.csv:", "140,000"))
 
 
 def test_row_of_another_length_is_told_with_the_delimiter(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import tiny
+from refusals import refused
 
 import smelt
 from smelt.core.errors import InputError
@@ -85,8 +86,9 @@ def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
     from onnx import helper, save
 
     save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "model.onnx")
-    with pytest.raises(InputError, match=r"model\.onnx: not the graph that model\.plan was built from"):
+    with refused("changed-file", InputError) as caught:
         check(engine(tmp_path, weights="outside"))
+    assert all(part in str(caught.value) for part in ("model.onnx", "model.plan"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": 1}', '{"schema_version": 2}', "{}"])

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.generate.decoding import Decoding, settle
@@ -77,7 +78,7 @@ def test_tokens_that_begin_and_end_a_text():
     assert settle(Generation(), runner(decoder_start_token_id=None, bos_token_id=7)).start == 7
     assert settle(Generation(), runner(pad_token_id=None)).pad == 1
     assert settle(Generation(), runner(is_encoder_decoder=False)).start is None
-    with pytest.raises(InputError, match="no decoder_start_token_id"):
+    with refused("missing-special-token", InputError):
         settle(Generation(), runner(decoder_start_token_id=None))
 
 

@@ -8,6 +8,7 @@ import harness
 import pytest
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertModel, MarianMTModel
@@ -67,11 +68,13 @@ def test_damaged_or_missing_weights_are_explained(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     shape = {**tensors, "model.encoder.layers.0.fc1.weight": torch.zeros(3, 3)}
     save_file(shape, folder / "model.safetensors")
-    with pytest.raises(InputError, match="do not fit the config"):
+    with refused("shape-mismatch", InputError) as caught:
         load_model(folder)
+    assert "fc1.weight" in str(caught.value)
     save_file({k: v for k, v in tensors.items() if "fc1" not in k}, folder / "model.safetensors")
-    with pytest.raises(InputError, match=r"lack .*fc1"):
+    with refused("missing-tensor", InputError) as caught:
         load_model(folder)
+    assert "fc1" in str(caught.value)
     (folder / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00garbage")
     with pytest.raises(InputError) as error:
         load_model(folder)
@@ -101,8 +104,9 @@ def test_shards_load_as_one_file_does_and_one_that_lost_a_tensor_is_named(tmp_pa
     tensors = load_file(first)
     lost = min(tensors)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, first)
-    with pytest.raises(InputError, match=rf"{first.name}: the tensor '{lost}' is not in this file"):
+    with refused("missing-tensor", InputError) as caught:
         load_model(folder)
+    assert all(part in str(caught.value) for part in (first.name, f"'{lost}'"))
 
 
 def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):

@@ -8,6 +8,7 @@ import sentences
 import seq2seq
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -100,8 +101,9 @@ def test_a_shard_that_is_missing_is_named(tmp_path, out):
     folder = tiny.marian(tmp_path / "m")
     shard = _split(folder)[1]
     (folder / shard).unlink()
-    with pytest.raises(InputError, match=f"{shard}: this file of the weights is missing; model"):
+    with refused("missing-file", InputError) as caught:
         import_model(folder, out)
+    assert shard in str(caught.value)
 
 
 HEADS = {
@@ -130,8 +132,9 @@ def test_an_unknown_tensor_of_a_bare_encoder_is_an_error_that_names_it(tmp_path,
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors") | {"my_position_adapter.weight": torch.ones(2)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"no place for the tensors my_position_adapter\.weight\."):
+    with refused("unknown-tensor", InputError) as caught:
         import_model(folder, out, labels=["bad", "good"])
+    assert "my_position_adapter.weight" in str(caught.value)
 
 
 def test_a_weight_that_a_bare_encoder_lacks_is_not_drawn_at_random(tmp_path, out):
@@ -140,10 +143,9 @@ def test_a_weight_that_a_bare_encoder_lacks_is_not_drawn_at_random(tmp_path, out
     tensors = load_file(folder / "model.safetensors")
     del tensors["transformer.layer.1.ffn.lin1.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        InputError, match=r"the weights lack distilbert\.transformer\.layer\.1\.ffn\.lin1\.weight\."
-    ):
+    with refused("missing-tensor", InputError) as caught:
         import_model(folder, out, labels=["bad", "good"])
+    assert "distilbert.transformer.layer.1.ffn.lin1.weight" in str(caught.value)
 
 
 def test_a_classifier_of_tokens_becomes_one_of_texts(tmp_path, out):

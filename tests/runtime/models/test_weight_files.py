@@ -6,6 +6,7 @@ import struct
 import pytest
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -100,8 +101,9 @@ def test_the_file_that_the_config_names_goes_before_all_as_in_transformers(folde
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "chosen.safetensors"}))
     _require_same(folder)
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "../m.safetensors"}))
-    with pytest.raises(InputError, match=r"config\.json: the file name .* leads out of the folder"):
+    with refused("path-outside-folder", InputError) as caught:
         find_weights(folder)
+    assert all(part in str(caught.value) for part in ("config.json", "../m.safetensors"))
 
 
 def test_the_index_that_the_config_names_is_followed(folder):
@@ -172,11 +174,12 @@ def test_an_index_that_is_none_is_explained(folder, content, message):
 
 def test_a_folder_without_weights_says_what_was_expected(tmp_path):
     assert not has_weights(tmp_path)
-    with pytest.raises(InputError, match=r"no weights in this folder; expected model\.safetensors\.$"):
+    with refused("missing-weights", InputError):
         find_weights(tmp_path)
     (tmp_path / "model.fp16.safetensors").touch()
-    with pytest.raises(InputError, match=r"There is model\.fp16\.safetensors; rename it if"):
+    with refused("missing-weights", InputError) as caught:
         find_weights(tmp_path)
+    assert "model.fp16.safetensors" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_a_folder_without_weights_says_what_was_expected(tmp_path):
 )
 def test_a_damaged_header_is_an_input_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match=r"not a safetensors file|header is damaged"):
+    with refused("damaged-weights", InputError):
         read_header(tmp_path / "model.safetensors")
 
 

@@ -1,6 +1,5 @@
-import re
-
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.schemes.registry import (
@@ -29,8 +28,9 @@ def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
 @pytest.mark.parametrize("word", ["itn4", "int5", 7, None, [], {}])
 def test_what_is_no_scheme_is_refused_with_those_that_there_are(word):
     known = f"Known: {', '.join(SCHEMES)}."
-    with pytest.raises(InputError, match=f"unknown quantization scheme .*{re.escape(known)}"):
+    with refused("unknown-scheme", InputError) as caught:
         find(word)
+    assert all(name in str(caught.value) for name in SCHEMES)
 
 
 def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
@@ -64,8 +64,9 @@ def test_options_that_no_matrix_has_are_refused(scheme, change, message):
 
 
 def test_an_option_that_is_missing_is_refused():
-    with pytest.raises(InputError, match=r"scheme int4 cannot be made with \{'group_size': 64\}"):
+    with refused("unsupported-scheme-options", InputError) as caught:
         check_options(find("int4"), {"group_size": 64})
+    assert all(part in str(caught.value) for part in ("int4", "{'group_size': 64}"))
 
 
 def test_an_option_that_came_later_may_be_missing_and_is_written_where_it_is_no_default():

@@ -27,16 +27,27 @@ def sample():
         status="skipped", reason="TensorRT is not installed. pip install tensorrt adds it."
     )
     by_name["openvino"].update(
-        status="error", error="RunError: the exported decoder differs from its parent by 0.31 (limit 0.001)."
+        status="error",
+        error={
+            "code": "parity-failed",
+            "severity": "error",
+            "message": "the exported decoder differs from its parent by 0.31 (limit 0.001).",
+        },
     )
-    by_name["small"]["warnings"] = ["decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is"]
+    by_name["small"]["warnings"] = [
+        {
+            "code": "rank-saves-nothing",
+            "severity": "warning",
+            "message": "decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is",
+        }
+    ]
     by_name["model"]["status"] = "cached"
     by_name["onnx-int8"]["gates"] = [
         {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": 1.37, "passed": False},
         {"metric": "size_bytes", "kind": "max", "limit": 40e6, "value": 25.1e6, "passed": True},
     ]
     return {
-        "schema": 1,
+        "schema": 2,
         "recipe": {
             "model": "models/marian-small-en-de",
             "task": "translation",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.ort_tensorrt.told import (
@@ -64,16 +65,19 @@ def test_options_that_load_libraries_or_write_elsewhere_are_not_passed_on(
     tmp_path: Path, option: str
 ) -> None:
     write_told(tmp_path, NAME, {"model": Told("a" * 64, {**TOLD.options, option: "evil.so"})})
-    with pytest.raises(InputError, match=f"says {option}, which smelt neither writes"):
+    with refused("unknown-setting", InputError) as caught:
         read_told(tmp_path, NAME)
+    assert option in str(caught.value)
 
 
 def test_a_file_that_nests_without_end_is_damaged(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("[" * 100_000)
-    with pytest.raises(InputError, match="cannot be read"):
+    with refused("damaged-file", InputError) as caught:
         read_told(tmp_path, NAME)
+    assert FILE in str(caught.value)
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"provider\.json: no such file; it says for which sizes"):
+    with refused("missing-file", InputError) as caught:
         read_told(tmp_path, NAME)
+    assert FILE in str(caught.value)

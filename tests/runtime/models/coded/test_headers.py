@@ -6,6 +6,7 @@ import causal
 import coded
 import numpy as np
 import pytest
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -81,10 +82,9 @@ def test_codes_that_do_not_fit_are_refused(case, tmp_path):
     ("part", "kind"), [("qweight", np.int64), ("qzeros", np.uint8), ("scales", np.int32)]
 )
 def test_codes_and_scales_have_their_types(part, kind, tmp_path):
-    with pytest.raises(
-        InputError, match=rf"'a\.{part}' is .*\. Are quant_method, bits and group_size of quant"
-    ):
+    with refused("shape-mismatch", InputError) as caught:
         require_codes(written(tmp_path / "m", SHAPES["gptq"], **{part: kind}), GPTQ)
+    assert f"'a.{part}'" in str(caught.value)
 
 
 def test_the_largest_size_that_divides_a_group(tmp_path):

@@ -9,6 +9,7 @@ import every_family
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -116,8 +117,9 @@ def test_biases_of_zeros_of_layers_without_one_are_left_out(llama, tmp_path):
     coded.save(folder, tensors | {f"{GATE}.bias": np.zeros(96, np.float16)})
     assert taken(folder, tmp_path / "out")[0].get_submodule(GATE).bias is None
     coded.save(folder, tensors | {f"{GATE}.bias": np.ones(96, np.float16)})
-    with pytest.raises(InputError, match=r"gate_proj\.bias"):
+    with refused("unknown-tensor", InputError) as caught:
         taken(folder, tmp_path / "again")
+    assert "gate_proj.bias" in str(caught.value)
 
 
 def shifted(index):
@@ -149,8 +151,9 @@ def test_act_order_without_its_index_is_refused(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", desc_act=True)
     assert taken(folder, tmp_path / "out")[1]  # an index that changes no order
     coded.save(folder, {n: t for n, t in coded.load(folder).items() if not n.endswith(".g_idx")})
-    with pytest.raises(InputError, match=r"\.g_idx' is missing, which says what its codes mean"):
+    with refused("missing-tensor", InputError) as caught:
         taken(folder, tmp_path / "again")
+    assert ".g_idx'" in str(caught.value)
 
 
 def test_layers_that_the_tool_left_float_stay_so(llama, tmp_path):
@@ -176,8 +179,9 @@ def test_a_damaged_file_is_refused(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(InputError, match=r"model\.safetensors: not a readable safetensors file"):
+    with refused("damaged-weights", InputError) as caught:
         taken(folder, tmp_path / "out")
+    assert "model.safetensors" in str(caught.value)
 
 
 def test_weights_in_a_file_that_the_config_names(llama, tmp_path):
@@ -191,30 +195,34 @@ def test_weights_in_a_file_that_the_config_names(llama, tmp_path):
 
 def test_groups_of_no_size_that_int4_has_are_refused(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", group=24)
-    with pytest.raises(InputError, match="groups of 24 inputs; int4 has groups of 16, 32, 64, 128"):
+    with refused("unsupported-group-size", InputError) as caught:
         taken(folder, tmp_path / "out")
+    assert all(part in str(caught.value) for part in ("24", "16, 32, 64, 128"))
 
 
 def test_codes_of_layers_that_the_model_does_not_have_are_refused(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq")
     tensors = {name.replace("gate_proj", "gait_proj"): t for name, t in coded.load(folder).items()}
     coded.save(folder, tensors)
-    with pytest.raises(InputError, match=r"gait_proj\.qweight' is the codes of a layer that a Llama"):
+    with refused("unknown-layer", InputError) as caught:
         taken(folder, tmp_path / "out")
+    assert "gait_proj.qweight" in str(caught.value)
 
 
 def test_a_checkpoint_without_any_codes_is_refused(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq")
     coded.save(folder, {n: t for n, t in coded.load(folder).items() if ".layers." not in n})
-    with pytest.raises(InputError, match=r"speaks of gptq codes, and no tensor holds any"):
+    with refused("not-quantized", InputError) as caught:
         taken(folder, tmp_path / "out")
+    assert "gptq" in str(caught.value)
 
 
 def test_a_new_head_over_codes_is_refused(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq")
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match="are gptq codes, and the task wants another head"):
+    with refused("already-quantized", InputError) as caught:
         import_model(folder, tmp_path / "out", labels=["no", "yes"])
+    assert "gptq" in str(caught.value)
 
 
 @pytest.mark.parametrize(("form", "said"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
@@ -222,7 +230,7 @@ def test_zero_points_that_are_next_to_the_middle_of_symmetric_codes_name_the_oth
     form, said, llama, tmp_path
 ):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", form=form, checkpoint_format=said)
-    with pytest.raises(InputError, match=r"sym: true, .* is 8, and these are [79]: checkpoint_format is"):
+    with refused("wrong-checkpoint-format", InputError):
         taken(folder, tmp_path / "out")
 
 

@@ -167,7 +167,7 @@ def _missing(row: Mapping[str, Any], name: str, where: str) -> InputError:
 def _value(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise InputError(
-            f"{where}: column '{column}' must be text, read {repr(value)[:80]}", code="wrong-value"
+            f"{where}: column '{column}' must be text, read {repr(value)[:80]}", code="wrong-column-type"
         )
     if (half := half_character(value)) is not None:
         raise InputError(

@@ -38,12 +38,10 @@ def setting_codes(error: ValidationError) -> list[str]:
 
 def error_of(result: Any) -> SmeltError:
     """Return the error that a command of `harness.smelt` ended with; it is on the terminal with its code."""
-    found = result.exception
-    while found is not None and not isinstance(found, SmeltError):
-        found = found.__context__
-    assert found is not None, result.output
-    assert f"error[{found.code}]: " in result.output, result.output
-    return found
+    error: SmeltError | None = result.error
+    assert error is not None, result.output
+    assert f"error[{error.code}]: " in result.output, result.output
+    return error
 
 
 def codes_of(error: SmeltError) -> list[str]:

@@ -83,8 +83,9 @@ class _Coded:
 
     layers: the scheme of the linear layers. used: all schemes, of which one must have scales that can be
     learned; () where nobody knows them. unsplit: code and text of what keeps the layers from being split, and
-    what to do; None for nothing. split: whether they are halves. one_bit: whether they have binary inputs. floats: whether
-    patterns leave some layers float. pairs: whether something of low rank stands beside the codes.
+    what to do; None for nothing. split: whether they are halves. one_bit: whether they have binary inputs.
+    floats: whether patterns leave some layers float. pairs: whether something of low rank stands beside the
+    codes.
     """
 
     layers: str

@@ -276,7 +276,7 @@ def _header(path: Path) -> list[Message]:
         if size < expected:
             code, problem = "truncated-file", f"cut short: {size:,} of {expected:,} bytes. {again}"
         elif damage := damaged_tensor(header or {}):
-            problem = f"a damaged header: {damage}. {again}"
+            code, problem = "damaged-header", f"a damaged header: {damage}. {again}"
     except OSError as error:
         code, problem = "unreadable-file", f"cannot be read: {error.strerror}."
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):

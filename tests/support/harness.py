@@ -117,7 +117,7 @@ def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bu
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.output, result.output
-    assert bug or "did not foresee" not in result.output, result.output
+    assert bug or "[unforeseen]" not in result.output, result.output
     assert code is None or result.exit_code == code, result.output
     return result
 

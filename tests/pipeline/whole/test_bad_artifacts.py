@@ -5,7 +5,7 @@ import shutil
 
 import harness
 import pytest
-from refusals import RECIPE
+from refused_recipes import RECIPE
 
 from smelt.core.files import sha256_of
 

@@ -4,9 +4,9 @@ import json
 
 import harness
 import pytest
-from refusals import RECIPE, TRANSLATE, refused
+from refused_recipes import RECIPE, TRANSLATE, refused
 
-pytest_plugins = ["refusals"]
+pytest_plugins = ["refused_recipes"]
 
 
 @pytest.mark.parametrize(

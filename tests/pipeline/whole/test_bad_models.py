@@ -7,9 +7,9 @@ import struct
 import causal
 import harness
 import pytest
-from refusals import RECIPE, TRANSLATE, refused
+from refused_recipes import RECIPE, TRANSLATE, refused
 
-pytest_plugins = ["refusals"]
+pytest_plugins = ["refused_recipes"]
 
 
 def _write(name, content):

@@ -7,9 +7,9 @@ import time
 import every_family
 import harness
 import pytest
-from refusals import HEAD, RECIPE, refused
+from refused_recipes import HEAD, RECIPE, refused
 
-pytest_plugins = ["refusals"]
+pytest_plugins = ["refused_recipes"]
 
 # Nine lines that stand for a billion words.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -5,13 +5,13 @@ import shutil
 
 import harness
 import pytest
-from refusals import HEAD
+from refused_recipes import HEAD
 
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core import packages
 
-pytest_plugins = ["refusals"]
+pytest_plugins = ["refused_recipes"]
 
 # by the name of a step: the stage, and what its error says
 AT_WORK = {

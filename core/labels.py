@@ -68,13 +68,13 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
         raise InputError(
             f"config.json: problem_type is regression and the model has {outputs} outputs;"
             " smelt knows regression with one output.",
-            code="wrong-output-count",
+            code="too-many-outputs",
         )
     if said == SINGLE and outputs == 1:
         raise InputError(
             "config.json: problem_type is single_label_classification and the model has one output;"
             " one that tells two classes apart has two, one that gives a number is regression.",
-            code="wrong-output-count",
+            code="too-few-outputs",
         )
     kind: ProblemType = said
     return kind

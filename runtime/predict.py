@@ -121,7 +121,7 @@ def generate_texts(
     if is_causal(runner.config):
         return continue_texts(runner, texts, generation, batch_size, progress, cut)
     if "decoder_start_token_id" not in {**runner.config, **runner.generation_config}:
-        raise InputError(f"{runner.folder}: this model does not generate text.", code="wrong-task")
+        raise InputError(f"{runner.folder}: this model does not generate text.", code="does-not-generate")
     tools = runner.text
     tokenizer, decoding = tools.tokenizer, tools.decoding(generation, runner)
     results = [""] * len(texts)

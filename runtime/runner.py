@@ -104,19 +104,19 @@ class Runner(Protocol):
         Of a sentence embedder the vectors of texts, [B, D].
         """
         raise InputError(
-            f"{self.folder}: this model generates text; it does not classify.", code="wrong-task"
+            f"{self.folder}: this model generates text; it does not classify.", code="does-not-classify"
         )
 
     def encode(self, batch: Batch) -> Any:
         """Take in a batch; return the state that `decode_step` continues from."""
         raise InputError(
-            f"{self.folder}: this model classifies; it does not generate text.", code="wrong-task"
+            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
         )
 
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [R]), advance `state` in place, return float32 [R, V]."""
         raise InputError(
-            f"{self.folder}: this model classifies; it does not generate text.", code="wrong-task"
+            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
         )
 
     def sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
@@ -137,7 +137,7 @@ class Runner(Protocol):
         Beam search repeats and drops beams with it; so R may differ from the rows before.
         """
         raise InputError(
-            f"{self.folder}: this model classifies; it does not generate text.", code="wrong-task"
+            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
         )
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
             file=str(path),
         ) from error
     if not found:
-        raise InputError(f"{path}: no arrays in this file. {_MAKE}", code="empty-data", file=str(path))
+        raise InputError(f"{path}: no arrays in this file. {_MAKE}", code="missing-array", file=str(path))
     rows_of(found, path)
     return found
 

@@ -256,6 +256,6 @@ def _require_fit(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> No
     if not rising or int(offsets[-1]) != len(jpeg):
         raise InputError(
             f"{path}: its offsets do not rise from 0 to the {len(jpeg):,} bytes of 'jpeg'. {make}",
-            code="inconsistent-arrays",
+            code="wrong-offsets",
             file=str(path),
         )

@@ -149,7 +149,7 @@ class _Scan:
             try:
                 found, end = self.decoder.raw_decode(self.text, self.at)
             except RecursionError as error:
-                raise InputError(f"{self.where}: broken JSON: nested too deeply.", code="invalid-json").at(
+                raise InputError(f"{self.where}: broken JSON: nested too deeply.", code="nested-too-deep").at(
                     self.where
                 ) from error
             except json.JSONDecodeError as error:
@@ -207,7 +207,7 @@ class _Scan:
             InputError: something does.
         """
         if self.peek():
-            raise self._broken("more text after the end of the list", self.at)
+            raise self._broken("more text after the end of the list", self.at, "text-after-end")
 
     def _items(self, begin: str, end: str) -> Iterator[str]:
         """Pass `begin`, the commas and `end`; yield where each item begins, which must be passed then."""
@@ -226,13 +226,13 @@ class _Scan:
             raise self._broken(f"expected '{character}'", self.at)
         self._pass(self.at + 1)
 
-    def _broken(self, what: str, at: int) -> InputError:
+    def _broken(self, what: str, at: int, code: str = "invalid-json") -> InputError:
         line = self.line + self.text.count("\n", self.at, at)
         read = self.text[at : at + 40]
         shown = f"read {read!r}" if read else "read the end of the file"
         return InputError(
             f"{self.path}:{line}: broken JSON: {what}, {shown}.",
-            code="invalid-json",
+            code=code,
             file=str(self.path),
             line=line,
         )

@@ -69,7 +69,9 @@ def run_loops(runner: Any, batch: Batch) -> None:
             _by_graph(runner, batch, settle(Generation(beams=beams, max_new_tokens=2), runner))
         except Exception as error:  # ONNX Runtime's errors share no other base
             raise ParityError(
-                f"{name}: ONNX Runtime cannot run what was exported: {error}", code="graph-failed"
+                f"{name}: ONNX Runtime cannot run what was exported: {error}",
+                code="graph-failed",
+                file=f"{name}.onnx",
             ) from error
 
 

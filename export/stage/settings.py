@@ -94,32 +94,30 @@ class OnnxSettings(Settings):
             raise SettingError(
                 "tune chooses between operators of ONNX Runtime on the CPU; set target: ort-cpu, or remove"
                 " it",
-                code="settings-conflict",
+                code="unused-setting",
             )
         if self.threads is not None and self.target not in ("ort-cpu", "openvino"):
             raise SettingError(
                 f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it",
-                code="settings-conflict",
+                code="unused-setting",
             )
         if self.kv_cache == "int8" and self.target != "ort-cpu":
             raise SettingError(
                 "kv_cache: int8 is an input of ONNX Runtime's attention on the CPU, and target is"
                 f" {self.target}: set kv_cache: float, or target: ort-cpu",
-                code="settings-conflict",
+                code="unused-setting",
             )
         if self.tf32 and (self.target != "ort-cuda" or self.dtype != "fp32"):
-            raise SettingError(
-                "tf32 is for target ort-cuda and dtype fp32; remove it", code="settings-conflict"
-            )
+            raise SettingError("tf32 is for target ort-cuda and dtype fp32; remove it", code="unused-setting")
         if self.engine is not None and self.target not in PROVIDERS:
             raise SettingError(
                 f"engine is for target ort-tensorrt and ort-tensorrt-rtx, and target is {self.target}: remove"
                 " it, or put it into a `tensorrt` step",
-                code="settings-conflict",
+                code="unused-setting",
             )
         if self.target == "ort-tensorrt-rtx" and self.engine and (said := self.engine.unknown_to_rtx()):
             raise SettingError(
                 f"TensorRT for RTX has no option for engine: {{{', '.join(said)}}}: remove it",
-                code="settings-conflict",
+                code="unsupported-setting",
             )
         return self

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def export_tokenizer(hub: Any, src: Path, out: Path, data: Mapping[str, Split]) 
         with quiet():  # transformers says of every BPE tokenizer that it leaves blanks alone
             difference = find_difference(hub, out, facts, sample_of(hub, data))
         if difference is not None:
-            facts = Tokenizing(reader="transformers", reason=difference)
+            facts = Tokenizing(reader="transformers", reason=difference.text)
             _restore(src / JSON, out / JSON)
     write_tokenizing(out, facts)
     return facts
@@ -134,8 +134,15 @@ def sample_of(hub: Any, data: Mapping[str, Split]) -> Sample:
     return Sample(texts + awkward, pairs, rows)
 
 
-def find_difference(hub: Any, out: Path, facts: Tokenizing, sample: Sample) -> str | None:
-    """Return what the reader of `facts` does otherwise than transformers, in words; None: nothing.
+class Difference(NamedTuple):
+    """What two readers do otherwise. kind: ids, types, pairs or texts. text: the same for a person."""
+
+    kind: str
+    text: str
+
+
+def find_difference(hub: Any, out: Path, facts: Tokenizing, sample: Sample) -> Difference | None:
+    """Return what the reader of `facts` does otherwise than transformers; None: nothing.
 
     Transformers' own tokenizer, read from `out`, has to agree as well: its files may have been written anew.
     """
@@ -147,11 +154,11 @@ def find_difference(hub: Any, out: Path, facts: Tokenizing, sample: Sample) -> s
     for other, name in ((HubTokenizer(load_tokenizer(out)), "the exported tokenizer"), (light, light.reader)):
         found = _difference(reference, other, sample, facts.reader == "tokenizers")
         if found is not None:
-            return f"{name} differs from transformers' tokenizer: {found}"
+            return found._replace(text=f"{name} differs from transformers' tokenizer: {found.text}")
     return None
 
 
-def _difference(one: TextTokenizer, other: TextTokenizer, sample: Sample, paired: bool) -> str | None:
+def _difference(one: TextTokenizer, other: TextTokenizer, sample: Sample, paired: bool) -> Difference | None:
     rows = list(sample.rows)
     for length, most in ((NO_LIMIT, NO_LIMIT), (_CUT, _SHORT)):
         texts = [text for text in sample.texts if len(text) <= most]
@@ -159,15 +166,15 @@ def _difference(one: TextTokenizer, other: TextTokenizer, sample: Sample, paired
         rows += expected.ids if length == NO_LIMIT else []
         for text, a, b in zip(texts, expected.ids, got.ids, strict=True):
             if a != b:
-                return f"ids of {text[:40]!r}"
+                return Difference("ids", f"ids of {text[:40]!r}")
         if (expected.types, expected.truncated) != (got.types, got.truncated):
-            return "token types, or which texts are cut"
+            return Difference("types", "token types, or which texts are cut")
         if paired:
             pairs = [pair for pair in sample.pairs if max(map(len, pair)) <= most]
             firsts, seconds = [a for a, _ in pairs], [b for _, b in pairs]
             if one.encode_rows(firsts, length, seconds) != other.encode_rows(firsts, length, seconds):
-                return "pairs of texts"
+                return Difference("pairs", "pairs of texts")
     for row, said, read in zip(rows, one.decode_rows(rows), other.decode_rows(rows), strict=True):
         if said != read:
-            return f"the text of the ids {row[:8]}"
+            return Difference("texts", f"the text of the ids {row[:8]}")
     return None

@@ -187,7 +187,7 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
                     f"{where}: no text in a column '{name}'; there are: {', '.join(map(str, row))}.{hint}"
                     " Name the right one with --column.",
                     code="missing-column",
-                )
+                ).at(where)
             found.append(str(row[name]))
     if not found:
         raise InputError(f"{path}: no texts in this file.", code="empty-data", file=str(path))

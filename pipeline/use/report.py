@@ -27,7 +27,7 @@ def redraw_report(folder: Path) -> str:
     try:
         report = load_json(path)
     except ValueError as error:
-        raise InputError(f"{path}: broken JSON: {error}", code="damaged-file", file=str(path)) from error
+        raise InputError(f"{path}: broken JSON: {error}", code="invalid-json", file=str(path)) from error
     validate_report(report)
     write_report(folder, report)
     return f"{table(report)}\n\nReport: {folder / 'report.html'}"

@@ -77,7 +77,7 @@ class TensorrtBackend(StepByStep):
         self._folder, self._graphs = folder, graphs
         paths = [folder / f"{graph.name}.plan" for graph in graphs.in_order]
         if lacking := [path for path in paths if not path.is_file()]:
-            raise InputError(f"{lacking[0]}: no such engine. {_MAKE_AGAIN}", code="missing-file")
+            raise InputError(f"{lacking[0]}: no such engine. {_MAKE_AGAIN}", code="missing-engine")
         # all work and all memory on one stream of our own; on the default stream TensorRT synchronizes more
         self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):

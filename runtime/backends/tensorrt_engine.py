@@ -92,7 +92,7 @@ class Engine:
         if self._context is None:
             raise RunError(
                 f"{path}: no execution context; the GPU's memory may be full. {self._said()}",
-                code="engine-failed",
+                code="no-execution-context",
             )
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         mode = trt.TensorIOMode.INPUT
@@ -133,7 +133,8 @@ class Engine:
             return
         if not self._context.set_optimization_profile_async(profile.index, self._stream.cuda_stream):
             raise RunError(
-                f"{self._path}: the engine's profile cannot be chosen. {self._said()}", code="engine-failed"
+                f"{self._path}: the engine's profile cannot be chosen. {self._said()}",
+                code="unusable-profile",
             )
         self._chosen = profile.index
 
@@ -197,7 +198,7 @@ class Engine:
         if not self._context.set_tensor_address(name, held[-1].data_ptr()):
             raise RunError(
                 f"{self._path.name}: TensorRT takes no memory for '{name}'. It said: {self._said()}",
-                code="engine-failed",
+                code="unbound-tensor",
             )
 
     def _infer_shapes(self) -> None:
@@ -206,7 +207,7 @@ class Engine:
         except RuntimeError as error:
             raise RunError(
                 f"{self._path.name}: the shapes of the outputs cannot be found: {error}. {self._said()}",
-                code="unknown-output-shape",
+                code="shape-inference-failed",
             ) from error
         if missing:
             raise RunError(

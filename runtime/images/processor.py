@@ -151,6 +151,7 @@ def processor_of(values: Mapping[str, Any], path: Path) -> ImageProcessor:
         raise InputError(
             f"{path}: do_pad is not supported; images have one size, given by resizing.",
             code="unsupported-preprocessing",
+            setting="do_pad",
         )
     crop = _sides(said.get("crop_size"), "crop_size", path) if said.get("do_center_crop") else None
     edge, size = None, None
@@ -158,7 +159,9 @@ def processor_of(values: Mapping[str, Any], path: Path) -> ImageProcessor:
         edge, size = _resized(said["size"], square=kind == "ViTImageProcessor", path=path)
     if kind == _CROPS and size is not None:
         raise InputError(
-            f"{path}: size: {kind} takes {{shortest_edge: N}}, read {said['size']!r}.", code="wrong-value"
+            f"{path}: size: {kind} takes {{shortest_edge: N}}, read {said['size']!r}.",
+            code="wrong-value",
+            setting="size",
         )
     if kind == _CROPS and edge is not None:
         side = (edge, edge)
@@ -186,6 +189,7 @@ def _kind(values: Mapping[str, Any], path: Path) -> str:
             f"{path}: image_processor_type is '{word}'; supported are {', '.join(_DEFAULTS)}. Where one of"
             " them does the same, name it there.",
             code="unsupported-preprocessing",
+            setting="image_processor_type",
         )
     return kind
 
@@ -204,7 +208,9 @@ def _sides(value: Any, name: str, path: Path) -> tuple[int, int]:
         return _side(value["height"], name, path), _side(value["width"], name, path)
     if isinstance(value, Mapping) or value is None:
         known = "{height: N, width: N}" + (" or {shortest_edge: N}" if name == "size" else "")
-        raise InputError(f"{path}: {name}: expected {known}, read {value!r}.", code="wrong-value")
+        raise InputError(
+            f"{path}: {name}: expected {known}, read {value!r}.", code="wrong-value", setting=name
+        )
     side = _side(value, name, path)
     return side, side
 
@@ -212,13 +218,17 @@ def _sides(value: Any, name: str, path: Path) -> tuple[int, int]:
 def _side(value: Any, name: str, path: Path) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST:
         return value
-    raise InputError(f"{path}: {name}: expected pixels, 1 to {_MOST}, read {value!r}.", code="wrong-value")
+    raise InputError(
+        f"{path}: {name}: expected pixels, 1 to {_MOST}, read {value!r}.", code="wrong-value", setting=name
+    )
 
 
 def _positive(value: Any, name: str, path: Path) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
         return float(value)
-    raise InputError(f"{path}: {name}: expected a number above 0, read {value!r}.", code="wrong-value")
+    raise InputError(
+        f"{path}: {name}: expected a number above 0, read {value!r}.", code="wrong-value", setting=name
+    )
 
 
 def _filter(value: Any, path: Path) -> int:
@@ -227,6 +237,7 @@ def _filter(value: Any, path: Path) -> int:
     raise InputError(
         f"{path}: resample: expected a number of Pillow's filters, 0 to 5, read {value!r}.",
         code="wrong-value",
+        setting="resample",
     )
 
 
@@ -238,5 +249,6 @@ def _numbers(value: Any, name: str, path: Path, least: float = -math.inf) -> tup
         raise InputError(
             f"{path}: {name}: expected three numbers, one for each channel, read {value!r}.",
             code="wrong-value",
+            setting=name,
         )
     return tuple(float(n) for n in value)

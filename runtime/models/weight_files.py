@@ -182,7 +182,7 @@ def _indexed(index: Path) -> WeightFiles:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: not an index of weights: {error}", code="damaged-file") from error
     if not places:
-        raise InputError(f"{index}: not an index of weights: it lists none.", code="damaged-file")
+        raise InputError(f"{index}: not an index of weights: it lists none.", code="empty-index")
     files = tuple(_inside(index.parent, name, index) for name in sorted(set(places.values())))
     for path in files:
         if not path.is_file():

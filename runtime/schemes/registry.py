@@ -82,7 +82,9 @@ def check_options(scheme: Scheme, options: Options) -> None:
         if not option.allows(value):
             expected = option.expected or f"one of {', '.join(map(worded, option.allowed))}"
             raise InputError(
-                f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.", code="wrong-value"
+                f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.",
+                code="wrong-value",
+                setting=option.name,
             )
 
 

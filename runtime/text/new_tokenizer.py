@@ -22,19 +22,29 @@ _BYTES = 256
 
 def refusal(family: str, kind: Kind, vocab_size: int) -> str:
     """Say why no tokenizer of this kind and size can be trained for `family`; empty where one can."""
+    found = _refusal(family, kind, vocab_size)
+    return found[1] if found else ""
+
+
+def _refusal(family: str, kind: Kind, vocab_size: int) -> tuple[str, str] | None:
+    """Return code and text of why no such tokenizer can be trained, None where one can."""
     known = FAMILIES.get(family)
     form = known.new_tokenizer if known else None
     if form is None:
         names = ", ".join(name for name, one in FAMILIES.items() if one.new_tokenizer)
-        return f"no tokenizer can be trained for '{family}'; name the folder of one. Known: {names}."
+        return (
+            "unsupported-family",
+            f"no tokenizer can be trained for '{family}'; name the folder of one. Known: {names}.",
+        )
     if kind not in form.kinds:
-        return form.why_kinds
+        return "unsupported-tokenizer", form.why_kinds
     least = 4 if form.sentencepiece else len(form.specials) + (_BYTES if kind == "bpe" else 1)
     if vocab_size < least:
         byte_level = kind == "bpe" and not form.sentencepiece
         why = ": the 256 bytes and the special tokens" if byte_level else ""
-        return f"vocab_size {vocab_size} is too small for {kind}; it needs at least {least}{why}."
-    return ""
+        text = f"vocab_size {vocab_size} is too small for {kind}; it needs at least {least}{why}."
+        return "vocabulary-too-small", text
+    return None
 
 
 def train_tokenizer(
@@ -55,10 +65,8 @@ def train_tokenizer(
     Raises:
         InputError: the combination is impossible (see `refusal`), or the texts are empty.
     """
-    if reason := refusal(family, kind, vocab_size):
-        raise InputError(
-            f"model.tokenizer: {reason}", code="unsupported-tokenizer", setting="model.tokenizer"
-        )
+    if reason := _refusal(family, kind, vocab_size):
+        raise InputError(f"model.tokenizer: {reason[1]}", code=reason[0], setting="model.tokenizer")
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     if not lines:
         raise InputError(

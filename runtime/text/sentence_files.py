@@ -90,6 +90,7 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
         raise InputError(
             f"{folder / SETTINGS}: max_seq_length must be a whole number above 0, read {said!r}.",
             code="wrong-value",
+            setting="max_seq_length",
         ) from error
 
 
@@ -125,7 +126,7 @@ def _name(path: Path, module: Any) -> str:
     if not isinstance(module, dict) or not isinstance(module.get("type"), str):
         raise InputError(
             f"{path}: expected a list of modules with a type each, read {repr(module)[:80]}.",
-            code="wrong-value",
+            code="missing-module-type",
         )
     return str(module["type"].rpartition(".")[2])
 
@@ -147,12 +148,12 @@ def _pooling(path: Path) -> Pooling:
         raise InputError(
             f"{path}: several kinds of pooling at once ({', '.join(map(str, kinds))}), whose vectors are put"
             f" one behind the other; smelt knows one of {known}. {_AGAIN}",
-            code="unsupported-pooling",
+            code="several-poolings",
         )
     if config.get("include_prompt") is False:
         raise InputError(
             f"{path}: include_prompt: false, pooling without the prompt, is not supported.",
-            code="unsupported-pooling",
+            code="unsupported-prompt-pooling",
         )
     for kind in POOLINGS:
         if kind == kinds[0]:
@@ -170,5 +171,5 @@ def _read(path: Path, kind: type) -> Any:
         raise InputError(f"{path}: cannot be read: {error}", code="damaged-file") from error
     if not isinstance(value, kind):
         what = "a list" if kind is list else "an object"
-        raise InputError(f"{path}: expected {what} of JSON, read {repr(value)[:80]}.", code="wrong-value")
+        raise InputError(f"{path}: expected {what} of JSON, read {repr(value)[:80]}.", code="wrong-json-type")
     return value

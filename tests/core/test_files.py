@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.core.files import (
@@ -110,7 +111,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
         write_atomically(tmp_path / "x", "new")
     assert (tmp_path / "x").read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
@@ -141,10 +142,10 @@ def test_a_folder_that_cannot_be_flushed_is_no_failure_and_a_full_disk_is(tmp_pa
 
     monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))
     flush(tmp_path)
-    with pytest.raises(OSError, match="Invalid"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.EINVAL):
         flush(tmp_path / "x")
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
         flush(tmp_path)
 
 
@@ -189,5 +190,6 @@ def test_read_json_gives_an_object_or_an_empty_one(tmp_path, text, expected):
 @pytest.mark.parametrize("raw", [b"{", b"\xff", b"[" * 100_000])
 def test_read_json_names_what_is_broken(tmp_path, raw):
     (tmp_path / "x.json").write_bytes(raw)
-    with pytest.raises(InputError, match=r"x\.json: broken JSON"):
+    with refused("invalid-json", InputError) as caught:
         read_json(tmp_path / "x.json")
+    assert "x.json" in str(caught.value)

@@ -1,4 +1,5 @@
 import pytest
+from refusals import refused
 
 from smelt.core import packages
 from smelt.core.errors import MissingDependencyError
@@ -27,11 +28,10 @@ def test_a_release_that_is_new_enough_lacks_nothing(installed, release):
     require("thing", "0.48", "work")
 
 
-@pytest.mark.parametrize(
-    ("release", "words"), [("0.47.9", "0.47.9 is installed"), (None, "it is not installed")]
-)
-def test_a_package_that_is_absent_or_too_old_is_told_with_how_to_get_it(installed, release, words):
+@pytest.mark.parametrize(("release", "found"), [("0.47.9", " 0.47.9 "), (None, "")])
+def test_a_package_that_is_absent_or_too_old_is_told_with_how_to_get_it(installed, release, found):
     installed(release)
-    with pytest.raises(MissingDependencyError) as caught:
+    with refused("not-installed", MissingDependencyError) as caught:
         require("thing", "0.48", "work")
-    assert str(caught.value) == f"work: thing 0.48 or later is needed, and {words}. pip install 'thing>=0.48'"
+    parts = ("work: thing 0.48", found, "pip install 'thing>=0.48'")
+    assert all(part in str(caught.value) for part in parts)

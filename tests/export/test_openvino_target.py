@@ -6,9 +6,10 @@ import pytest
 import tiny
 from matrix import cells
 from ort import needs_vnni
-from pydantic import ValidationError
+from refusals import invalid, refused
 
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.messages import codes
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends import openvino_module
@@ -32,14 +33,10 @@ def test_graphs_hold_standard_operators_alone():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"target": "openvino", "dtype": "fp16"}, "dtype fp16 is for GPUs; with target openvino give fp32"),
-        ({"target": "ort-cpu", "dtype": "bf16"}, "dtype bf16 is for GPUs and OpenVINO: on the CPU"),
-    ],
+    "settings", [{"target": "openvino", "dtype": "fp16"}, {"target": "ort-cpu", "dtype": "bf16"}]
 )
-def test_precisions_that_a_target_does_not_have(settings, words):
-    with pytest.raises(ValidationError, match=words):
+def test_precisions_that_a_target_does_not_have(settings):
+    with invalid("unsupported-dtype"):
         OnnxSettings(**settings)
 
 
@@ -50,12 +47,14 @@ def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, t
     make, task = exports.FAMILIES["marian"]
     ctx = exports.context(tmp_path / "codes", task)
     Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(**exports.SCHEMES[scheme]), ctx)
-    with pytest.raises(InputError, match=r"target openvino cannot run a model.*which only ort-cpu does"):
+    with refused("unsupported-scheme", InputError) as caught:
         Onnx()(
             tiny.artifact(ctx.out, task),
             OnnxSettings(target="openvino"),
             exports.context(tmp_path / "o", task),
         )
+    assert "target openvino" in str(caught.value)
+    assert "ort-cpu" in str(caught.value)
 
 
 def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(tmp_path):
@@ -65,15 +64,17 @@ def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(t
     ctx = exports.context(tmp_path / "codes", task)
     Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(scheme="bnb-int8"), ctx)
     for target, schemes in (
-        ("openvino", "int8-static or int8-groupwise or int4"),
-        ("ort-cpu", "int8-dynamic or int8-static or .*"),
+        ("openvino", "int8-static or int8-groupwise or int4."),
+        ("ort-cpu", "int8-dynamic or int8-static or "),
     ):
-        with pytest.raises(InputError, match=rf"target {target} cannot run .*, or quantize with {schemes}\."):
+        with refused("unsupported-scheme", InputError) as caught:
             Onnx()(
                 tiny.artifact(ctx.out, task),
                 OnnxSettings(target=target),
                 exports.context(tmp_path / target, task),
             )
+        assert f"target {target} " in str(caught.value)
+        assert f" {schemes}" in str(caught.value)
 
 
 def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths_that_do():
@@ -83,10 +84,14 @@ def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths
     from smelt.export.stage.fit import kind_of
 
     mixed = nn.ModuleList(quantize_module(nn.Linear(32, 8), scheme) for scheme in ("int4", "int2"))
-    with pytest.raises(InputError, match=r"quantized with scheme int2: .*`bits: \{widths: \[4, 8\]\}`\.$"):
+    with refused("unsupported-scheme", InputError) as caught:
         kind_of(mixed, OnnxSettings(target="openvino"))
-    with pytest.raises(InputError, match=r"quantized with scheme int2: .*or int8-groupwise or int4\.$"):
+    assert "scheme int2: " in str(caught.value)
+    assert str(caught.value).endswith("`bits: {widths: [4, 8]}`.")
+    with refused("unsupported-scheme", InputError) as caught:
         kind_of(mixed[1:], OnnxSettings(target="openvino"))
+    assert "scheme int2: " in str(caught.value)
+    assert str(caught.value).endswith("int8-groupwise or int4.")
 
 
 def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):
@@ -94,15 +99,16 @@ def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(openvino_module, "has_bf16", lambda: False)
     ctx = exports.context(tmp_path / "onnx", task)
     Onnx()(tiny.artifact(make(tmp_path / "m"), task), OnnxSettings(target="openvino", dtype="bf16"), ctx)
-    assert any("this processor has no bf16" in warning for warning in ctx.warnings)
+    assert "no-bf16" in codes(ctx.warnings)
 
 
 def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
     ctx = exports.context(tmp_path / "onnx", "translation")
     source = tiny.artifact(tmp_path / "not-there", "translation")
-    with pytest.raises(MissingDependencyError, match=r"openvino>=2026"):
+    with refused("not-installed", MissingDependencyError) as caught:
         Onnx()(source, OnnxSettings(target="openvino"), ctx)
+    assert "openvino>=2026" in str(caught.value)
     assert not list(ctx.out.iterdir())
 
 

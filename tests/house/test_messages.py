@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from tools.list_messages import PACKAGES, PAGES, ROOT, messages_in, pages
 
 TESTS = ROOT / "tests"

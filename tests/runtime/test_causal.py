@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,8 +108,9 @@ def test_outputs_that_are_no_numbers_have_no_perplexity_and_no_store_is_named():
         def extend(self, state, ids, mask):
             return np.full((*ids.shape, 300), np.nan, dtype=np.float32)
 
-    with pytest.raises(RunError, match=r"^the model's outputs are not finite.* fp32 has the widest range\.$"):
+    with refused("non-finite-outputs", RunError) as caught:
         token_losses(Overflown(), IDS)
+    assert "928739efff78" not in str(caught.value)
 
 
 def test_perplexity_equals_a_sum_by_hand_when_windows_overlap(folder, other, tmp_path):

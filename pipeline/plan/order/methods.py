@@ -18,4 +18,5 @@ def unfit_methods(steps: Sequence[Step]) -> Iterator[Message]:
     for step in steps:
         settings: Any = step.settings
         if getattr(settings, "method", None) == "hqq" and getattr(settings, "bits", None) is None:
-            yield from (found.prefixed(f"{step.name}: ") for found in two_bits(settings.schemes()))
+            note = {"severity": "info", "step": step.name}
+            yield from (found.model_copy(update=note) for found in two_bits(settings.schemes()))

@@ -63,7 +63,9 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
         return None
     if not isinstance(said, dict):
         raise InputError(
-            f"{SAID} is {str(said)[:80]}; expected an object, as transformers writes it.", code="wrong-value"
+            f"{SAID} is {str(said)[:80]}; expected an object, as transformers writes it.",
+            code="wrong-value",
+            setting=SAID,
         )
     method = _method(said)
     bits = said.get("bits", said.get("w_bit"))
@@ -71,12 +73,14 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
         raise InputError(
             f"{SAID}: {method} codes of {_as_json(bits)} bits; smelt reads {BITS}. {_AGAIN}",
             code="unsupported-bits",
+            setting=f"{SAID}.bits",
         )
     group = said.get("group_size", said.get("q_group_size"))
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
         raise InputError(
             f"{SAID}: group_size is {_as_json(group)}; expected a whole number, or -1 for rows.",
             code="wrong-value",
+            setting=f"{SAID}.group_size",
         )
     form = _layout(method, said)
     _require_plain(said)
@@ -110,6 +114,7 @@ def _method(said: Mapping[str, Any]) -> str:
                 f"{SAID}: packing_format is '{packing[:40]}'; smelt reads {_PACKING}, which auto-round writes"
                 f" of symmetric codes; of others it reads what --format auto_gptq writes. {_AGAIN}",
                 code="unsupported-packing",
+                setting=f"{SAID}.packing_format",
             )
         return "gptq"
     if method not in _METHODS:
@@ -117,6 +122,7 @@ def _method(said: Mapping[str, Any]) -> str:
             f"{SAID}: quant_method is {_as_json(said.get('quant_method'))}; smelt reads the codes of"
             f" {', '.join(_METHODS)} and {_AUTO_ROUND} alone. {_HERE}",
             code="unsupported-method",
+            setting=f"{SAID}.quant_method",
         )
     return method
 
@@ -137,11 +143,14 @@ def _layout(method: str, said: Mapping[str, Any]) -> str:
             f"{SAID}: {word} is '{found[:40]}', a layout of one kernel; smelt reads {' and '.join(known)}."
             f" {_AGAIN}",
             code="unsupported-packing",
+            setting=f"{SAID}.{word}",
         )
     packed = str(said.get("pack_dtype") or "int32")
     if packed != "int32":
         raise InputError(
-            f"{SAID}: pack_dtype is '{packed[:40]}'; smelt reads int32. {_AGAIN}", code="unsupported-packing"
+            f"{SAID}: pack_dtype is '{packed[:40]}'; smelt reads int32. {_AGAIN}",
+            code="unsupported-packing",
+            setting=f"{SAID}.pack_dtype",
         )
     return found
 
@@ -162,6 +171,7 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
             f"{SAID}: {where}data_type is '{str(kind)[:40]}'; smelt reads whole numbers with a zero point"
             f" (int), no floats, and no scales that are codes themselves. {_HERE}",
             code="unsupported-quantized-type",
+            setting=f"{SAID}.data_type",
         )
     bits = said.get("act_bits")
     if bits is not None and not (isinstance(bits, int | float) and bits >= _FLOAT_BITS):
@@ -171,12 +181,14 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
             " the codes were made. Layers here round them otherwise (int8 blocks), so it would be another"
             f" model. {_HERE}",
             code="quantized-activations",
+            setting=f"{SAID}.act_bits",
         )
     if rotated := next((word for word in _ROTATIONS if said.get(word)), None):
         raise InputError(
             f"{SAID}: {where}{rotated}: the weights are rotated, and activations have to be while the model"
             f" runs, which nothing here does. {_HERE}",
             code="rotated-weights",
+            setting=f"{SAID}.{rotated}",
         )
 
 
@@ -199,12 +211,14 @@ def _require_alone(said: Mapping[str, Any], where: str = "") -> None:
             " which smelt does not read, and without it they are another model. If that one is meant, leave"
             f" adapter out of the config. {_HERE}",
             code="unsupported-adapter",
+            setting=f"{SAID}.adapter",
         )
     if activation := said.get("activation"):
         raise InputError(
             f"{SAID}: {where}activation is {_as_json(activation)}: what layers are fed is rounded too (fp8,"
             f" NVFP4), which nothing here does, so it would be another model. {_HERE}",
             code="quantized-activations",
+            setting=f"{SAID}.activation",
         )
 
 
@@ -228,6 +242,7 @@ def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]
             raise InputError(
                 f"{SAID}: {word} is {str(layers)[:80]}; expected an object for each layer.",
                 code="wrong-value",
+                setting=f"{SAID}.{word}",
             )
         for name, own in layers.items():
             bits = own.get("bits")
@@ -239,6 +254,7 @@ def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]
                         f"{SAID}: {word}: '{name[:80]}' has {key} {str(value)[:20]}, and the others have"
                         f" {usual}; smelt reads codes that are alike in all layers. {_HERE}",
                         code="mixed-quantization",
+                        setting=f"{SAID}.{word}",
                     )
             _require_plain(own, f"{word}: '{name[:80]}': ")
             _require_alone(own, f"{word}: '{name[:80]}': ")

@@ -176,7 +176,7 @@ def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> T
             f"{tensors.src}: '{name}.qzeros' says a zero point of 16, which 4 bits do not hold: written as"
             " 'gptq', and perhaps meant as 'gptq_v2' (checkpoint_format), or a zero point of 0 that the first"
             " layout cannot store. Save it again as gptq_v2.",
-            code="wrong-zero-points",
+            code="zero-point-out-of-range",
         )
     odd = int(found.zeros.min()) if coding.symmetric and coding.method == "gptq" else _MIDDLE
     if abs(odd - _MIDDLE) == 1 and bool((found.zeros == odd).all()):
@@ -184,7 +184,7 @@ def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> T
             f"{tensors.src}: '{name}.qzeros': {SAID} says sym: true, so that every zero point is {_MIDDLE},"
             f" and these are {odd}: checkpoint_format is 'gptq' where the file is 'gptq_v2', or the reverse."
             " Name the one that its tool wrote.",
-            code="wrong-zero-points",
+            code="wrong-checkpoint-format",
         )
     exact = scales.to(torch.float16)
     if not bool(exact.isfinite().all()) or not exact.to(scales.dtype).equal(scales):

@@ -6,6 +6,7 @@ import images
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.core.rows.colours import upright_rgb
@@ -48,5 +49,6 @@ def test_values_of_32_bits_are_refused_with_their_row(kind, tmp_path):
     path = images.rows(tmp_path / "train.jsonl", 2)
     Image.fromarray(SHADES.astype(kind)).save(tmp_path / "train-images" / "1.png.tif")
     path.write_text(path.read_text().replace("1.png", "1.png.tif"))
-    with pytest.raises(InputError, match=r"train.jsonl:2: .*1.png.tif: values of 32 bits .* Save it with"):
+    with refused("unsupported-image-mode", InputError) as caught:
         images.split(path)
+    assert all(part in str(caught.value) for part in ("train.jsonl:2:", "1.png.tif"))

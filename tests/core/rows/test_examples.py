@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+from refusals import refused
 
 from smelt.core.data import Columns, Example
 from smelt.core.errors import InputError
@@ -57,11 +58,11 @@ def test_columns_inside_of_a_translation_are_read_as_those_of_the_hub_are(tmp_pa
 
 def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
     path = _write(tmp_path / "a.csv", "src,tgt\na,b\n")
-    with pytest.raises(InputError) as raised:
+    with refused("missing-column", InputError) as raised:
         _read(path)
     assert "{source: src, target: tgt}" in str(raised.value)
     path = _write(tmp_path / "b.csv", "sentence,stars\na,b\n")
-    with pytest.raises(InputError) as raised:
+    with refused("missing-column", InputError) as raised:
         _read(path, "text-classification", Columns(text_pair="second"))
     assert all(f"'{name}'" in str(raised.value) for name in ("text", "label", "second"))
 
@@ -101,67 +102,76 @@ def test_labels_may_be_lists_or_decimal_numbers_too(tmp_path):
 def test_a_second_text_may_be_missing_unless_its_column_was_named(tmp_path):
     path = _write(tmp_path / "a.csv", "text,text_b,label\na,b,0\na,,1\n")
     assert [e.text_pair for e in _read(path, "text-classification").examples] == ["b", None]
-    with pytest.raises(InputError, match=r"a\.csv:2: no column 'text_c'.* Did you mean 'text_b'"):
+    with refused("missing-column", InputError) as caught:
         _read(path, "text-classification", Columns(text_pair="text_c"))
+    assert all(part in str(caught.value) for part in ("a.csv:2:", "'text_c'", "'text_b'"))
 
 
 @pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
 def test_what_is_no_label_is_refused(tmp_path, label):
     path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
-    with pytest.raises(
-        InputError, match=r"a\.jsonl:1: column 'label' must be a whole number or a name, a list"
-    ):
+    with refused("wrong-column-type", InputError) as caught:
         _read(path, "text-classification")
+    assert all(part in str(caught.value) for part in ("a.jsonl:1:", "'label'"))
 
 
 def test_how_truth_is_written_as_a_label_is_said(tmp_path):
     path = _write(tmp_path / "a.jsonl", '{"text": "a", "label": true}')
-    with pytest.raises(InputError) as raised:
+    with refused("wrong-column-type", InputError) as raised:
         _read(path, "text-classification")
     assert "1 and 0" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "code", "line", "values"),
     [
         (
             "a.jsonl",
             '{"source": "a", "target": "b"}\n{"source": ',
-            r"a\.jsonl:2: broken JSON: Expecting value at character 12\. Read: ",
+            "invalid-json",
+            2,
+            (" 12.",),
         ),
-        ("a.jsonl", "[1, 2]", r"a\.jsonl:1: expected a JSON object"),
-        ("a.jsonl", "\n\n", "no rows in this file"),
-        ("a.csv", "source,target\n", "no rows in this file"),
-        ("a.csv", "source,target\na\n", r"a\.csv:2: "),
+        ("a.jsonl", "[1, 2]", "not-an-object", 1, ()),
+        ("a.jsonl", "\n\n", "empty-data", None, ()),
+        ("a.csv", "source,target\n", "empty-data", None, ()),
+        ("a.csv", "source,target\na\n", "csv-field-count", 2, ()),
         (
             "a.jsonl",
             '{"sorce": "a", "target": "b"}',
-            r"a\.jsonl:1: no column 'source'; there are: sorce, target\. Did you mean 'sorce'\?",
+            "missing-column",
+            1,
+            ("'source'", "sorce, target", "'sorce'"),
         ),
-        ("a.jsonl", '{"source": 3, "target": "b"}', "column 'source' must be text, read 3"),
-        ("a.jsonl", '{"source": "a", "targets": "b"}', "column 'targets' must be a list of texts"),
-        ("a.xlsx", "x", r"unknown kind of file '\.xlsx'"),
-        ("a.parquet", "x", "not a Parquet file"),
+        ("a.jsonl", '{"source": 3, "target": "b"}', "wrong-column-type", 1, ("'source'", "3")),
+        ("a.jsonl", '{"source": "a", "targets": "b"}', "wrong-column-type", 1, ("'targets'",)),
+        ("a.xlsx", "x", "unknown-file-type", None, ("'.xlsx'",)),
+        ("a.parquet", "x", "damaged-file", None, ()),
     ],
 )
-def test_mistakes_are_named_with_their_place(tmp_path, name, text, message):
-    with pytest.raises(InputError, match=message):
-        _read(_write(tmp_path / name, text))
+def test_mistakes_are_named_with_their_place(tmp_path, name, text, code, line, values):
+    path = _write(tmp_path / name, text)
+    with refused(code, InputError) as caught:
+        _read(path)
+    assert (caught.value.file, caught.value.line) == (str(path), line)
+    assert all(value in str(caught.value) for value in values)
 
 
 def test_missing_file_names_its_neighbour(tmp_path):
     (tmp_path / "train.jsonl").write_text("x")
-    with pytest.raises(InputError, match=r"no such file.*Did you mean 'train\.jsonl'"):
+    with refused("missing-file", InputError) as caught:
         read_split("trian.jsonl", "translation", Columns(), tmp_path)
+    assert "'train.jsonl'" in str(caught.value)
 
 
 def test_broken_gzip_and_wrong_encoding_are_explained(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(InputError, match="cannot be read"):
+    with refused("unreadable-file", InputError):
         _read(tmp_path / "a.jsonl.gz")
     (tmp_path / "b.jsonl").write_bytes(b'{"source": "\xff"}')
-    with pytest.raises(InputError, match="not UTF-8 text at byte 12"):
+    with refused("not-utf8", InputError) as caught:
         _read(tmp_path / "b.jsonl")
+    assert " 12" in str(caught.value)
 
 
 def _label_files(folder, labels):
@@ -207,19 +217,21 @@ def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
         found = [e.label for e in split.examples]
         assert decide_problem(None, found) == SINGLE
         assert found_names(found, SINGLE) == ["0", "1"]
-        with pytest.raises(
-            InputError, match=rf"^{name}:3: the label is empty\. Fill it in, or remove the row\.$"
-        ):
+        with refused("empty-label", InputError) as caught:
             read_classes(split.examples, ["0", "1"], split.origin)
+        assert (caught.value.file, caught.value.line) == (name, 3)
 
 
 def test_wrong_rows_of_a_file_are_said_together(tmp_path):
     lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
-    with pytest.raises(InputError) as raised:
+    with refused("several-mistakes", InputError) as raised:
         _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
+    kinds = [(one.code, one.line) for one in raised.value.found]
+    assert kinds == [*(("wrong-column-type", line) for line in range(2, 10)), ("invalid-json", 10)]
     said = str(raised.value).splitlines()
     assert [line.split(": ")[0].rpartition(":")[2] for line in said[:5]] == ["2", "3", "4", "5", "6"]
-    assert said[5:] == ["4 more rows of this file are wrong."]
+    assert said[5].startswith("4 ")
+    assert len(said) == 6
 
 
 def test_rows_know_their_lines_and_are_equal_without(tmp_path):
@@ -265,11 +277,10 @@ def test_two_columns_of_one_name_are_refused(tmp_path, name):
         pyarrow.parquet.write_table(pyarrow.table(columns, names=["source", "source", "target"]), path)
     else:
         _write(path, f"[{row}]" if name == "a.json" else row)
-    with pytest.raises(InputError):
+    with refused("duplicate-column", InputError):
         _read(path)
-    with pytest.raises(InputError) as error:
+    with refused("duplicate-column", InputError):
         list(read_file(path))
-    assert error.value.code == "duplicate-column"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +294,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path, name):
 )
 def test_an_empty_text_is_refused_as_an_empty_target_is(tmp_path, task, row):
     path = _write(tmp_path / "a.jsonl", json.dumps(row))
-    with pytest.raises(InputError):
+    with refused("empty-text", InputError):
         _read(path, task)
 
 

@@ -5,6 +5,7 @@ import json
 import images
 import numpy as np
 import pytest
+from refusals import refused
 
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
@@ -71,56 +72,66 @@ def wrong_rows(folder):
 
 def test_what_is_no_image_is_told_with_its_row(tmp_path):
     path = wrong_rows(tmp_path)
-    with pytest.raises(InputError) as error:
+    with refused("several-mistakes", InputError) as error:
         images.split(path)
+    kinds = [(one.code, one.file, one.line) for one in error.value.found]
+    assert kinds == [
+        ("not-an-image", str(path), 2),
+        ("missing-file", str(path), 3),
+        ("wrong-column-type", str(path), 4),
+    ]
     first, second, third = str(error.value).splitlines()
-    assert first.startswith(f"{path}:2: {tmp_path}/bad.png: not an image that is read here (JPEG, PNG")
-    assert second.startswith(f"{path}:3: {tmp_path}/train-images/3.png: no such image file.")
-    assert third == f"{path}:4: column 'image' must be text, read 3"
+    assert first.startswith(f"{path}:2: {tmp_path}/bad.png: ")
+    assert second.startswith(f"{path}:3: {tmp_path}/train-images/3.png: ")
+    assert third.startswith(f"{path}:4: ")
 
 
 def test_images_beyond_the_limits_are_not_opened(tmp_path, monkeypatch):
     path = images.rows(tmp_path / "train.jsonl", 1)
     monkeypatch.setattr(module, "MOST_PIXELS", 255)
-    with pytest.raises(InputError, match=r"train.jsonl:1: .*0.png: an image of 16 x 16 pixels; at most"):
+    with refused("image-too-large", InputError) as caught:
         images.split(path)
+    assert all(part in str(caught.value) for part in ("train.jsonl:1:", "0.png", "16 x 16"))
     monkeypatch.setattr(module, "MOST_BYTES", 10)
-    with pytest.raises(InputError, match=r"bytes; an image file of at most 10 is read"):
+    with refused("image-file-too-large", InputError) as caught:
         images.split(path)
+    assert " 10 " in str(caught.value)
 
 
 def test_the_usual_name_of_the_column_is_proposed(tmp_path):
     path = images.rows(tmp_path / "train.jsonl", 1, columns=("file_name", "label"))
-    with pytest.raises(InputError, match=r"no column 'image'.*columns: \{image: file_name\}"):
+    with refused("missing-column", InputError) as caught:
         images.split(path)
+    assert all(part in str(caught.value) for part in ("'image'", "file_name"))
     named = read_split(str(path), images.TASK, Columns(image="file_name"), tmp_path)
     assert len(named) == 1
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "code", "name"),
     [
-        ({"label": np.zeros(2, np.uint8)}, "its arrays do not fit each other"),
-        ({"offsets": np.array([0, 5, 3])}, "its offsets do not rise"),
-        ({"jpeg": None}, "no array 'jpeg' in it"),
-        ({"label": np.array([None, "x"])}, "Object arrays cannot be loaded"),
+        ({"label": np.zeros(2, np.uint8)}, "inconsistent-arrays", "label"),
+        ({"offsets": np.array([0, 5, 3])}, "wrong-offsets", ""),
+        ({"jpeg": None}, "missing-array", "'jpeg'"),
+        ({"label": np.array([None, "x"])}, "damaged-file", ""),
     ],
 )
-def test_a_broken_archive_is_told(change, said, tmp_path):
+def test_a_broken_archive_is_told(change, code, name, tmp_path):
     values = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 4, 9]), "label": np.zeros(2, np.uint8)}
     if "label" in change and len(change["label"]) == 2 and change["label"].dtype != object:
         values["offsets"] = np.array([0, 2, 4, 9])
     kept = {name: value for name, value in (values | change).items() if value is not None}
     np.savez(tmp_path / "train.npz", allow_pickle=True, **kept)
-    with pytest.raises(InputError, match=said):
+    with refused(code, InputError) as caught:
         images.split(tmp_path / "train.npz")
+    assert name in str(caught.value)
 
 
 def test_folders_without_classes_or_images_are_told(tmp_path):
-    with pytest.raises(InputError, match="no such file or folder"):
+    with refused("missing-file", InputError):
         read_split("nothing", images.TASK, Columns(), tmp_path)
-    with pytest.raises(InputError, match="no folders of classes"):
+    with refused("no-class-folders", InputError):
         images.split(tmp_path)
     (tmp_path / "cat").mkdir()
-    with pytest.raises(InputError, match="no images in this folder of a class"):
+    with refused("empty-data", InputError):
         images.split(tmp_path)

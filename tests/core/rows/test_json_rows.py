@@ -5,6 +5,7 @@ import json
 import tracemalloc
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.core.rows.json_rows import json_rows
@@ -56,27 +57,30 @@ def test_each_row_is_said_to_stand_where_it_begins(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "line", "read"),
     [
-        ('[{"a": 1},\n {"a" 2}]', r"a\.json:2: broken JSON: Expecting ':' delimiter, read '2}\]'"),
-        ('[{"a": 1},\n {"a": 2}', r"a\.json:2: broken JSON: expected '\]', read the end of the file"),
-        ('[{"a": 1} {"a": 2}]', r"expected '\]', read '\{\"a\": 2\}\]'"),
-        ('[{"a": 1}]\n[2]', r"a\.json:2: broken JSON: more text after the end of the list"),
-        ('[{"a": 1},\n 7]', r"a\.json:2: expected a JSON object with named columns, read '7'"),
-        ("7", r"a\.json:1: expected a JSON object with named columns, read '7'"),
-        ("[" * 100_000, "nested too deeply|expected a JSON object"),
-        ('{"a": ' * 100_000, "nested too deeply"),
-        ('{"train": [{"a": 1}], "test": [{"a": 2}]}', r"holds several lists of rows \(train, test\); smelt"),
-        ('{"text": ["a", "b"], "label": [0, 1]}', "holds columns, not rows.*orient='records'"),
-        ('{"text": {"0": "a"}, "label": {"0": 1}}', "holds columns, not rows"),
-        ('{"a": "' + "x" * 99_999, "broken JSON: Unterminated string"),
-        ("{7: 1}", "expected a name in quotes"),
-        ("nonsense", "broken JSON: Expecting value, read 'nonsense'"),
+        ('[{"a": 1},\n {"a" 2}]', "invalid-json", 2, "'2}]'"),
+        ('[{"a": 1},\n {"a": 2}', "invalid-json", 2, "']'"),
+        ('[{"a": 1} {"a": 2}]', "invalid-json", 1, """']', read '{"a": 2}]'"""),
+        ('[{"a": 1}]\n[2]', "text-after-end", 2, "'[2]'"),
+        ('[{"a": 1},\n 7]', "not-an-object", 2, "'7'"),
+        ("7", "not-an-object", 1, "'7'"),
+        ("[" * 100_000, "nested-too-deep", 1, ""),
+        ('{"a": ' * 100_000, "nested-too-deep", 1, ""),
+        ('{"train": [{"a": 1}], "test": [{"a": 2}]}', "several-row-lists", None, "(train, test)"),
+        ('{"text": ["a", "b"], "label": [0, 1]}', "columns-not-rows", None, ""),
+        ('{"text": {"0": "a"}, "label": {"0": 1}}', "columns-not-rows", None, ""),
+        ('{"a": "' + "x" * 99_999, "invalid-json", 1, "'\"xx"),
+        ("{7: 1}", "invalid-json", 1, "'7'"),
+        ("nonsense", "invalid-json", 1, "'nonsense'"),
     ],
 )
-def test_what_is_no_list_of_rows_is_said(tmp_path, text, message):
-    with pytest.raises(InputError, match=message):
-        list(json_rows(_file(tmp_path, text)))
+def test_what_is_no_list_of_rows_is_said(tmp_path, text, code, line, read):
+    path = _file(tmp_path, text)
+    with refused(code, InputError) as caught:
+        list(json_rows(path))
+    assert (caught.value.file, caught.value.line) == (str(path), line)
+    assert read in str(caught.value)
 
 
 def test_rows_that_hold_lists_of_objects_are_rows_when_there_are_several(tmp_path):

@@ -1,6 +1,9 @@
 """Scores of pairs: numbers however a file writes them, in all rows or in none."""
 
+import re
+
 import pytest
+from refusals import refused
 
 from smelt.core.data import SIMILARITY, Columns, Example, Split, texts_read
 from smelt.core.errors import InputError
@@ -15,15 +18,17 @@ def test_a_score_is_a_number_or_nothing(value, expected):
 
 @pytest.mark.parametrize("value", ["high", True, [1], float("nan"), "inf"])
 def test_what_is_no_number_is_named_with_its_row(value):
-    with pytest.raises(InputError, match=r"f:1: column 'label' must be a number, how similar"):
+    with refused("wrong-column-type", InputError) as caught:
         read_score(value, "f:1", "label")
+    assert all(part in str(caught.value) for part in ("f:1:", "'label'"))
 
 
 def test_rows_that_are_alike_pass_and_others_are_named():
     require_alike([True, True], [1, 2], "label", "score")
     require_alike([False], [1], "label", "score")
-    with pytest.raises(InputError, match=r"row 4 has a score \(column 'label'\) and row 2 has none"):
+    with refused("partly-missing-column", InputError) as caught:
         require_alike([False, True], [2, 4], "label", "score")
+    assert re.findall(r"\d+", str(caught.value)) == ["4", "2"]
 
 
 def test_a_csv_file_gives_pairs_whose_texts_are_read_one_by_one(tmp_path):
@@ -39,5 +44,6 @@ def test_a_csv_file_gives_pairs_whose_texts_are_read_one_by_one(tmp_path):
 def test_a_column_that_the_recipe_names_has_to_be_there(tmp_path):
     (tmp_path / "d.csv").write_text("text,text_b\na,b\n")
     assert not read_split("d.csv", SIMILARITY, Columns(), tmp_path).labelled
-    with pytest.raises(InputError, match="no column 'similarity'"):
+    with refused("missing-column", InputError) as caught:
         read_split("d.csv", SIMILARITY, Columns(label="similarity"), tmp_path)
+    assert "'similarity'" in str(caught.value)

@@ -1,6 +1,7 @@
 """The labels of rows as targets, and what is said of those that can be none."""
 
 import pytest
+from refusals import refused
 
 from smelt.core.data import Example
 from smelt.core.errors import InputError
@@ -30,40 +31,40 @@ def test_numbers_may_be_text():
 
 def test_every_wrong_row_is_counted_and_the_nearest_name_is_said():
     labels = rows("good", "goood", *["x"] * 7)
-    with pytest.raises(InputError) as raised:
+    with refused("unknown-label", InputError) as raised:
         read_classes(labels, ["bad", "good"], "train.csv")
-    assert str(raised.value) == (
-        "train.csv: row 2: the label 'goood' is not one of the model's 2 labels: bad, good or 0 to 1."
-        " Did you mean 'good'? Likewise row 3, 4, 5, 6 and 3 more."
-    )
+    parts = ("train.csv: row 2:", "'goood'", "bad, good", "'good'", " 3, 4, 5, 6 ", " 3 more")
+    assert all(part in str(raised.value) for part in parts)
 
 
 @pytest.mark.parametrize(
-    ("label", "problem", "message"),
+    ("label", "problem", "code", "shown"),
     [
-        (2, SINGLE, "the label 2 is not one of the model's 2 labels"),
-        (-1, SINGLE, "the label -1 is not"),
-        (0.5, SINGLE, r"the label 0\.5 is not"),
-        ("", SINGLE, r"row 1: the label is empty\. Fill it in, or remove the row\."),
-        (" ", REGRESSION, "the label is empty"),
-        (None, SINGLE, "the label None is not"),
-        ("²", SINGLE, "the label '²' is not"),
-        (("bad", "good"), SINGLE, "is a list, and the model gives one label to a text"),
-        (("bad", "god"), MULTI, "the label 'god' is not .* Did you mean 'good'"),
-        (None, MULTI, "the label None is not"),
-        ("good", REGRESSION, "the label 'good' is not a finite number"),
-        ("nan", REGRESSION, "the label 'nan' is not a finite number"),
-        (("1",), REGRESSION, r"the label \['1'\] is not a finite number"),
+        (2, SINGLE, "unknown-label", " 2 "),
+        (-1, SINGLE, "unknown-label", " -1 "),
+        (0.5, SINGLE, "unknown-label", " 0.5 "),
+        ("", SINGLE, "empty-label", "row 1:"),
+        (" ", REGRESSION, "empty-label", ""),
+        (None, SINGLE, "unknown-label", " None "),
+        ("²", SINGLE, "unknown-label", "'²'"),
+        (("bad", "good"), SINGLE, "several-labels", "['bad', 'good']"),
+        (("bad", "god"), MULTI, "unknown-label", "'god'"),
+        (None, MULTI, "unknown-label", " None "),
+        ("good", REGRESSION, "non-finite-label", "'good'"),
+        ("nan", REGRESSION, "non-finite-label", "'nan'"),
+        (("1",), REGRESSION, "non-finite-label", "['1']"),
     ],
 )
-def test_labels_that_do_not_fit_are_named(label, problem, message):
-    with pytest.raises(InputError, match=message):
+def test_labels_that_do_not_fit_are_named(label, problem, code, shown):
+    with refused(code, InputError) as caught:
         check_labels(rows(label), ["bad", "good"], problem)
+    assert shown in str(caught.value)
 
 
 def test_names_in_the_data_and_none_in_the_model_say_how_to_mend_it():
-    with pytest.raises(InputError, match="no names: write them in their order as id2label"):
+    with refused("unknown-label", InputError) as caught:
         read_classes(rows("good"), ["LABEL_0", "LABEL_1"])
+    assert "id2label" in str(caught.value)
 
 
 @pytest.mark.parametrize("label", [1, 1.0, "1", "1.0", " 1", "+1"])
@@ -90,18 +91,24 @@ def test_a_number_is_the_same_label_however_it_is_written(label, names, place):
 
 @pytest.mark.parametrize("label", [0, "0", 4])
 def test_number_is_no_place_when_the_names_are_numbers(label):
-    with pytest.raises(InputError, match=r"3 labels: 1, 2, 3\. Its labels are numbers, so a number in the"):
+    with refused("unknown-label", InputError) as caught:
         read_classes(rows(label), ["1", "2", "3"])
+    assert "1, 2, 3" in str(caught.value)
 
 
 def test_wrong_labels_are_named_by_their_lines_when_the_file_has_lines():
     examples = [Example("a", label=label, line=line) for line, label in ((2, "a"), (7, "x"), (9, "y"))]
-    with pytest.raises(InputError, match=r"^d\.csv:7: the label 'x' is not .* Likewise line 9\.$"):
+    with refused("unknown-label", InputError) as caught:
         read_classes(examples, ["a", "b"], "d.csv")
+    assert "'x'" in str(caught.value)
+    assert (caught.value.file, caught.value.line) == ("d.csv", 7)
+    assert str(caught.value).endswith(" 9.")
 
 
 def test_wrong_labels_are_named_by_their_rows_in_the_file_when_lines_do_not_tell_rows_apart():
     examples = [Example("a", label="a", line=1, row=1)]
     examples += [Example("a", label=label, row=row) for row, label in ((5, "x"), (9, "a"), (30, "y"))]
-    with pytest.raises(InputError, match=r"^d\.json: row 5: the label 'x' is not .* Likewise row 30\.$"):
+    with refused("unknown-label", InputError) as caught:
         read_classes(examples, ["a", "b"], "d.json")
+    assert all(part in str(caught.value) for part in ("d.json: row 5:", "'x'"))
+    assert str(caught.value).endswith(" 30.")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from colliding import take_locks_away
+from refusals import refused
 
 from smelt.core.artifact import MANIFEST, Manifest, read_artifact
 from smelt.core.errors import InputError
@@ -52,11 +53,13 @@ def test_commit_makes_an_artifact_whose_files_verify(tmp_path):
 def test_verify_names_the_file_that_changed_or_is_gone(tmp_path):
     made = _write(Store(tmp_path))
     (made.path / "model.safetensors").write_text("hellO")
-    with pytest.raises(InputError, match=r"model\.safetensors: its bytes are not those"):
+    with refused("changed-file", InputError) as caught:
         made.verify()
+    assert "model.safetensors" in str(caught.value)
     (made.path / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"model\.safetensors: this file of the artifact is missing"):
+    with refused("missing-file", InputError) as caught:
         made.verify()
+    assert "model.safetensors" in str(caught.value)
 
 
 def test_the_first_of_two_writers_wins(tmp_path):
@@ -183,9 +186,8 @@ def test_find_notices_a_changed_manifest(tmp_path):
     text = manifest.read_text()
     manifest.write_text(text.replace('"stage": "', '"stage": "other '))
     for _ in range(2):
-        with pytest.raises(InputError) as error:
+        with refused("changed-manifest", InputError):
             store.find(KEY)
-        assert error.value.code == "changed-manifest"
     manifest.write_text(text)
     assert store.find(KEY) is not None
 
@@ -224,21 +226,23 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path):
     made = _write(Store(tmp_path))
     file = made.path / "manifest.json"
     file.write_text(file.read_text().replace("deep/b.json", "../../evil"))
-    with pytest.raises(InputError, match="leads out of the artifact"):
+    with refused("path-outside-folder", InputError) as caught:
         read_artifact(made.path)
+    assert "../../evil" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"key": 3}', "[1]"])
 def test_a_manifest_that_is_none_is_explained(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(InputError, match=r"manifest\.json: not a manifest"):
+    with refused("damaged-manifest", InputError) as caught:
         read_artifact(tmp_path)
+    assert "manifest.json" in str(caught.value)
 
 
 def test_a_folder_without_manifest_is_no_artifact(tmp_path):
-    with pytest.raises(InputError, match=r"no manifest\.json"):
+    with refused("not-an-artifact", InputError):
         read_artifact(tmp_path)
-    with pytest.raises(InputError, match="no such folder"):
+    with refused("missing-folder", InputError):
         read_artifact(tmp_path / "nothing")
 
 
@@ -246,8 +250,9 @@ def test_find_notices_a_changed_byte_and_names_the_file(tmp_path):
     made = _write(Store(tmp_path))
     weights = made.path / "model.safetensors"
     weights.write_text("hellO")
-    with pytest.raises(InputError, match=r"model\.safetensors: its bytes are not .* Do this\."):
+    with refused("changed-file", InputError) as caught:
         Store(tmp_path).find(KEY, "Do this.")
+    assert all(part in str(caught.value) for part in ("model.safetensors", "Do this."))
     weights.write_text("hello")
     assert Store(tmp_path).find(KEY) == made
 
@@ -258,7 +263,7 @@ def test_find_notices_a_changed_byte_behind_an_old_date(tmp_path):
     before = weights.stat()
     weights.write_text("hellO")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(InputError, match=r"its bytes are not those"):
+    with refused("changed-file", InputError):
         Store(tmp_path).find(KEY)
 
 
@@ -282,7 +287,7 @@ def test_find_refuses_the_manifest_of_another_artifact(tmp_path):
     store = Store(tmp_path)
     made = _write(store)
     made.path.rename(made.path.with_name("cd" * 32))
-    with pytest.raises(InputError, match="the manifest of another artifact"):
+    with refused("wrong-manifest", InputError):
         store.find("cd" * 32)
 
 
@@ -312,7 +317,7 @@ def test_the_old_artifact_comes_back_when_the_new_one_cannot_take_its_place(tmp_
         (space / "out").mkdir()
         (space / "out" / "model.safetensors").write_text("second")
         monkeypatch.setattr(os, "rename", fails_for_the_new)
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
             store.commit(space / "out", _manifest(), replace=True)
     assert (store.find(KEY).path / "model.safetensors").read_text() == "first"
 
@@ -359,7 +364,7 @@ def test_file_names_that_lead_out_are_refused(tmp_path, name):
     content = json.loads((made.path / "manifest.json").read_text())
     content["files"][name] = {"sha256": "0" * 64, "size_bytes": 1}
     (made.path / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match="leads out of the artifact"):
+    with refused("path-outside-folder", InputError):
         read_artifact(made.path)
 
 
@@ -367,8 +372,9 @@ def test_file_names_that_lead_out_are_refused(tmp_path, name):
 def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     made = _write(Store(tmp_path))
     (made.path / "deep" / "model.safetensors").symlink_to("../model.safetensors")
-    with pytest.raises(InputError, match=r"deep/model\.safetensors: this file is not of the artifact"):
+    with refused("unknown-file", InputError) as caught:
         read_artifact(made.path)
+    assert "deep/model.safetensors" in str(caught.value)
     (made.path / "deep" / "model.safetensors").unlink()
     (made.path / "deep" / ".inner").symlink_to("b.json")
     assert read_artifact(made.path) == made
@@ -377,11 +383,13 @@ def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     (made.path / "deep" / "b.json").unlink()
     (made.path / "deep" / "b.json").symlink_to(target)
     if target == ".loop":
-        with pytest.raises(InputError, match=r"b\.json: this file of the artifact is missing"):
+        with refused("missing-file", InputError) as caught:
             read_artifact(made.path).verify()
+        assert "b.json" in str(caught.value)
         return
-    with pytest.raises(InputError, match=r"b\.json: a link to .* which leads out of the artifact"):
+    with refused("path-outside-folder", InputError) as caught:
         read_artifact(made.path)
+    assert "b.json" in str(caught.value)
 
 
 def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
@@ -391,7 +399,7 @@ def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
         "from smelt.core.store.store import Store; from smelt.core.errors import InputError\n"
         "os.geteuid() or os.setuid(65534)\n"
         "try: Store(Path(sys.argv[1]))\n"
-        "except InputError as error: print(error)\n"
+        "except InputError as error: print(error.code, error.__cause__.errno, error)\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -401,5 +409,4 @@ def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
             path.chmod(0o555)
         command = [sys.executable, "-c", code, str(store)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert "cannot be used as a store" in done.stdout, done.stderr
-        assert "may not be written to. Give another with --store FOLDER." in done.stdout
+        assert done.stdout.startswith(f"unusable-store {errno.EACCES} {store}: "), done.stderr

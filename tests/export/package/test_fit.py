@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from refusals import refused
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
@@ -21,7 +22,7 @@ class Made:
 
     def check(self, artifact):
         if (artifact.path / "bad").exists():
-            raise InputError("a file is bad.")
+            raise InputError("a file is bad.", code="made-up")
 
 
 @pytest.fixture
@@ -48,26 +49,31 @@ def test_what_fits_is_taken(make):
 
 
 @pytest.mark.parametrize(
-    ("takes", "given", "said"),
+    ("takes", "given", "code", "of_export", "is_one_of"),
     [
-        ({"mend": "Add onnx."}, {"made": "torch"}, "it is a torch artifact; this form takes onnx. Add onnx."),
-        ({"targets": frozenset({"b", "a"})}, {}, "it was exported for ort-cpu; this form takes a and b."),
-        ({"tasks": frozenset({"x"})}, {}, "it is for translation; this form takes x."),
+        ({}, {"made": "torch"}, "unsupported-format", True, ("torch", "onnx")),
+        ({"targets": frozenset({"b", "a"})}, {}, "unsupported-target", True, ("ort-cpu", "a and b")),
+        ({"tasks": frozenset({"x"})}, {}, "unsupported-task", False, ("translation", "x")),
         (
             {"families": frozenset({"t5", "bart", "gpt2"})},
             {},
-            "it is a model of the family marian; this form takes bart, gpt2 and t5.",
+            "unsupported-family",
+            False,
+            ("marian", "bart, gpt2 and t5"),
         ),
     ],
 )
-def test_what_does_not_fit_is_said(takes, given, said, make):
-    assert refusal(Made(**takes), make("a", **given)) == said
+def test_what_does_not_fit_is_said(takes, given, code, of_export, is_one_of, make):
+    found = refusal(Made(**takes), make("a", **given))
+    assert (found.code, found.of_export) == (code, of_export)
+    it_is, one_of = is_one_of
+    assert found.text.index(it_is) < found.text.index(f" {one_of}.")
 
 
 def test_what_the_form_finds_itself_is_said_too(make):
     artifact = make("a")
     (artifact.path / "bad").touch()
-    assert refusal(Made(), artifact) == "a file is bad."
+    assert refusal(Made(), artifact) == ("made-up", "a file is bad.", False)
 
 
 def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
@@ -75,32 +81,41 @@ def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
     forms = [wanted, Made("torch-form", formats=frozenset({"torch"})), Made("other")]
     run = {"int8": make("int8"), "fp32": make("fp32"), "small": make("small", "torch"), "bad": make("bad")}
     (run["bad"].path / "bad").touch()
-    with pytest.raises(InputError) as caught:
+    with refused("unsupported-format", InputError) as caught:
         require_fit(wanted, make("t", "torch"), "runs/x/t", forms, run)
-    assert str(caught.value) == (
-        "runs/x/t cannot be packaged as 'made': it is a torch artifact; this form takes onnx."
-        " Of the same run it takes the steps int8 and fp32 (artifacts/int8)."
-        " Forms that take this artifact: torch-form (--for)."
-    )
-    with pytest.raises(InputError, match=r"it takes the step int8 \(artifacts/int8\)\."):
+    said = str(caught.value)
+    assert said.startswith("runs/x/t ")
+    for value in ("'made'", "int8 and fp32", "artifacts/int8", " torch-form "):
+        assert value in said
+    assert "Export it." not in said  # where the run has an export
+    assert not {"other", "small", "bad"} & set(re.findall(r"[\w-]+", said))
+    with refused("unsupported-format", InputError) as caught:
         require_fit(wanted, make("v", "torch"), "v", forms, {"int8": run["int8"]})
+    assert "artifacts/int8" in str(caught.value)
+    assert "fp32" not in str(caught.value)
     require_fit(wanted, make("u"), "u", forms, {})
 
 
 def test_a_step_is_proposed_only_where_it_helps(make):
     form = Made(tasks=frozenset({"language-modeling"}), mend="Add the step onnx.")
-    for task, helps in (("translation", False), ("language-modeling", True)):
-        with pytest.raises(InputError) as caught:
+    for task, helps, code in (
+        ("translation", False, "unsupported-task"),
+        ("language-modeling", True, "unsupported-format"),
+    ):
+        with refused(code, InputError) as caught:
             require_fit(form, make(task, "torch", task=task), "t", [form], {})
         assert ("Add the step onnx." in str(caught.value)) is helps
-    assert str(refusal(form, make("onnx", "tensorrt", task="language-modeling"))).startswith("it is a tens")
-    assert str(refusal(Made("f", formats=frozenset({"torch"})), make("x"))) == (
-        "it is an onnx artifact; this form takes torch."
-    )
+    found = refusal(form, make("onnx", "tensorrt", task="language-modeling"))
+    assert (found.code, found.of_export) == ("unsupported-format", True)
+    assert "tensorrt" in found.text
+    found = refusal(Made("f", formats=frozenset({"torch"})), make("x"))
+    assert (found.code, found.of_export) == ("unsupported-format", True)
+    assert "onnx" in found.text
 
 
 def test_nothing_is_proposed_where_nothing_fits(make):
     form = Made()
-    with pytest.raises(InputError) as caught:
+    with refused("unsupported-format", InputError) as caught:
         require_fit(form, make("t", "torch"), "t", [form], {"s": make("s", "torch")})
-    assert re.search("Of the same run|Forms that", str(caught.value)) is None
+    assert "artifacts/" not in str(caught.value)
+    assert "--for" not in str(caught.value)

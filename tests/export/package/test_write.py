@@ -10,6 +10,7 @@ import exported
 import harness
 import pytest
 from markdown_it import MarkdownIt
+from refusals import refused
 
 from smelt.core.artifact import LATENTS, FileRecord, read_artifact
 from smelt.core.errors import InputError
@@ -184,9 +185,9 @@ def test_the_size_is_that_of_all_files(package):
 def test_a_form_that_fails_leaves_nothing(artifact, tmp_path, monkeypatch):
     def fails(self, artifact, origin, folder):
         copy_artifact(artifact, folder)
-        raise InputError("not this one")
+        raise InputError("not this one", code="made-up")
 
     monkeypatch.setattr(Copies, "write", fails)
-    with pytest.raises(InputError, match="not this one"):
+    with refused("made-up", InputError):
         write_package(Copies(), artifact, Origin(), tmp_path / "p")
     assert list(tmp_path.iterdir()) == []

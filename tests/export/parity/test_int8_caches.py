@@ -70,16 +70,14 @@ def one_scale_one_percent_larger(model, nodes, tensors):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "codes", "output"),
     [
-        (keys_scaled_as_values, "holds other codes than numpy"),
-        (scales_of_another_layer, "present.0.value holds other codes than numpy"),
-        (
-            one_scale_one_percent_larger,
-            "one off from numpy's|other codes|differs from attention over its codes",
-        ),
+        (keys_scaled_as_values, {"cache-mismatch"}, ""),
+        (scales_of_another_layer, {"cache-mismatch"}, "present.0.value"),
+        (one_scale_one_percent_larger, {"rounding-mismatch", "cache-mismatch", "attention-mismatch"}, ""),
     ],
 )
-def test_wrong_scales_are_seen(spoil, message, asked):
-    with pytest.raises(ParityError, match=message):
+def test_wrong_scales_are_seen(spoil, codes, output, asked):
+    with pytest.raises(ParityError, check=lambda error: error.code in codes) as caught:
         asked(spoil)
+    assert output in str(caught.value)

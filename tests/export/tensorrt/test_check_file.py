@@ -1,5 +1,7 @@
 """Files that anybody may have written: what is damaged is said, in a process with limits."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,12 @@ def constant_of_a_file() -> Any:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: graphs.with_tensor([1 << 16, 1 << 16], bytes(32)), "and 32 bytes of it are there"),
-        (lambda: graphs.with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21 values"),
-        (lambda: graphs.pointing("gone.bin"), "there is no such file beside the graph"),
-        (constant_of_a_file, "which is no name of a file in the folder"),
-        (reads_nothing, "reads 'nowhere', which nothing in the graph gives"),
-        (graphs.circle, "in a circle: Add 'one' -> Relu 'two'"),
+        (lambda: graphs.with_tensor([1 << 16, 1 << 16], bytes(32)), " 32 bytes "),
+        (lambda: graphs.with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21"),
+        (lambda: graphs.pointing("gone.bin"), "gone.bin"),
+        (constant_of_a_file, "../weights.bin"),
+        (reads_nothing, "'nowhere'"),
+        (graphs.circle, "Add 'one' -> Relu 'two'"),
     ],
 )
 def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, said: str) -> None:
@@ -49,7 +51,6 @@ def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, said: st
     ((rule, text),) = found(graphs.save(make(), tmp_path / "inside" / "m.onnx"))
     assert rule == "damaged"
     assert said in text
-    assert text.endswith("Copy it again, or export the model again.")
 
 
 def test_damages_beyond_the_twentieth_are_counted(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_damages_beyond_the_twentieth_are_counted(tmp_path: Path) -> None:
         model.graph.initializer[-1].name = f"w{at}"
     texts = [text for _, text in found(graphs.save(model, tmp_path / "m.onnx"))]
     assert len(texts) == 21
-    assert "and 4 more." in texts[-1]  # one of them holds what it should
+    assert " 4 " in texts[-1]  # one of them holds what it should
 
 
 def test_the_rules_answer_of_the_process_is_that_of_this_one(tmp_path: Path) -> None:
@@ -76,10 +77,10 @@ def test_a_file_that_takes_much_more_than_its_size_ends_at_the_limit(
     (problem,) = check_file(tmp_path / "m.onnx")
     assert (problem.rule, problem.severity) == ("unreadable", "error")
     # Which limit is met first differs between machines: some take little memory for a node.
-    memory, clock = "it asked for more than 0.4 GB of memory", "it took more than 12 s of processor time"
-    assert memory in problem.text or clock in problem.text
+    assert " 0.4 GB " in problem.text or " 12 s " in problem.text
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (problem,) = check_file(tmp_path / "gone.onnx")
-    assert "cannot be read: No such file" in problem.reason
+    assert (problem.rule, problem.severity) == ("unreadable", "error")
+    assert os.strerror(errno.ENOENT) in problem.reason

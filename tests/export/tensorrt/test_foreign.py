@@ -6,11 +6,12 @@ from typing import Any
 import foreign_graphs as graphs
 import harness
 import numpy as np
-import pytest
 import tensorrt_rig
+from refusals import refused
 
 from smelt.core.data import split_of
 from smelt.core.errors import InputError, RunError
+from smelt.core.messages import codes
 from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign.fp16 import Fp16, Fp16Settings
 from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
@@ -40,7 +41,7 @@ def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
     assert foreign_shapes(image_model(), ranges[0], "m.onnx") == {
         "x": ((1, 3, 32, 48), (1, 3, 32, 48), (2, 3, 32, 48))
     }
-    with pytest.raises(InputError, match="no calibration rows to take a size from"):
+    with refused("no-calibration-data", InputError):
         foreign_ranges(tmp_path, settings, harness.context(tmp_path / "other", "tensors"))
 
 
@@ -48,8 +49,9 @@ def test_of_texts_axis_1_is_the_length() -> None:
     model = graphs.model_of([], [graphs.value("input_ids", ["s0", "s1"])], [graphs.value("input_ids", [])])
     ranges = {"batch": Range(1, 1, 8), "input": Range(1, 20, 64)}
     assert foreign_shapes(model, ranges, "m.onnx") == {"input_ids": ((1, 1), (1, 20), (8, 64))}
-    with pytest.raises(RunError, match="axis 2 of any size"):
+    with refused("unknown-axis-size", RunError) as caught:
         foreign_shapes(image_model(), ranges, "m.onnx")
+    assert " 2 " in str(caught.value)  # the axis
 
 
 FOR_ENGINES = {
@@ -79,5 +81,7 @@ def test_engines_are_built_of_what_the_stages_make_of_a_graph_of_somebody_else(t
     settings = QuantizeGraphSettings(scheme="int8-static")
     ctx = harness.run(QuantizeGraph(), settings, source, tmp_path / "cpu", data=data)
     ranges, limit = foreign_ranges(ctx.out, TensorrtSettings(), ctx)
-    with pytest.raises(RunError, match=r"TensorRT cannot take this graph:\n  model.onnx: .*uint8"):
+    with refused("unsupported-graph", RunError) as caught:
         plan_graphs(ctx.out, ranges, limit, ctx.warnings, foreign_shapes)
+    assert {one.file for one in caught.value.found} == {"model.onnx"}
+    assert "tensorrt-unsigned-codes" in codes(caught.value.found)

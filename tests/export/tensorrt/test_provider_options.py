@@ -10,8 +10,10 @@ import onnxruntime
 import pytest
 import tensorrt_graphs
 import tensorrt_rig
+from refusals import invalid, refused
 
 from smelt.core.errors import InputError, RunError
+from smelt.core.messages import codes
 from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.provider_options import rtx_options, tensorrt_options, write_provider
 from smelt.export.tensorrt.provider_settings import ProviderSettings
@@ -24,7 +26,7 @@ ALL = ProviderSettings(optimization_level=5, hardware_compatibility="ampere+", c
 TENSORRT = "TensorrtExecutionProvider"
 
 
-def refused(options: dict[str, str]) -> str:
+def said_of(options: dict[str, str]) -> str:
     """Return what the parser in ONNX Runtime says of options; nothing where it takes them.
 
     It reads all of them before it looks for TensorRT's libraries, which are not here.
@@ -42,11 +44,11 @@ def refused(options: dict[str, str]) -> str:
 def test_onnx_runtime_takes_each_option_and_its_value(tmp_path: Path) -> None:
     for dtype in ("fp32", "fp16", "bf16"):
         options = with_caches(tensorrt_options(ALL, dtype, True, SHAPES), tmp_path, "model")
-        assert refused(options) == ""
+        assert said_of(options) == ""
         for name, value in options.items():
-            assert "Invalid TensorRT EP option" in refused({f"{name}s": value}), name
-    assert "should be 'True' or 'False'" in refused(options | {"trt_fp16_enable": "1"})
-    assert refused(options | {"trt_builder_optimization_level": "much"}) != ""
+            assert "Invalid TensorRT EP option" in said_of({f"{name}s": value}), name
+    assert "should be 'True' or 'False'" in said_of(options | {"trt_fp16_enable": "1"})
+    assert said_of(options | {"trt_builder_optimization_level": "much"}) != ""
 
 
 def test_the_plug_in_knows_each_option() -> None:
@@ -119,31 +121,35 @@ def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
 def test_what_is_said_of_lengths_names_the_settings_of_the_step(tmp_path: Path) -> None:
     folder = tensorrt_graphs.copy("marian", tmp_path / "g")
     ctx = exports.context(folder, "translation")
-    with pytest.raises(InputError, match=r"give onnx: \{engine: \{lengths: \{opt: 32, max: 128\}\}\}\."):
+    with refused("missing-data", InputError) as caught:
         write_provider("ort-tensorrt", "fp32", ProviderSettings(), folder, replace(ctx, data={}))
+    assert "onnx: {engine: {lengths: {opt: 32, max: 128}}}" in str(caught.value)
     settings = ProviderSettings(max_batch_size=4, max_new_tokens=12, length_percentile=50)
     write_provider("ort-tensorrt", "fp32", settings, folder, ctx)
-    assert ctx.warnings[0].endswith("would be cut; see onnx: {engine: {length_percentile, lengths}}")
+    assert codes(ctx.warnings) == ["longer-than-engine"]
+    assert "onnx: {engine: {length_percentile, lengths}}" in ctx.warnings[0].message
 
 
 def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
     folder = tensorrt_graphs.copy("roberta", tmp_path / "g")
     settings = ProviderSettings.model_validate({"lengths": {"opt": 8, "max": 4000}})
     ctx = exports.context(folder, "text-classification")
-    with pytest.raises(RunError, match=r"model\.onnx: TensorRT in ONNX Runtime cannot take these sizes"):
+    with refused("does-not-fit-model", RunError) as caught:
         write_provider("ort-tensorrt", "fp32", settings, folder, ctx)
+    assert caught.value.file == "model.onnx"
+    assert set(codes(caught.value.found)) == {"tensorrt-profile-too-long"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code"),
     [
-        ({"target": "ort-cuda", "engine": {}}, "engine is for target ort-tensorrt and ort-tensorrt-rtx"),
-        ({"target": "ort-tensorrt-rtx", "engine": {"optimization_level": 5}}, "no option for engine: {optim"),
-        ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "must not be greater than max_batch"),
-        ({"target": "ort-tensorrt", "threads": 2}, "threads is for graphs that run on the CPU"),
-        ({"target": "ort-tensorrt", "tune": True}, "tune chooses between operators"),
+        ({"target": "ort-cuda", "engine": {}}, "unused-setting"),
+        ({"target": "ort-tensorrt-rtx", "engine": {"optimization_level": 5}}, "unsupported-setting"),
+        ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "opt-above-max"),
+        ({"target": "ort-tensorrt", "threads": 2}, "unused-setting"),
+        ({"target": "ort-tensorrt", "tune": True}, "unused-setting"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], code: str) -> None:
+    with invalid(code):
         OnnxSettings.model_validate(settings)

@@ -13,11 +13,16 @@ def made(base: Path) -> object:
     return tensorrt_rig._made.__wrapped__(base)
 
 
+def is_off(error: BaseException) -> bool:
+    """Whether the error names the variable that switches the rig off."""
+    return "SMELT_TENSORRT_RIG" in str(error)
+
+
 def test_rig_that_is_switched_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMELT_TENSORRT_RIG", "off")
-    with pytest.raises(tensorrt_rig.NoRigError, match="SMELT_TENSORRT_RIG is off"):
+    with pytest.raises(tensorrt_rig.NoRigError, check=is_off):
         tensorrt_rig.environment()
-    with pytest.raises(pytest.skip.Exception, match="no TensorRT builder here: SMELT_TENSORRT_RIG is off"):
+    with pytest.raises(pytest.skip.Exception, check=is_off):
         tensorrt_rig.require()
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from pydantic import ValidationError
+from refusals import invalid, refused
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import sha256_of
+from smelt.core.messages import Message, codes, warning
 from smelt.core.stage import Context
 from smelt.export.tensorrt import stage as module
 from smelt.export.tensorrt.build import BuildOptions
@@ -91,24 +93,29 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_onnx_for_another_target_is_refused(source: Path, out: Path) -> None:
-    with pytest.raises(InputError, match=r"exported for 'ort-cpu'.*onnx: \{target: tensorrt\}"):
+    with refused("unsupported-target", InputError) as caught:
         TensorrtStage()(artifact(source, "ort-cpu"), TensorrtSettings(), context(out, [3]))
+    assert "'ort-cpu'" in str(caught.value)
+    assert "onnx: {target: tensorrt}" in str(caught.value)
 
 
 def test_missing_tensorrt_says_how_to_install_it(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorrt_module, "NAMES", ("a_package_that_nobody_has",))
-    with pytest.raises(MissingDependencyError, match=r"pip install tensorrt\..*optional: true"):
+    with refused("not-installed", MissingDependencyError) as caught:
         TensorrtStage()(artifact(source), TensorrtSettings(), context(out, [3]))
+    assert "pip install tensorrt" in str(caught.value)
+    assert "optional: true" in str(caught.value)
 
 
 def test_older_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tensorrt.py").write_text("__version__ = '10.9.0.34'")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
-    with pytest.raises(InputError, match=r"TensorRT 10\.9\.0\.34 is installed; smelt needs 11"):
+    with refused("outdated-package", InputError) as caught:
         tensorrt_module.import_tensorrt()
+    assert "10.9.0.34" in str(caught.value)
     __import__("sys").modules.pop("tensorrt", None)
 
 
@@ -119,10 +126,10 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
 
     def build(
         trt: Any, path: Path, profiles: list[Shapes], options: BuildOptions, progress: Any
-    ) -> tuple[bytes, list[str]]:
+    ) -> tuple[bytes, list[Message]]:
         [shapes] = profiles
         built[path.name] = shapes, options
-        return b"plan", ["something to know"]
+        return b"plan", [warning("tensorrt-warning", "something to know")]
 
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     monkeypatch.setattr(module, "build_engine", build)
@@ -144,7 +151,8 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     assert ctx.facts["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
     assert ctx.facts["parameters"] == 12
     assert ctx.facts["tensorrt"] == "tensorrt 11.4.0"
-    assert ctx.warnings == ["model.onnx: TensorRT: something to know"]
+    assert [(one.code, one.file) for one in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
+    assert "something to know" in ctx.warnings[0].message
     said = read_sidecar(out / "model.plan")
     assert said == Sidecar(
         package="tensorrt",
@@ -166,7 +174,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """TensorRT replaced: what is asked of the builder, by graph."""
     asked: dict[str, Any] = {}
 
-    def build(trt: Any, path: Path, profiles: Any, options: Any, progress: Any) -> tuple[bytes, list[str]]:
+    def build(
+        trt: Any, path: Path, profiles: Any, options: Any, progress: Any
+    ) -> tuple[bytes, list[Message]]:
         asked[path.name] = profiles, options
         return b"plan", []
 
@@ -212,8 +222,9 @@ def test_profiles_of_which_none_takes_all_are_refused(source: Path, out: Path) -
         {"max_batch_size": 8, "lengths": {"opt": 4, "max": 8}},
     ]
     settings = TensorrtSettings.model_validate({"profiles": profiles})
-    with pytest.raises(InputError, match=r"no profile takes what all others take.*largest max_batch_size"):
+    with refused("no-covering-profile", InputError) as caught:
         profile_ranges(source, settings, context(out, [3]))
+    assert "max_batch_size" in str(caught.value)
 
 
 def test_weights_outside_bring_the_graph_along(source: Path, out: Path, built: dict[str, Any]) -> None:
@@ -235,8 +246,11 @@ def test_preflight_errors_stop_the_stage_before_the_builder(
 ) -> None:
     classifier(source, weight=np.inf)
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
-    with pytest.raises(RunError, match=r"model\.onnx: the constant 'table' \(float\): it holds 12 infinite"):
+    with refused("unsupported-graph", RunError) as caught:
         TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
+    assert [(one.code, one.file) for one in caught.value.found] == [("tensorrt-infinite", "model.onnx")]
+    assert "'table' (float)" in str(caught.value)
+    assert " 12 " in str(caught.value)
     assert list(out.iterdir()) == []
 
 
@@ -245,8 +259,11 @@ def test_lengths_beyond_the_position_table_are_refused(
 ) -> None:
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     settings = TensorrtSettings(timing_cache=False, lengths={"opt": 8, "max": 32})
-    with pytest.raises(RunError, match="32 tokens long, but the model has 16 positions"):
+    with refused("unsupported-graph", RunError) as caught:
         TensorrtStage()(artifact(source), settings, context(out, [3]))
+    assert set(codes(caught.value.found)) == {"tensorrt-profile-too-long"}
+    assert " 32 " in str(caught.value)
+    assert " 16 " in str(caught.value)
 
 
 def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Path, out: Path) -> None:
@@ -254,28 +271,30 @@ def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Pat
     [ranges], limit = profile_ranges(source, TensorrtSettings(length_percentile=100), ctx)
     assert limit == 16
     assert ranges["input"] == Range(1, 4, 16)
-    assert ctx.warnings[0].startswith("1 of 61 texts looked at is longer than the 16 tokens")
+    assert codes(ctx.warnings) == ["longer-than-engine"]
+    assert re.findall(r"\d+", ctx.warnings[0].message)[:3] == ["1", "61", "16"]
 
 
 def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Path, out: Path) -> None:
-    with pytest.raises(InputError, match=r"give tensorrt: \{lengths"):
+    with refused("missing-data", InputError) as caught:
         profile_ranges(source, TensorrtSettings(), context(out, []))
+    assert "tensorrt: {lengths" in str(caught.value)
     settings = TensorrtSettings(lengths={"opt": 4, "max": 12})
     assert profile_ranges(source, settings, context(out, []))[0][0]["input"] == Range(1, 4, 12)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "code"),
     [
-        {"optimization_level": 6},
-        {"fp16": True},
-        {"hardware_compatibility": "turing"},
-        {"lengths": {"opt": 9, "max": 8}},
-        {"opt_batch_size": 9},
-        {"max_batch_size": 16, "profiles": [{"max_batch_size": 2, "opt_batch_size": 4}]},
-        {"profiles": [{"lengths": {"opt": 2, "max": 3}, "length_percentile": 60}]},
+        ({"optimization_level": 6}, "less_than_equal"),
+        ({"fp16": True}, "extra_forbidden"),
+        ({"hardware_compatibility": "turing"}, "literal_error"),
+        ({"lengths": {"opt": 9, "max": 8}}, "opt-above-max"),
+        ({"opt_batch_size": 9}, "opt-above-max"),
+        ({"max_batch_size": 16, "profiles": [{"max_batch_size": 2, "opt_batch_size": 4}]}, "opt-above-max"),
+        ({"profiles": [{"lengths": {"opt": 2, "max": 3}, "length_percentile": 60}]}, "settings-conflict"),
     ],
 )
-def test_settings_refuse_what_tensorrt_11_does_not_have(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
+def test_settings_refuse_what_tensorrt_11_does_not_have(wrong: dict[str, Any], code: str) -> None:
+    with invalid(code):
         TensorrtSettings.model_validate(wrong)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from refusals import refused
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 from smelt.look import machine
@@ -41,7 +42,7 @@ def test_auto_takes_cuda_where_torch_sees_one(gpu):
 
 def test_auto_takes_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(no_gpu):
     assert torch_device("auto") == torch_device("cpu") == "cpu"
-    with pytest.raises(InputError, match="device: cpu"):
+    with refused("no-gpu", InputError):
         torch_device("cuda")
 
 
@@ -55,7 +56,7 @@ def test_only_graphs_for_ort_cuda_leave_the_cpu(gpu):
 def test_graphs_for_cuda_stay_on_the_cpu_where_the_driver_sees_no_device(gpu, monkeypatch):
     monkeypatch.setattr(places, "cuda_devices", lambda: 0)
     assert onnx_device("auto", "ort-cuda") == "cpu"
-    with pytest.raises(MissingDependencyError, match="CUDAExecutionProvider"):
+    with refused("no-cuda-provider", MissingDependencyError):
         onnx_device("cuda", "ort-cuda")
 
 
@@ -90,7 +91,7 @@ def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     assert onnx_device("auto", "ort-cuda") == "cpu"
-    with pytest.raises(MissingDependencyError, match="pip install 'onnxruntime-gpu"):
+    with refused("no-cuda-provider", MissingDependencyError):
         onnx_device("cuda", "ort-cuda")
 
 
@@ -137,7 +138,7 @@ def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
             return ["CPUExecutionProvider"]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
-    with pytest.raises(MissingDependencyError, match="CUDAExecutionProvider"):
+    with refused("no-cuda-provider", MissingDependencyError):
         open_session(tmp_path / "model.onnx", device="cuda")
 
 
@@ -184,8 +185,9 @@ def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, mo
     recipe.write_text(
         "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: []\ndevice: cuda\n"
     )
-    with pytest.raises(InputError, match=r"r\.yaml:5: device: there is no NVIDIA GPU .* Set device: cpu\."):
+    with refused("no-gpu", InputError) as caught:
         load_plan(recipe)
+    assert [(one.setting, one.line) for one in caught.value.found] == [("device", 5)]
 
 
 def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
@@ -207,7 +209,7 @@ def test_training_is_told_the_device(tmp_path):
     assert device_for("cpu").use_cpu
     assert not device_for("auto").use_cpu
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="torch sees no CUDA device"):
+        with refused("no-gpu", InputError):
             device_for("cuda")
 
 
@@ -251,7 +253,7 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
     name, *rest = command
     done = harness.smelt(name, made.path, *rest, "--device", "cuda")
     assert done.exit_code == 2, done.output
-    assert "torch sees no CUDA device" in done.output
+    assert "error[no-gpu]: " in done.output
 
 
 @pytest.mark.gpu

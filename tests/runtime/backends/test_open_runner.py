@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.open_runner import open_folder, open_runner, runner_for
@@ -55,12 +56,14 @@ def test_threads_are_the_users_then_the_artifacts(monkeypatch, named, given, exp
 
 
 def test_format_that_nothing_runs_is_told_with_the_folder(tmp_path):
-    with pytest.raises(InputError, match=rf"{tmp_path.name}: no runner for the format 'gguf'"):
+    with refused("unknown-format", InputError) as caught:
         open_folder(tmp_path, "gguf")
+    assert all(part in str(caught.value) for part in (tmp_path.name, "'gguf'"))
 
 
 def test_config_that_cannot_be_read_is_told_before_anything_is_opened(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(InputError, match=r"generation_config\.json"):
+    with refused("invalid-json", InputError) as caught:
         open_folder(tmp_path, "onnx", "ort-cpu")
+    assert "generation_config.json" in str(caught.value)

@@ -18,6 +18,7 @@ from counting import (
     write,
 )
 from onnx import helper
+from refusals import refused
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.runtime.backends import openvino_module
@@ -179,7 +180,7 @@ def test_a_closed_model_says_so(counting):
         lambda: runner.encoder_outputs(BATCH),
         lambda: runner.decode_step(state, np.array([1, 2])),
     ):
-        with pytest.raises(InputError, match="this model was closed"):
+        with refused("closed-model", InputError):
             ask()
 
 
@@ -192,24 +193,25 @@ def test_an_encoder_of_another_model_is_refused(counting):
 
 
 def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"model\.onnx: a graph without a cache.*onnx stage again"):
+    with refused("missing-cache", InputError) as caught:
         opened(language_model(tmp_path, []))
+    assert "model.onnx" in str(caught.value)
 
 
 def test_an_operator_that_openvino_does_not_know_is_named(tmp_path):
     path = tmp_path / "model.onnx"
     node = helper.make_node("SparseAttention", ["x"], ["y"], domain="com.microsoft")
     write(path, [node], [("x", FLOAT, [1])], [("y", FLOAT, [1])])
-    with pytest.raises(
-        InputError, match=r"model\.onnx: OpenVINO cannot load.*SparseAttention.*target: openv"
-    ):
+    with refused("unopened-graph", InputError) as caught:
         compile_graph(path, "fp32", 1)
+    assert all(part in str(caught.value) for part in ("model.onnx", "SparseAttention"))
 
 
 def test_a_missing_package_and_an_old_one_say_how_to_get_it(monkeypatch):
     monkeypatch.setattr(import_openvino(), "__version__", "2025.4.0-1-abc")
-    with pytest.raises(InputError, match=r"OpenVINO 2025\.4\.0 is installed; smelt needs 2026 or newer"):
+    with refused("outdated-package", InputError) as caught:
         import_openvino()
+    assert "2025.4.0" in str(caught.value)
     monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'openvino>=2026'"):
+    with refused("not-installed", MissingDependencyError):
         import_openvino()

@@ -1,6 +1,7 @@
 """Which runtime is for which artifact, and that what the registry says of it is so."""
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends import registry
@@ -30,8 +31,9 @@ def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
 
 
 def test_format_that_nothing_runs_is_named():
-    with pytest.raises(InputError, match=r"no runner for the format 'gguf'.*torch, onnx, tensorrt"):
+    with refused("unknown-format", InputError) as caught:
         find_runtime("gguf", None)
+    assert all(part in str(caught.value) for part in ("'gguf'", "torch, onnx, tensorrt"))
 
 
 def test_an_engine_serves_one_call_at_a_time_and_always_on_the_gpu():

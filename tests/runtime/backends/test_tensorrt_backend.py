@@ -11,6 +11,7 @@ import tensorrt_graphs
 import tiny
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from refusals import refused
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
@@ -145,8 +146,9 @@ def test_output_longer_than_the_engine_says_which_setting(trt, translator):
         state = runner.encode(batch_of(runner, 1))
         for _ in range(RANGES["past"].max + 1):
             runner.decode_step(state, np.array([5]))
-        with pytest.raises(RunError, match=r"decoder_with_past_model\.plan: .*max_new_tokens"):
+        with refused("engine-limit", RunError) as caught:
             runner.decode_step(state, np.array([5]))
+        assert all(part in str(caught.value) for part in ("decoder_with_past_model.plan", "max_new_tokens"))
 
 
 def test_class_logits_equal_onnx_runtimes(trt, classifier):
@@ -156,18 +158,19 @@ def test_class_logits_equal_onnx_runtimes(trt, classifier):
         got = class_logits(runner, tensorrt_graphs.ROWS, 5)
         np.testing.assert_allclose(got, expected, atol=1e-6)
         assert runner.text.limit == 16  # what the engine takes, not the model's 32
-        with pytest.raises(InputError, match="this model classifies; it does not generate"):
+        with refused("does-not-generate", InputError):
             runner.encode(batch_of(runner, 1))
-    with pytest.raises(InputError, match="this model was closed"):
+    with refused("closed-model", InputError):
         runner.forward(batch_of(runner, 1))
 
 
 def test_folder_without_plans_and_machine_without_a_gpu_are_refused(trt, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"model\.plan: no such engine\. Run the tensorrt stage"):
+    with refused("missing-engine", InputError) as caught:
         open_runner(artifact(tmp_path, "tensorrt", "translation"))
+    assert "model.plan" in str(caught.value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="runs on an NVIDIA GPU, and torch sees none"):
+    with refused("no-gpu", InputError):
         open_runner(artifact(tmp_path, "tensorrt", "translation"))
 
 
@@ -207,19 +210,21 @@ def test_text_beyond_the_engine_says_which_setting(trt, writer):
         assert runner.config["max_position_embeddings"] == most
         state = runner.start(1)
         ids = np.full((1, most + 5), 7)
-        with pytest.raises(RunError, match=r"model\.plan: input .*was built for.*max_new_tokens"):
+        with refused("engine-limit", RunError) as caught:
             runner.extend(state, ids, np.ones_like(ids))
+        assert all(part in str(caught.value) for part in ("model.plan", "max_new_tokens"))
 
 
 def test_closed_language_model_and_an_engine_without_a_cache_are_refused(trt, writer, classifier, tmp_path):
     with open_runner(artifact(writer, "tensorrt", "language-modeling"), 1) as runner:
         pass
-    with pytest.raises(InputError, match="this model was closed"):
+    with refused("closed-model", InputError):
         runner.start(1)
     (tmp_path / "config.json").write_bytes((writer / "config.json").read_bytes())
     (tmp_path / "model.plan").write_bytes((classifier / "model.plan").read_bytes())
-    with pytest.raises(InputError, match=r"model\.plan: an engine without a cache.*tensorrt stage again"):
+    with refused("missing-cache", InputError) as caught:
         open_runner(artifact(tmp_path, "tensorrt", "language-modeling"))
+    assert "model.plan" in str(caught.value)
 
 
 gpu = pytest.mark.skipif(

@@ -17,6 +17,7 @@ import pytest
 import tensorrt_rig
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from refusals import refused
 
 from smelt.core.errors import InputError, RunError
 from smelt.runtime.backends import tensorrt_engine
@@ -102,62 +103,67 @@ def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "words"),
+    ("method", "answer", "code", "values"),
     [
-        ("infer_shapes", ["x"], r"model\.plan: shapes are unknown for x"),
-        ("infer_shapes", RuntimeError("a shape tensor"), r"shapes of the outputs cannot be found: a shape"),
-        ("get_tensor_shape", (-1, 3), r"the shape \(-1, 3\) of 'y' depends on the data"),
-        ("set_tensor_address", False, r"TensorRT takes no memory for 'x'"),
-        ("execute_async_v3", False, r"the engine failed\. TensorRT said: Cuda failure: an illegal"),
+        ("infer_shapes", ["x"], "unknown-output-shape", (" x.",)),
+        ("infer_shapes", RuntimeError("a shape tensor"), "shape-inference-failed", ("a shape tensor",)),
+        ("get_tensor_shape", (-1, 3), "data-dependent-shape", ("(-1, 3)", "'y'")),
+        ("set_tensor_address", False, "unbound-tensor", ("'x'",)),
+        ("execute_async_v3", False, "engine-failed", ("Cuda failure: an illegal",)),
     ],
 )
-def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, words):
+def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, code, values):
     engine = Engine(trt, graph(tmp_path), stream())
     trt.answers[method] = answer
-    with pytest.raises(RunError, match=words):
+    with refused(code, RunError) as caught:
         engine({"x": torch.ones(1, 4)})
+    assert all(value in str(caught.value) for value in ("model.plan", *values))
 
 
 def test_shape_outside_of_the_profile_names_both_and_the_setting(trt, tmp_path):
     engine = Engine(trt, graph(tmp_path), stream())
-    words = r"'x' has the shape \(9, 4\); the engine was built for \(1, 4\) to \(8, 4\)\..*max_batch_size"
-    with pytest.raises(RunError, match=words):
+    with refused("engine-limit", RunError) as caught:
         engine({"x": torch.ones(9, 4)})
+    assert all(part in str(caught.value) for part in ("'x'", "(9, 4)", "(1, 4)", "(8, 4)", "max_batch_size"))
     fixed = Engine(trt, graph(tmp_path, rows=2), stream())
     trt.answers["set_input_shape"] = False
-    with pytest.raises(RunError, match=r"the engine was built for \(2, 4\) only"):
+    with refused("engine-limit", RunError) as caught:
         fixed({"x": torch.ones(3, 4)})
+    assert "(2, 4)" in str(caught.value)
 
 
 def test_missing_input_is_named(trt, tmp_path):
     engine = Engine(trt, graph(tmp_path), stream())
-    with pytest.raises(RunError, match=r"the engine wants the input 'x'; there are input_ids\."):
+    with refused("missing-input", RunError) as caught:
         engine({"input_ids": torch.ones(1, 4)})
+    assert all(part in str(caught.value) for part in ("'x'", "input_ids"))
 
 
 def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
     path = graph(tmp_path)
     path.write_bytes(b"another version's")
-    with pytest.raises(RunError, match=r"cannot read this engine.*--fresh\. TensorRT said: Serialization"):
+    with refused("unopened-engine", RunError) as caught:
         Engine(trt, path, stream())
+    assert "Serialization" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "words"),
+    ("method", "answer", "code"),
     [
-        ("create_execution_context", None, "no execution context; the GPU's memory may be full"),
-        ("set_optimization_profile_async", False, "the engine's profile cannot be chosen"),
+        ("create_execution_context", None, "no-execution-context"),
+        ("set_optimization_profile_async", False, "unusable-profile"),
     ],
 )
-def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, words):
+def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, code):
     trt.answers[method] = answer
-    with pytest.raises(RunError, match=words):
+    with refused(code, RunError):
         Engine(trt, graph(tmp_path), stream())
 
 
 def test_type_that_torch_does_not_know_is_refused(trt, tmp_path):
-    with pytest.raises(RunError, match=r"'x' has the type DOUBLE; known are FLOAT, HALF"):
+    with refused("unsupported-dtype", RunError) as caught:
         Engine(trt, graph(tmp_path, TensorProto.DOUBLE), stream())
+    assert all(part in str(caught.value) for part in ("'x'", "DOUBLE"))
 
 
 SURFACE = """
@@ -239,8 +245,9 @@ def test_each_call_takes_the_smallest_profile_that_fits(trt, tmp_path):
         assert engine({"x": torch.ones(rows, 4)})["y"].shape == (rows, 3)
     chosen = [call[1] for call in trt.calls if call[0] == "set_optimization_profile_async"]
     assert chosen == [1, 2, 0, 2, 0]  # only where it changes
-    with pytest.raises(RunError, match=r"\(9, 4\); the engine was built for \(1, 4\) to \(8, 4\)"):
+    with refused("engine-limit", RunError) as caught:
         engine({"x": torch.ones(9, 4)})
+    assert all(part in str(caught.value) for part in ("(9, 4)", "(1, 4)", "(8, 4)"))
 
 
 def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_path):
@@ -250,8 +257,9 @@ def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_pat
     assert names[:3] == ["deserialize_cuda_engine", "refit_from_file", "refit_cuda_engine"]
     assert ("refit_from_file", "model.onnx") in trt.calls
     trt.answers["refit_from_file"] = False
-    with pytest.raises(RunError, match=r"model\.plan: its weights cannot be taken from model\.onnx"):
+    with refused("refit-failed", RunError) as caught:
         Engine(trt, plan, stream())
+    assert all(part in str(caught.value) for part in ("model.plan", "model.onnx"))
 
 
 @pytest.mark.parametrize("compatible", [True, False])
@@ -262,6 +270,7 @@ def test_runtime_that_a_plan_brings_along_is_allowed_for_such_plans_only(trt, tm
 
 def test_engine_of_another_version_is_refused_before_it_is_read(trt, tmp_path):
     plan = beside(graph(tmp_path), version="11.3.0")
-    with pytest.raises(InputError, match=r"built by tensorrt 11\.3\.0; here is tensorrt 11\.4\.0"):
+    with refused("wrong-engine-version", InputError) as caught:
         Engine(trt, plan, stream())
+    assert all(part in str(caught.value) for part in ("11.3.0", "11.4.0"))
     assert trt.calls == []

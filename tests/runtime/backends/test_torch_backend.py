@@ -4,6 +4,7 @@ import generating
 import numpy as np
 import pytest
 import tiny
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.open_runner import open_runner
@@ -26,7 +27,7 @@ def steps(runner, batch, rows):
 def test_a_closed_model_says_so(tmp_path):
     with open_runner(tiny.artifact(generating.folder("marian", tmp_path))) as opened:
         pass
-    with pytest.raises(InputError, match="this model was closed"):
+    with refused("closed-model", InputError):
         opened.encode(generating.batch(2, seed=1))
 
 

@@ -6,6 +6,7 @@ import shutil
 import images
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.train.keeper import Keeper
@@ -53,10 +54,9 @@ def test_a_batch_norm_without_its_statistics_is_told(folders, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["resnet.embedder.embedder.normalization.running_mean"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        InputError, match=r"the weights lack resnet.embedder.embedder.normalization.running_m"
-    ):
+    with refused("missing-tensor", InputError) as caught:
         load_model(folder)
+    assert "resnet.embedder.embedder.normalization.running_mean" in str(caught.value)
 
 
 def test_the_best_weights_come_back_with_their_statistics(folders):

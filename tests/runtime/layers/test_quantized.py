@@ -1,6 +1,7 @@
 import pytest
 import schemes
 import torch
+from refusals import refused
 from torch import nn
 
 from smelt.core.errors import InputError
@@ -33,10 +34,12 @@ def test_edits_make_room_on_the_meta_device_and_share_codes():
 
 
 def test_unknown_scheme_and_module_are_refused():
-    with pytest.raises(InputError, match="unknown quantization scheme 'int7'"):
+    with refused("unknown-scheme", InputError) as caught:
         empty_quantized(nn.Linear(2, 2), "int7", {})
-    with pytest.raises(InputError, match="LayerNorm cannot be quantized; expected a Linear or an Embedding"):
+    assert "'int7'" in str(caught.value)
+    with refused("unsupported-layer", InputError) as caught:
         empty_quantized(nn.LayerNorm(2), "int8-dynamic", {})
+    assert "LayerNorm" in str(caught.value)
 
 
 def test_scheme_of_tells_quantized_layers_from_others():

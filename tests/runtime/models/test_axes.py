@@ -4,6 +4,7 @@ import family_models
 import pytest
 import torch
 import transformers
+from refusals import refused
 
 from smelt.compress.factorize.svd import Metric, thin_pair
 from smelt.compress.prune.groups import AttentionGroup
@@ -185,13 +186,15 @@ def test_a_quantized_layer_has_no_axis_that_could_be_cut():
 
     model = family_models.load("bert")
     quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
-    with pytest.raises(InputError, match="QuantizedEmbedding, whose width cannot change"):
+    with refused("unsupported-layer", InputError) as caught:
         hidden_axes(model)
+    assert "QuantizedEmbedding" in str(caught.value)
 
 
 def test_another_family_is_refused_with_those_that_are_known():
     config = transformers.ElectraConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
     )
-    with pytest.raises(InputError, match=r"an? electra model are not known\. Known: marian"):
+    with refused("unsupported-family", InputError) as caught:
         hidden_axes(transformers.ElectraModel(config))
+    assert all(part in str(caught.value) for part in ("electra", "marian"))

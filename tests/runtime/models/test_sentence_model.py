@@ -5,6 +5,7 @@ import pytest
 import sentences
 import tiny
 import torch
+from refusals import refused
 from safetensors import safe_open
 
 from smelt.core.errors import InputError
@@ -79,8 +80,9 @@ def test_a_tensor_that_no_embedder_reads_is_an_error(tmp_path):
     folder = sentences.embedder(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"head.dense.weight": torch.ones(2, 2)}, folder / "model.safetensors")
-    with pytest.raises(InputError, match=r"no place for the tensors head\.dense\.weight"):
+    with refused("unknown-tensor", InputError) as caught:
         load_model(folder)
+    assert "head.dense.weight" in str(caught.value)
 
 
 def test_a_classifier_beside_which_the_file_lies_stays_a_classifier(tmp_path):

@@ -5,6 +5,7 @@ import logging
 import pytest
 import schemes
 import torch
+from refusals import refused
 from torch import nn
 from torch.nn import functional as F
 
@@ -76,6 +77,7 @@ def test_no_graph_is_made_of_it():
     layer = quantize_module(nn.Linear(64, 8), "bnb-int8")
     with (
         exporting_to("ort-cpu"),
-        pytest.raises(InputError, match="bnb-int8 cannot be exported for ort-cpu: no operator of it"),
+        refused("unsupported-target", InputError) as caught,
     ):
         layer(torch.randn(2, 64))
+    assert all(part in str(caught.value) for part in ("bnb-int8", "ort-cpu"))

@@ -6,6 +6,7 @@ import shutil
 import published
 import pytest
 import tiny
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.export.tokenizer.tokenizer_export import facts_of
@@ -102,15 +103,16 @@ def test_the_prefix_is_kept_for_who_puts_it_before_texts(folder, theirs):
 
 
 def test_pairs_are_refused(ours):
-    with pytest.raises(InputError, match="one text at a time"):
+    with refused("unsupported-text-pairs", InputError):
         ours.encode_rows(["a"], 8, ["b"])
 
 
 @pytest.mark.parametrize("missing", ["eos", "unknown"])
 def test_what_says_nothing_of_the_end_or_of_unknown_words_is_refused(folder, theirs, missing):
     facts = facts_of(theirs).model_copy(update={missing: None})
-    with pytest.raises(InputError, match=r"tokenizing\.json names no end"):
+    with refused("missing-special-token", InputError) as caught:
         MarianTokenizer(folder, facts)
+    assert "tokenizing.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("damage", [None, b"no model"])
@@ -118,5 +120,6 @@ def test_a_missing_or_damaged_model_is_named(folder, theirs, tmp_path, damage):
     (tmp_path / "vocab.json").write_bytes((folder / "vocab.json").read_bytes())
     if damage is not None:
         (tmp_path / "source.spm").write_bytes(damage)
-    with pytest.raises(InputError, match=r"source\.spm: the SentencePiece model cannot be read"):
+    with refused("damaged-tokenizer", InputError) as caught:
         MarianTokenizer(tmp_path, facts_of(theirs))
+    assert "source.spm" in str(caught.value)

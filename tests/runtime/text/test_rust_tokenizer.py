@@ -5,6 +5,7 @@ import random
 
 import classifiers
 import pytest
+from refusals import refused
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from smelt.core.errors import InputError
@@ -57,9 +58,8 @@ def test_an_unknown_token_that_is_no_word_is_an_explained_error(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
     ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
     assert ours.encode_rows(["a"], 9).ids == [[0]]
-    with pytest.raises(InputError) as error:
+    with refused("tokenizer-failed", InputError):
         ours.encode_rows(["b"], 9)
-    assert error.value.code == "tokenizer-failed"
 
 
 @pytest.mark.parametrize("section", ["truncation", "padding"])
@@ -95,10 +95,12 @@ def test_blanks_before_punctuation_go_as_transformers_lets_them(tmp_path):
 @pytest.mark.parametrize("damage", ["{", "{}", ""])
 def test_a_damaged_file_is_named(tmp_path, damage):
     (tmp_path / "tokenizer.json").write_text(damage)
-    with pytest.raises(InputError, match=r"tokenizer\.json: the tokenizer cannot be read"):
+    with refused("damaged-tokenizer", InputError) as caught:
         RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
+    assert "tokenizer.json" in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"tokenizer\.json: the tokenizer cannot be read"):
+    with refused("damaged-tokenizer", InputError) as caught:
         RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
+    assert "tokenizer.json" in str(caught.value)

@@ -5,6 +5,7 @@ import json
 import pytest
 import seq2seq
 import tiny
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import copy_tokenizer, load_tokenizer
@@ -50,6 +51,7 @@ def test_languages_set_the_tokenizer_and_the_first_word_as_transformers_does(mba
 
 
 def test_an_unknown_language_is_named_with_the_nearest(mbart):
-    with pytest.raises(InputError, match=r"'de_D' is no language .* Did you mean 'de_DE'\?"):
+    with refused("unknown-language", InputError) as caught:
         write_text_rules(mbart, TextRules(source_language="en_XX", target_language="de_D"))
+    assert all(part in str(caught.value) for part in ("'de_D'", "'de_DE'"))
     (mbart / "text.json").unlink()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from onnx import TensorProto, helper, save
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.batch import Batch
@@ -114,15 +114,18 @@ def explains_broken_graphs(folder: Path, opened: Callable[[Path], Any], runtime:
     decoder = folder / "decoder_with_past_model.onnx"
     good = decoder.read_bytes()
     decoder.write_bytes(good[: len(good) // 2])
-    with pytest.raises(InputError, match=rf"decoder_with_past_model\.onnx: {runtime} cannot load"):
+    with refused("unopened-graph", InputError) as caught:
         opened(folder)
+    assert all(part in str(caught.value) for part in ("decoder_with_past_model.onnx", runtime))
     decoder.unlink()
-    with pytest.raises(InputError, match="no such graph"):
+    with refused("missing-graph", InputError) as caught:
         opened(folder)
+    assert "decoder_with_past_model.onnx" in str(caught.value)
     value = ("x", FLOAT, [1])
     write(decoder, [helper.make_node("Identity", ["x"], ["y"])], [value], [("y", FLOAT, [1])])
-    with pytest.raises(InputError, match="has no encoder_attention_mask, input_ids, logits; it has the"):
+    with refused("missing-graph-tensors", InputError) as caught:
         opened(folder)
+    assert "encoder_attention_mask, input_ids, logits" in str(caught.value)
 
 
 def refuses_another_encoder(folder: Path, opened: Callable[[Path], Any]) -> None:
@@ -132,5 +135,6 @@ def refuses_another_encoder(folder: Path, opened: Callable[[Path], Any]) -> None
     node = helper.make_node("Mul", ["input_ids", "attention_mask"], ["last_hidden_state"])
     out = ("last_hidden_state", INT, ["batch", "encoder_length"])
     write(folder / "encoder_model.onnx", [node], [ids, mask], [out])
-    with pytest.raises(InputError, match=r"do not fit each other: past_key_values\.0\.encoder\.key"):
+    with refused("mismatched-graphs", InputError) as caught:
         opened(folder)
+    assert "past_key_values.0.encoder.key" in str(caught.value)

@@ -179,6 +179,7 @@ def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from smelt.core.errors import RunError
+    from smelt.core.messages import as_json, codes
     from smelt.export.tensorrt.build import BuildOptions, build_engine
     from smelt.runtime.backends.tensorrt_module import import_tensorrt
 
@@ -193,11 +194,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         plan, warnings = build_engine(import_tensorrt(), Path(request["onnx"]), profiles, options, progress)
     except RunError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "codes": codes(error.found) or [error.code]}
     if "plan" in request:
         Path(request["plan"]).write_bytes(plan)
     types = _types(import_tensorrt(), request["onnx"])
-    return {"bytes": len(plan), "warnings": warnings, "progress": len(steps), "types": types}
+    return {"bytes": len(plan), "warnings": as_json(warnings), "progress": len(steps), "types": types}
 
 
 def _types(trt: Any, path: str) -> dict[str, int]:

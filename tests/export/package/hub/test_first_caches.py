@@ -7,6 +7,8 @@ import exported
 import numpy as np
 import pytest
 import translating
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+from refusals import refused
 
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
@@ -36,7 +38,7 @@ def test_t5_whose_heads_are_narrower_than_its_width_says_takes_what_optimum_make
 
 def test_without_it_onnxruntime_refuses_them():
     _, made, _ = layout("t5")
-    with pytest.raises(Exception, match="Got: 8 Expected: 6"):
+    with pytest.raises(InvalidArgument, check=lambda error: "Got: 8 Expected: 6" in str(error)):
         translating.merged(made.encoder, made.merged, 4, 8)
 
 
@@ -80,8 +82,9 @@ def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layer
     form.check(read_artifact(folder))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {layers: config[layers] + 1}))
-    with pytest.raises(InputError, match=r"has caches .* for 2 of 3 layers, since 'depth' took"):
+    with refused("unsupported-structure", InputError) as caught:
         form.check(read_artifact(folder))
+    assert "2 of 3 " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,6 @@ def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layer
 )
 def test_int8_caches_are_refused_by_tools_that_make_float_ones(form, tool):
     form.check(read_artifact(exported.artifact("writer")))
-    said = rf"its caches are int8 \(`onnx: {{kv_cache: int8}}`\), and {tool} makes float ones"
-    with pytest.raises(InputError, match=said):
+    with refused("unsupported-kv-cache", InputError) as caught:
         form.check(read_artifact(exported.artifact("int8-caches")))
+    assert tool in str(caught.value)

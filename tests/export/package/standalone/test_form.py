@@ -16,6 +16,7 @@ import onnx
 import pytest
 import tiny
 from packaged import GENERATIONS, TEXTS, written
+from refusals import refused
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -302,22 +303,25 @@ def test_texts_that_transformers_reads_are_refused(tmp_path):
     artifact = read_artifact(folder)
     Standalone().check(artifact)
     (folder / "tokenizing.json").unlink()
-    with pytest.raises(InputError, match=r"read by transformers \(there is no tokenizing.json"):
+    with refused("unsupported-tokenizer", InputError) as caught:
         Standalone().check(artifact)
+    assert "tokenizing.json" in str(caught.value)
 
 
 def test_an_export_without_the_loop_is_refused(tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(exported.artifact("translator"), folder)
     (folder / "generate_beams.onnx").unlink()
-    with pytest.raises(InputError, match=r"no generate_beams.onnx.*loop: true"):
+    with refused("missing-graph", InputError) as caught:
         Standalone().check(read_artifact(folder))
+    assert caught.value.file == "generate_beams.onnx"
+    assert "loop: true" in str(caught.value)
 
 
 def test_what_no_graph_does_is_refused_and_nothing_is_left(tmp_path):
     artifact = read_artifact(exported.artifact("translator"))
     wishes = Origin(generation={"bad_words_ids": [[3, 4]]})
-    with pytest.raises(InputError, match="bad words of several tokens"):
+    with refused("unsupported-generation-setting", InputError):
         write_package(Standalone(), artifact, wishes, tmp_path / "p")
     assert list(tmp_path.iterdir()) == []
 

@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import tensorrt_graphs
 import tiny
+from refusals import refused
 
 from smelt.core.errors import InputError, RunError
 from smelt.export.tensorrt.preflight import load_graph
@@ -129,8 +130,9 @@ def test_an_output_longer_than_the_engines_says_which_setting(translator: Path, 
         state = runner.encode(batch_of(runner, 1))
         for _ in range(TEXTS["past"].max + 1):
             runner.decode_step(state, np.array([5]))
-        with pytest.raises(RunError, match=r"a text of 13 tokens; the engines take 12.*max_new_tokens"):
+        with refused("engine-limit", RunError) as caught:
             runner.decode_step(state, np.array([5]))
+        assert all(part in str(caught.value) for part in ("13", "12", "max_new_tokens"))
 
 
 def test_classes_equal_onnx_runtimes_and_the_limit_is_the_engines(tmp_path: Path, fed: list[Any]) -> None:
@@ -158,8 +160,9 @@ def test_a_file_that_does_not_speak_of_a_graph_is_refused(
     said = json.loads((translator / "provider.json").read_text())
     del said["graphs"]["encoder_model"]
     (folder / "provider.json").write_text(json.dumps(said))
-    with pytest.raises(InputError, match=r"provider\.json: nothing about encoder_model\.onnx"):
+    with refused("missing-engine-sizes", InputError) as caught:
         opened(folder)
+    assert all(part in str(caught.value) for part in ("provider.json", "encoder_model.onnx"))
 
 
 @pytest.mark.gpu

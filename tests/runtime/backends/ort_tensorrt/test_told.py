@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.ort_tensorrt.told import (
@@ -35,26 +36,26 @@ def test_shapes_are_spelled_as_onnx_runtimes_documentation_has_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "named"),
     [
-        ({"schema_version": 9}, "written by another version of smelt"),
-        ({"provider": "Nv"}, f"made for Nv, not for {NAME}"),
-        ({"graphs": [1]}, "cannot be read"),
+        ({"schema_version": 9}, "wrong-version", ""),
+        ({"provider": "Nv"}, "wrong-provider", "Nv"),
+        ({"graphs": [1]}, "damaged-file", ""),
         (
             {"graphs": {"model": {"sha256": "", "options": {"trt_profile_max_shapes": "x:1xa"}}}},
-            "cannot be read",
+            "damaged-file",
+            "",
         ),
-        ({"graphs": {"model": {}}}, "cannot be read: KeyError('sha256')"),
+        ({"graphs": {"model": {}}}, "damaged-file", "'sha256'"),
     ],
 )
-def test_damage_is_told(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_damage_is_told(tmp_path: Path, change: dict[str, Any], code: str, named: str) -> None:
     write_told(tmp_path, NAME, {"model": TOLD})
     said = json.loads((tmp_path / FILE).read_text()) | change
     (tmp_path / FILE).write_text(json.dumps(said))
-    with pytest.raises(InputError) as caught:
+    with refused(code, InputError) as caught:
         read_told(tmp_path, NAME)
-    assert message in str(caught.value)
-    assert "Run the onnx stage again" in str(caught.value)
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +65,19 @@ def test_options_that_load_libraries_or_write_elsewhere_are_not_passed_on(
     tmp_path: Path, option: str
 ) -> None:
     write_told(tmp_path, NAME, {"model": Told("a" * 64, {**TOLD.options, option: "evil.so"})})
-    with pytest.raises(InputError, match=f"says {option}, which smelt neither writes"):
+    with refused("unknown-setting", InputError) as caught:
         read_told(tmp_path, NAME)
+    assert option in str(caught.value)
 
 
 def test_a_file_that_nests_without_end_is_damaged(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("[" * 100_000)
-    with pytest.raises(InputError, match="cannot be read"):
+    with refused("damaged-file", InputError) as caught:
         read_told(tmp_path, NAME)
+    assert FILE in str(caught.value)
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"provider\.json: no such file; it says for which sizes"):
+    with refused("missing-file", InputError) as caught:
         read_told(tmp_path, NAME)
+    assert FILE in str(caught.value)

@@ -7,6 +7,7 @@ import causal
 import pytest
 import tiny
 import transformers
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -36,17 +37,17 @@ def _with(folder: Path, to: Path, **change: float) -> Path:
 def test_a_weight_that_is_no_number_is_named(made, value, tmp_path):
     folder = _with(made["gpt2"], tmp_path / "m", **{UP: float(value)})
     kind = value.strip("-").replace("nan", "NaN")
-    with pytest.raises(
-        InputError, match=rf"m/model.safetensors: the tensor '{UP}' holds 1 {kind} among 2,048 n"
-    ):
+    with refused("non-finite-weights", InputError) as caught:
         require_finite_weights(folder)
+    assert all(part in str(caught.value) for part in ("m/model.safetensors", f"'{UP}'", f" {kind} ", "2,048"))
 
 
 def test_others_are_counted(made, tmp_path):
     names = [f"transformer.h.{at}.mlp.c_fc.weight" for at in (0, 1)]
     folder = _with(made["gpt2"], tmp_path / "m", **dict.fromkeys(names, float("nan")))
-    with pytest.raises(InputError, match=r"among 2,048 numbers, and so do 1 others\."):
+    with refused("non-finite-weights", InputError) as caught:
         require_finite_weights(folder)
+    assert all(part in str(caught.value) for part in ("2,048", " 1 others"))
 
 
 def test_a_token_that_is_never_given_is_no_error_and_nan_is(made, tmp_path):
@@ -56,8 +57,10 @@ def test_a_token_that_is_never_given_is_no_error_and_nan_is(made, tmp_path):
     require_finite_weights(_with(made["marian"], tmp_path / "never", final_logits_bias=float("-inf")))
     for value in ("nan", "inf"):  # inf would be a token that is always given
         folder = _with(made["marian"], tmp_path / value, final_logits_bias=float(value))
-        with pytest.raises(InputError, match=rf"final_logits_bias' holds 1 (?i:{value}) among"):
+        with refused("non-finite-weights", InputError) as caught:
             require_finite_weights(folder)
+        assert "final_logits_bias" in str(caught.value)
+        assert value in str(caught.value).casefold()
 
 
 def test_what_no_model_reads_may_hold_anything(made, tmp_path):
@@ -75,5 +78,6 @@ def test_a_pooler_counts_where_it_is_read(tmp_path):
     transformers.BertModel(config).save_pretrained(tmp_path / "whole")
     folder = _with(tmp_path / "whole", tmp_path / "m", **{"pooler.dense.weight": float("nan")})
     require_finite_weights(folder, embeds=True)  # a sentence embedder
-    with pytest.raises(InputError, match=r"pooler\.dense\.weight"):
+    with refused("non-finite-weights", InputError) as caught:
         require_finite_weights(folder)  # a classifier
+    assert "pooler.dense.weight" in str(caught.value)

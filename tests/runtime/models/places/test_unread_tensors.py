@@ -1,7 +1,5 @@
 """What old checkpoints hold for nothing is left aside; nothing else is."""
 
-import re
-
 import causal
 import classifiers
 import every_family
@@ -10,6 +8,7 @@ import seq2seq
 import tiny
 import torch
 import transformers
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -104,14 +103,16 @@ def test_what_old_checkpoints_hold_is_left_aside_and_not_counted(models, tmp_pat
 def test_an_unknown_tensor_is_an_error_that_names_it(models, tmp_path, family, name):
     folder, _, _ = models(family)
     odd = _with(folder, tmp_path / "odd", **{name: torch.ones(2)})
-    with pytest.raises(InputError, match=f"no place for the tensors {re.escape(name)}. They would be lost"):
+    with refused("unknown-tensor", InputError) as caught:
         load_model(odd)
+    assert name in str(caught.value)
 
 
 def test_many_unknown_tensors_are_counted(models, tmp_path):
     odd = _with(models("bert")[0], tmp_path / "odd", **{f"my.{n}": torch.ones(2) for n in range(8)})
-    with pytest.raises(InputError, match=r"tensors my\.0, my\.1, my\.2, my\.3, my\.4 and 3 more\."):
+    with refused("unknown-tensor", InputError) as caught:
         load_model(odd)
+    assert all(part in str(caught.value) for part in ("my.0, my.1, my.2, my.3, my.4", " 3 "))
 
 
 def test_what_one_family_holds_for_nothing_another_may_need():

@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from torch import nn
 
 from smelt.compress.quantize.coding import quantize_module
@@ -23,16 +24,14 @@ def test_the_oldest_release_is_that_of_the_extra():
 @SCHEMES
 def test_a_layer_without_the_package_is_refused_before_anything_is_computed(monkeypatch, scheme):
     monkeypatch.setattr(packages, "version", lambda name: "0.40.1")
-    with pytest.raises(
-        MissingDependencyError,
-        match=rf"scheme {scheme}: bitsandbytes 0\.48 or later is needed, and 0\.40\.1 is installed\. pip",
-    ):
+    with refused("not-installed", MissingDependencyError) as caught:
         quantize_module(nn.Linear(64, 8), scheme)
+    assert all(part in str(caught.value) for part in (scheme, "0.48", "0.40.1"))
 
 
 def test_a_package_that_does_not_load_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(MissingDependencyError, match=r"cannot be loaded: .*python -m bitsandbytes"):
+    with refused("broken-installation", MissingDependencyError):
         library.__wrapped__()
 
 

@@ -79,7 +79,7 @@ def test_what_is_no_image_is_a_value_error(data, tmp_path):
     processor = asdict(processor_of(PROCESSORS["both sides"], Path("p.json")))
     (tmp_path / "a").write_bytes(data)
     for source in (data, tmp_path / "a", tmp_path / "none"):
-        with pytest.raises(ValueError, match="image"):
+        with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):
             pixels_of(source, processor)
 
 
@@ -87,5 +87,5 @@ def test_what_is_no_image_is_a_value_error(data, tmp_path):
 def test_images_that_are_too_large_are_not_decoded(limit, monkeypatch):
     monkeypatch.setattr(pixels, limit, 80)
     monkeypatch.setattr(pixels, "upright_rgb", lambda image: pytest.fail("it is decoded"))
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):
         pixels_of(FILES["wide"], asdict(processor_of(PROCESSORS["both sides"], Path("p.json"))))

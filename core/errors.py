@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from smelt.core.messages import Message
+if TYPE_CHECKING:
+    from smelt.core.messages import Message
 
 UNNAMED = "error"  # the code of an error of no particular kind
 _LINE, _LINES = 2_000, 200  # characters and lines of a message
@@ -54,6 +55,8 @@ class SmeltError(Exception):
 
     def as_message(self, step: str | None = None) -> Message:
         """Return the error as data, for a report."""
+        from smelt.core.messages import Message  # pydantic, which `import smelt` does without
+
         return Message(
             code=self.code or UNNAMED,
             severity="error",

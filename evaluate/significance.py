@@ -257,12 +257,12 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
             raise InputError(
                 f"These scores cannot be compared in pairs: their {what} differ, {one!r} and {two!r}."
                 " Score both steps on the same data with the same settings.",
-                code="scores-not-comparable",
+                code=f"other-{what}",
             )
     if len(step.rows) != len(other.rows) and step.metric not in WINDOW_METRICS:
         raise InputError(
             f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples.",
-            code="scores-not-comparable",
+            code="count-mismatch",
         )
 
 

@@ -108,7 +108,7 @@ class Distill:
         after = dict(config)
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
-            found = [one.model_copy(update={"setting": f"student.{one.setting}"}) for one in wrong]
+            found = [mistake(one.code, one.message, setting=f"student.{one.setting}") for one in wrong]
         found += check_training(settings, config) + check_folders(settings, config)
         # the layers of a student that cannot be are not counted
         return found + ([] if found else check_losses(settings, after)), after
@@ -136,10 +136,10 @@ class Distill:
             )
         if settings.sequences is not None and task not in TEXT_TO_TEXT:
             text = f"a teacher writes no targets for {task}; leave it out."
-            found.append(mistake("unsupported-task", text, setting="sequences"))
+            found.append(mistake("does-not-fit-task", text, setting="sequences"))
         for number, phase in enumerate(settings.phases or ()):
             found += [
-                one.model_copy(update={"setting": f"phases.{number}.{one.setting}"})
+                mistake(one.code, one.message, setting=f"phases.{number}.{one.setting}")
                 for one in phase.losses.unfit(task)
             ]
         if settings.keep_logits is not None and not any(
@@ -159,7 +159,7 @@ class Distill:
             looks = [t for t in settings.trainings() if t.losses.of_inner()]
             place = "losses" if settings.phases is None else "phases"
             text = f"{task} compares logits; leave the inner losses out."
-            found += [mistake("unsupported-task", text, setting=place) for _ in looks[:1]]
+            found += [mistake("does-not-fit-task", text, setting=place) for _ in looks[:1]]
         lack = [data[n] for n in ("train", "validation") if n in data and not data[n].labelled]
         if task == SIMILARITY and any(t.losses.of_vectors()["scores"] for t in settings.trainings()) and lack:
             place = "losses.scores" if settings.phases is None else "phases"

@@ -31,7 +31,7 @@ def check_unlabelled(settings: DistillSettings, task: Task, data: Mapping[str, S
     if task not in WITHOUT_LABELS:
         tasks = " and ".join(sorted(WITHOUT_LABELS))
         text = f"texts without labels are for {tasks}, not for {task}; leave it out."
-        return [mistake("unsupported-task", text, setting="rows")]
+        return [mistake("does-not-fit-task", text, setting="rows")]
     found = []
     origin = data[UNLABELLED].origin if UNLABELLED in data else f"data: {UNLABELLED}"
     for number, training in enumerate(settings.trainings()):

@@ -60,8 +60,8 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     from smelt.runtime.models.checkpoint import save_model
 
     model, edits = load_float(src, "prune")
-    for _, message in check_units(settings.what, model.config.to_dict()):
-        raise InputError(f"prune: {message}", code="no-such-units")
+    for one in check_units(settings.what, model.config.to_dict()):
+        raise InputError(f"prune: {one.message}", code=one.code, setting=one.setting)
     size = read_processor(src.path).shape or (USUAL_SIDE, USUAL_SIDE)
     ctx.facts["parameters_before"] = stored_parameters(model)
     ctx.facts["operations_before"] = operations_of(model, size)

@@ -43,7 +43,10 @@ class Budget(Settings):
         given = [name for name in MEASURES if getattr(self, name) is not None]
         if len(given) != 1:
             read = " and ".join(given) or "none"
-            raise SettingError(f"give one of {', '.join(MEASURES)}, read {read}", code="settings-conflict")
+            raise SettingError(
+                f"give one of {', '.join(MEASURES)}, read {read}",
+                code="settings-conflict" if given else "missing-setting",
+            )
         if self.length is not None and given == ["parameters"]:
             raise SettingError(
                 "length means nothing to a budget of parameters; remove it", code="unused-setting"

@@ -223,7 +223,7 @@ def _warn_of_few(rows: CalibrationRows, what: str, which: str, ctx: Context) -> 
     """Warn where `what` is measured on next to nothing; `which` settings ask for more."""
     if rows.tokens < (_FEW_IMAGES if "pixel_values" in rows.batches[0] else _FEW_TOKENS):
         ctx.warn(
-            "few-calibration-tokens",
+            "few-sensitivity-tokens" if what == _DAMAGE else "few-calibration-tokens",
             f"quantize: {what} measured on {count(rows.tokens, 'token')} of {rows.origin}, which tells"
             f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}",
         )

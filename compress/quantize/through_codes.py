@@ -195,7 +195,7 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
     if not adapters and any(edit.get("op") == "quantize" for edit in edits):
         kept, doubt = read_latents(src.path, _shapes(model))
         if doubt is not None:
-            ctx.warn("master-weights-lost", doubt)
+            ctx.warnings.append(doubt)
         if kept is not None:
             ctx.facts["latent_weights"] = "kept"
             put_latent(model, None, kept)
@@ -225,7 +225,7 @@ def float_weights(model: nn.Module, src: Artifact, ctx: Context, of_parent: bool
     """
     kept, doubt = read_latents(src.path, _shapes(model))
     if doubt is not None:
-        ctx.warn("master-weights-lost", doubt)
+        ctx.warnings.append(doubt)
     parent = _float_parent(src, ctx.ancestors) if kept is None and of_parent else None
     floats = load_model(parent[1].path)[0] if parent else None
     if kept is None and floats is None:

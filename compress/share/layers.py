@@ -155,7 +155,7 @@ def share_layers(
         if not together:
             notes.append(
                 warning(
-                    "not-shared",
+                    "single-layer-groups",
                     f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.",
                 )
             )
@@ -165,7 +165,7 @@ def share_layers(
                 said = ", ".join(str(blocks[at].number) for at in group)
                 notes.append(
                     warning(
-                        "not-shared",
+                        "no-part-in-common",
                         f"share: the {name} {said} stay apart: no two of them have a part in common that"
                         f" what: {settings.what} names, since 'depth' took some out.",
                     )
@@ -217,9 +217,9 @@ def _share(
     from smelt.runtime.models.structure import replace_layer
 
     take = settings.take
-    reason = _reason(model, parts, settings)
-    if reason is not None:
-        return [warning("not-shared", f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}.")]
+    code, reason = _reason(model, parts, settings)
+    if code is not None:
+        return [warning(code, f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}.")]
     if all(len({id(model.get_submodule(name)) for name in names}) == 1 for names in zip(*parts, strict=True)):
         return [
             warning(
@@ -267,8 +267,10 @@ def _divide(
         edits.append({"op": "share", "module": f"{own[layer]}.shared", "with": f"{first}.shared"})
 
 
-def _reason(model: Any, parts: list[tuple[str, ...]], settings: ShareSettings) -> str | None:
-    """Return why these products cannot be shared, None where they can."""
+def _reason(
+    model: Any, parts: list[tuple[str, ...]], settings: ShareSettings
+) -> tuple[str, str] | tuple[None, None]:
+    """Return code and text of why these products cannot be shared, None twice where they can."""
     from torch import nn
 
     from smelt.runtime.layers.shared import SharedLinear
@@ -278,19 +280,22 @@ def _reason(model: Any, parts: list[tuple[str, ...]], settings: ShareSettings) -
         sizes = [_sizes(module) for module in modules]
         odd = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
         if odd is not None:
-            return f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
+            return "shape-mismatch", f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
         if isinstance(modules[0], nn.Linear):
             continue
         if isinstance(modules[0], SharedLinear):
             if settings.take == "mean" or settings.difference is not None:
-                return f"{names[0]} has a difference already (take: first, without difference)"
+                text = f"{names[0]} has a difference already (take: first, without difference)"
+                return "already-shared", text
         elif settings.difference is not None:
-            return f"{names[0]} is factorized, and its factors have no thin difference; share first"
+            text = f"{names[0]} is factorized, and its factors have no thin difference; share first"
+            return "already-factorized", text
         elif settings.take == "mean":
-            return (
+            text = (
                 f"{names[0]} is factorized, and the mean of two factors is no factor of a mean (take: first)"
             )
-    return None
+            return "already-factorized", text
+    return None, None
 
 
 def _sizes(module: nn.Module) -> str:

@@ -40,6 +40,7 @@ def read_kept(folder: Path) -> Kept | None:
         raise InputError(
             f"{path}: not a list of words that this version of smelt reads; run the stage again.",
             code="damaged-file",
+            file=str(path),
         )
     return Kept(words, ids)
 

@@ -82,7 +82,7 @@ def _read(path: Path) -> Any:
         proto.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf raises several kinds, all meaning the same
         raise InputError(
-            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-file"
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-file", file=str(path)
         ) from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE):
         raise InputError(

@@ -294,7 +294,7 @@ class Report(_Part):
             if step.parent is not None and step.parent not in seen:
                 raise SettingError(
                     f"step '{step.name}' goes on from '{step.parent}', which is no step before it",
-                    code="unknown-step",
+                    code="unknown-parent",
                 )
             seen.add(step.name)
         for where, name in [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]:

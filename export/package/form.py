@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TEXT_TASKS
+from smelt.core.messages import Message
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Origin:
     times: tuple[str, ...] = ()
     data: str | None = None
     split: str = "test"
-    doubts: tuple[str, ...] = ()
+    doubts: tuple[Message, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -91,7 +91,7 @@ def _scores(origin: Origin) -> str:
     ]
     if origin.split != "test":
         lines += ["", "Scored on the rows among which this step was chosen: new ones may score lower."]
-    lines += ["", *(f"- **{plain(doubt)}**" for doubt in origin.doubts)] if origin.doubts else []
+    lines += ["", *(f"- **{plain(doubt.message)}**" for doubt in origin.doubts)] if origin.doubts else []
     lines += ["", *(f"- {plain(s.metric)}: {code(s.signature)}" for s in origin.scores)]
     lines += ["", *(f"- {plain(line)}" for line in origin.times)] if origin.times else []
     return "\n".join(lines)

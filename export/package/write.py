@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smelt.core.artifact import MANIFEST, SUMS, Artifact, FileRecord, is_harmless
 from smelt.core.files import sha256_of, size_of, write_json
+from smelt.core.messages import Message
 from smelt.export.package.form import Form, HowTo, Origin
 from smelt.export.package.new_folder import new_folder
 from smelt.export.package.readme import readme
@@ -25,7 +26,7 @@ class Package:
     folder: Path
     how: HowTo
     size_bytes: int
-    doubts: tuple[str, ...] = ()
+    doubts: tuple[Message, ...] = ()
 
 
 def write_package(form: Form, artifact: Artifact, origin: Origin, out: Path) -> Package:

@@ -56,7 +56,7 @@ def explain(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
     shortage = _shortage(error, folder)
     if shortage is None and isinstance(error, SmeltError):
         return error
-    code, text = shortage or ("unforeseen", _unforeseen(error, log))
+    code, text = shortage or _unforeseen(error, log)
     return _ExplainedError(f"{step}: {text}", code=code)
 
 
@@ -112,11 +112,13 @@ def _shortage(error: Exception, folder: Path) -> tuple[str, str] | None:
     return None
 
 
-def _unforeseen(error: Exception, log: Path) -> str:
+def _unforeseen(error: Exception, log: Path) -> tuple[str, str]:
+    """Return code and text of an error that nobody has explained."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}. The traceback is in {log}."
-    return (
+        code = "permission-denied" if isinstance(error, PermissionError) else "system-error"
+        return code, f"{where}{error.strerror or error}. The traceback is in {log}."
+    return "unforeseen", (
         f"an error that smelt did not foresee, most likely a bug: {type(error).__name__}:"
         f" {_first_line(error)} The traceback is in {log}; please report it with the recipe."
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.data import IMAGES, Split
 from smelt.core.files import hash_of
+from smelt.core.messages import as_json
 from smelt.core.stage import Progress
 from smelt.core.store.store import Store
 from smelt.execute.scoring import library_versions
@@ -156,7 +157,7 @@ def _value(artifact: Artifact, result: Latency, name: str) -> dict[str, Any]:
         "artifact": artifact.key,
         "rows": result.rows.get(name, []),
         "peak_memory_bytes": result.peak_memory_bytes.get(name),
-        "error": error and error.model_dump(mode="json"),
+        "error": error and as_json([error])[0],
     }
 
 

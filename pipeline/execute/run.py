@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import TENSORS, Split
-from smelt.core.errors import InputError, SmeltError, panics_explained
+from smelt.core.errors import UNNAMED, InputError, SmeltError, panics_explained
 from smelt.core.messages import Message
 from smelt.core.shares import limited
 from smelt.core.store.locks import lock
@@ -103,6 +103,11 @@ def run_plan(plan: Plan, options: Options) -> Result:
         run = _Run(plan, options, whole, data, folder, store, display)
         run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.go()
+
+
+def _told(failure: SmeltError) -> str:
+    """Return an error as a line of the log."""
+    return f"error[{failure.code or UNNAMED}]: {failure}"
 
 
 def _rows(limit: Any) -> int | None:
@@ -209,7 +214,7 @@ class _Run:
             if isinstance(failure, InputError) and not self.artifacts:
                 raise  # nothing was done yet: a matter of input, not of the run
             self.report.failed(failure)
-            self.display.line(f"error: {failure}")
+            self.display.line(_told(failure))
         self._write_report(last=True)
         self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
         return Result(Report(self.report.data), self.folder)
@@ -252,7 +257,7 @@ class _Run:
         except Exception as error:
             failure = self._explain(error, step.name)
             self.report.failed(failure, step.name)
-            self.display.line(f"{step.name}: error: {failure}")
+            self.display.line(f"{step.name}: {_told(failure)}")
         self._write_report()
 
     def _explain(self, error: Exception, step: str) -> SmeltError:
@@ -306,7 +311,7 @@ class _Run:
             except Exception as error:
                 failure = self._explain(error, name)
                 self.report.untested(name, failure)
-                self.display.line(f"{name}: on test: error: {failure}")
+                self.display.line(f"{name}: on test: {_told(failure)}")
                 continue
             self.report.tested(name, score)
             first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
@@ -354,7 +359,7 @@ class _Run:
         except Exception as error:
             failure = self._explain(error, "latency")
             self.report.untimed(failure)
-            self.display.line(f"error: {failure}")
+            self.display.line(_told(failure))
 
     def _is_timed(self, name: str, settings: LatencySettings) -> bool:
         gates = (gate.metric for gate in self.plan.gates_of(name))

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from smelt.core.data import SIMILARITY, TENSORS, Task
-from smelt.core.errors import InputError, together
-from smelt.core.messages import mistake
+from smelt.core.errors import InputError
 from smelt.core.rows.arrays import SUFFIX
 from smelt.core.text import printable
 from smelt.look.foreign import ForeignModel, examined, find_graph, texts_beside
@@ -37,7 +36,7 @@ def graph_recipe(model: str, data: Sequence[Path], task: Task | None, path: Path
     file = find_graph(Path(model).expanduser())
     found = examined(file)
     if found.signature is None:
-        raise together(mistake("unsupported-graph", f"{file}: {problem}.") for problem in found.problems)
+        raise InputError("\n".join(f"{file}: {problem}." for problem in found.problems))
     seen = ForeignModel(file, found.signature, found.files, texts_beside(file, None), dict(found.facts or {}))
     chosen = _task(seen, task)
     splits = _splits(data, SUFFIX if chosen == TENSORS else ROWS)
@@ -124,23 +123,17 @@ def _splits(data: Sequence[Path], end: str) -> Mapping[str, Path]:
     found: dict[str, Path] = {}
     for path in data:
         if not path.is_file() or (end == SUFFIX and path.suffix != SUFFIX):
-            raise InputError(
-                f"{path}: expected a file, {end} of the graph's inputs (--data).",
-                code="wrong-format",
-                file=str(path),
-            )
+            raise InputError(f"{path}: expected a file, {end} of the graph's inputs (--data).")
         name = next(
             (word for word in ("calibration", "validation", "train") if word[:5] in path.name), "test"
         )
         if name in found:
             raise InputError(
-                f"{path}: {found[name]} is for {name} too. Put calibration into one of their names.",
-                code="duplicate-split",
-                file=str(path),
+                f"{path}: {found[name]} is for {name} too. Put calibration into one of their names."
             )
         found[name] = path
     if found and "test" not in found:
-        raise InputError("there is no file for test (--data).", code="missing-data")
+        raise InputError("there is no file for test (--data).")
     return found
 
 

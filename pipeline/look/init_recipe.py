@@ -155,11 +155,7 @@ def _of_graph(
     """As `init_recipe`, for an ONNX graph."""
     path = None if out == "-" else Path(out or f"{Path(_stem(model)).stem}.yaml")
     if path is not None and path.exists() and not force:
-        raise InputError(
-            f"{path}: this file exists. Name another with --out, or write over it with --force.",
-            code="file-exists",
-            file=str(path),
-        )
+        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
     base = (path.parent if path is not None else Path()).resolve()
     text = graph_recipe(model, data, task, path or Path("RECIPE.yaml"), base)
     if data:

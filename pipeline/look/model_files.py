@@ -88,7 +88,7 @@ def _broken_json(folder: Path) -> list[Message]:
                 _read(folder / name)
             except (OSError, ValueError, RecursionError) as error:
                 text = f"{folder / name}: {str(error).removeprefix(f'{name}: ')}"
-                found.append(mistake("damaged-file", text))
+                found.append(mistake("invalid-json", text))
     return found
 
 

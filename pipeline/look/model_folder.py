@@ -103,7 +103,7 @@ def check_model_folder(
         beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         near = nearest(folder.name, beside)
         code, kind = (
-            ("not-a-folder", "not a folder") if folder.exists() else ("missing-file", "no such folder")
+            ("not-a-folder", "not a folder") if folder.exists() else ("missing-folder", "no such folder")
         )
         text = f"{folder}: {kind}; expected a model's folder with config.json, or a hub id.{near}"
         return [mistake(code, text)], []
@@ -203,7 +203,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[Message]]:
     try:
         config = load_json(path)
     except (OSError, ValueError, RecursionError) as error:
-        return {}, [mistake("damaged-file", f"{path}: broken JSON: {error}")]
+        return {}, [mistake("invalid-json", f"{path}: broken JSON: {error}")]
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         text = f"{path}: expected a JSON object with a model_type, as transformers writes it."
         return {}, [mistake("invalid-config", text)]
@@ -276,7 +276,7 @@ def _header(path: Path) -> list[Message]:
         if size < expected:
             code, problem = "truncated-file", f"cut short: {size:,} of {expected:,} bytes. {again}"
         elif damage := damaged_tensor(header or {}):
-            problem = f"a damaged header: {damage}. {again}"
+            code, problem = "damaged-header", f"a damaged header: {damage}. {again}"
     except OSError as error:
         code, problem = "unreadable-file", f"cannot be read: {error.strerror}."
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):

@@ -147,7 +147,7 @@ def check_metrics(
                     f"the recipe does not score '{metric}', only {', '.join(quality)}."
                     f"{nearest(metric, quality)}"
                     " Name one of these, or add it to score: {quality: [...]}.",
-                    code="unknown-metric",
+                    code="metric-not-scored",
                 )
 
 

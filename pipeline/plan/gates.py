@@ -21,7 +21,7 @@ def cut(checker: Checker, until: str | None) -> list[str]:
         return [] if until else list(checker.drafts)
     if until not in checker.drafts:
         if not checker.may_be(until):
-            checker.mistakes.say(f"--until: {checker.no_step(until)}", code="unknown-step")
+            checker.mistakes.say(checker.no_step(until), code="unknown-step", option="--until")
         return list(checker.drafts)
     wanted = {until}
     for name, draft in reversed(checker.drafts.items()):  # what a step stands on comes before it

@@ -34,6 +34,7 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
             raise InputError(
                 f"{given[0]}: fits {' and '.join(sorted(TEXT_TO_TEXT))}, not {recipe.task}.",
                 code="does-not-fit-task",
+                setting=f"data.{given[0]}",
             )
         return _of_vectors(recipe, folder) if recipe.task == SIMILARITY else (TextRules(), [])
     config = _config(folder)

@@ -137,7 +137,7 @@ def _tokenizer_mistakes(
     folder = local_folder(tokenizer, recipe.base)
     if folder is not None and not folder.is_dir():
         text = f"{folder}: no such folder; expected one with a tokenizer's files, or {{train: bpe}}."
-        yield (), mistake("missing-file", text)
+        yield (), mistake("missing-folder", text)
     elif folder is not None:
         yield from (((), problem) for problem in check_tokenizer(folder, kind))
 

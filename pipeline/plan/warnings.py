@@ -137,7 +137,8 @@ def _copies(test: Split, other: Split, name: str, task: Task) -> list[Message]:
             else f"{more:,} of {len(rows):,} test rows{long} {unlike}"
         )
     why = "that was learned" if name == "train" else "that chose the checkpoint"
-    return [warning("test-rows-in-other-split", f"{text}. A score on what {why} says less of new {one}s.")]
+    code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
+    return [warning(code, f"{text}. A score on what {why} says less of new {one}s.")]
 
 
 def _answers(example: Example) -> set[object]:

@@ -15,10 +15,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic_core import ErrorDetails
 
-from smelt.core.errors import UNNAMED, SettingError, SmeltError, nearest, together
+from smelt.core.errors import SettingError, SmeltError, nearest, together
 from smelt.core.messages import Message
 from smelt.recipe.yaml_file import Document, Where
 
+_LAST = 2**31  # behind all lines
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Schema = Mapping[str, Any]
 _OWN_WORDS = ("missing", "extra_forbidden", "value_error", "assertion_error")
@@ -40,7 +41,7 @@ class Mistakes:
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, path: Where, message: str, line: int | None = None, code: str = "") -> None:
+    def add(self, path: Where, message: str, line: int | None = None, *, code: str) -> None:
         """Note that `message` holds for the value at `path` (from there its line is found).
 
         code: of the kind of mistake, where a stage refuses the same at work; the error has it if all have.
@@ -52,9 +53,7 @@ class Mistakes:
         start = f"--set {source}" if source else ""
         text = ": ".join(part for part in (start, dotted(path), message) if part)
         place: dict[str, Any] = {} if source else {"file": self.document.name, "line": line}
-        found = Message(
-            code=code or UNNAMED, severity="error", message=text, setting=dotted(path) or None, **place
-        )
+        found = Message(code=code, severity="error", message=text, setting=dotted(path) or None, **place)
         if (line, found) not in self._found:
             self._found.append((line, found))
 
@@ -67,9 +66,11 @@ class Mistakes:
         for found in error.found or (error.as_message(),):
             self.note(path, found)
 
-    def say(self, text: str, line: int = 2**31, code: str = "") -> None:
-        """Note a mistake that has no place in the file, such as a wrong option."""
-        self._found.append((line, Message(code=code or UNNAMED, severity="error", message=text)))
+    def say(self, text: str, code: str, option: str) -> None:
+        """Note a mistake that has no place in the file: `option` of the command line is wrong."""
+        message = text if text.startswith(option) else f"{option}: {text}"
+        found = Message(code=code, severity="error", message=message, setting=option)
+        self._found.append((_LAST, found))
 
     def line(self, path: Where) -> int:
         """Return the line of `path`, or of the nearest part around it that stands in the file."""

@@ -19,22 +19,21 @@ def apply_overrides(
     NAME is a key of the recipe (`keys`) or the name of a step; VALUE is read as YAML.
     """
     for text in overrides:
+        option = f"--set {text}"
         address, sign, written = text.partition("=")
         parts = address.strip().split(".")
         if not sign or not all(parts):
-            mistakes.say(
-                f"--set {text}: expected NAME.SETTING=VALUE, for example seed=3 or prune.keep=0.5.",
-                code="invalid-override",
-            )
+            expected = "expected NAME.SETTING=VALUE, for example seed=3 or prune.keep=0.5."
+            mistakes.say(expected, code="invalid-override", option=option)
             continue
         try:
-            document = parse_yaml(written, f"--set {text}")
+            document = parse_yaml(written, option)
         except InputError as error:
-            mistakes.say(str(error), code=error.code)
+            mistakes.say(str(error), code=error.code, option=option)
             continue
         if document.mistakes:
             for _, message, _, code in document.mistakes:
-                mistakes.say(f"--set {text}: {message}", code=code)
+                mistakes.say(message, code=code, option=option)
             continue
         path = _path(value, parts, text, mistakes, keys)
         if path:
@@ -52,17 +51,13 @@ def _path(
     if parts[0] not in steps:
         known = [*(key for key in keys if key != "stages"), *steps]
         hint = nearest(parts[0], known)
-        mistakes.say(
-            f"--set {text}: no key or step '{parts[0]}'. Known: {', '.join(known)}.{hint}",
-            code="unknown-setting",
-        )
+        told = f"no key or step '{parts[0]}'. Known: {', '.join(known)}.{hint}"
+        mistakes.say(told, code="unknown-setting", option=f"--set {text}")
         return None
     entry = steps[parts[0]]
     if len(parts) == 1:
-        mistakes.say(
-            f"--set {text}: which setting of '{parts[0]}'? Write {parts[0]}.SETTING=VALUE.",
-            code="missing-setting",
-        )
+        told = f"which setting of '{parts[0]}'? Write {parts[0]}.SETTING=VALUE."
+        mistakes.say(told, code="missing-setting", option=f"--set {text}")
         return None
     _open(value, entry)
     if parts[1] in BESIDE:

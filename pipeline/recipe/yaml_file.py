@@ -116,7 +116,11 @@ def parse_yaml(text: str, name: str) -> Document:
         if node is not None:
             document.value = _Builder(document).build(node, (), 0)
     except yaml.MarkedYAMLError as error:
-        raise InputError(_yaml_message(name, text, error), code="invalid-yaml", file=name) from error
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else None
+        raise InputError(
+            _yaml_message(name, text, error), code="invalid-yaml", file=name, line=line
+        ) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise InputError(

@@ -34,7 +34,9 @@ def texts_or_pairs_of(given: Any) -> list[str | tuple[str, str]]:
         if isinstance(item, tuple):
             if len(item) != 2:
                 raise InputError(
-                    f"{name}: expected a text or a pair of texts, read {_shown(item)}.", code="wrong-value"
+                    f"{name}: expected a text or a pair of texts, read {_shown(item)}.",
+                    code="not-a-pair",
+                    setting=name,
                 )
             found.append((_text(item[0], f"{name}[0]"), _text(item[1], f"{name}[1]")))
         else:
@@ -52,10 +54,10 @@ def images_of(given: Any) -> list[Any]:
 
     if isinstance(given, str | PathLike | Image):
         raise InputError(
-            "expected a list of images, read one. Put it into a list: [IMAGE].", code="wrong-value"
+            "expected a list of images, read one. Put it into a list: [IMAGE].", code="not-a-list"
         )
     if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
-        raise InputError(f"expected a list of images, read {_shown(given)}.", code="wrong-value")
+        raise InputError(f"expected a list of images, read {_shown(given)}.", code="not-a-list")
     found: list[Any] = []
     for place, item in enumerate(given):
         if isinstance(item, Image):
@@ -66,7 +68,8 @@ def images_of(given: Any) -> list[Any]:
             raise InputError(
                 f"images[{place}]: expected the path of an image file or an image of Pillow, read"
                 f" {_shown(item)}. An array becomes one by PIL.Image.fromarray(ARRAY).",
-                code="wrong-value",
+                code="not-an-image",
+                setting=f"images[{place}]",
             )
     return found
 
@@ -79,7 +82,9 @@ def count_of(given: Any, name: str) -> int:
     """
     if isinstance(given, bool) or not hasattr(given, "__index__") or (number := given.__index__()) < 1:
         raise InputError(
-            f"{name}: expected a whole number of at least 1, read {_shown(given)}.", code="wrong-value"
+            f"{name}: expected a whole number of at least 1, read {_shown(given)}.",
+            code="wrong-value",
+            setting=name,
         )
     return int(number)
 
@@ -87,10 +92,10 @@ def count_of(given: Any, name: str) -> int:
 def _list(given: Any) -> list[Any]:
     if isinstance(given, str):
         raise InputError(
-            "expected a list of texts, read one text. Put it into a list: [TEXT].", code="wrong-value"
+            "expected a list of texts, read one text. Put it into a list: [TEXT].", code="not-a-list"
         )
     if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
-        raise InputError(f"expected a list of texts, read {_shown(given)}.", code="wrong-value")
+        raise InputError(f"expected a list of texts, read {_shown(given)}.", code="not-a-list")
     return list(given)
 
 
@@ -98,14 +103,19 @@ def _text(item: Any, name: str, more: str = "") -> str:
     if isinstance(item, bytes | bytearray):
         raise InputError(
             f"{name}: expected a text, read {_shown(item)}. Decode it first: .decode('utf-8').",
-            code="wrong-value",
+            code="not-a-text",
+            setting=name,
         )
     if not isinstance(item, str):
-        more = more or " Pairs of texts are for predict." * isinstance(item, tuple)
-        raise InputError(f"{name}: expected a text, read {_shown(item)}.{more}", code="wrong-value")
+        pair = not more and isinstance(item, tuple)
+        more = more or " Pairs of texts are for predict." * pair
+        code = "pairs-not-taken" if pair else "not-a-text"
+        raise InputError(f"{name}: expected a text, read {_shown(item)}.{more}", code=code, setting=name)
     if (half := half_character(item)) is not None:
         raise InputError(
-            f"{name}: holds {half!r}, half of a surrogate pair, which is no character.", code="lone-surrogate"
+            f"{name}: holds {half!r}, half of a surrogate pair, which is no character.",
+            code="lone-surrogate",
+            setting=name,
         )
     return str(item)  # numpy has a kind of its own
 

@@ -101,7 +101,7 @@ def arrays_of(given: Any, signature: Signature) -> Arrays:
     try:
         values = {str(name): np.asarray(value) for name, value in given.items()}
     except ValueError as error:  # lists of several lengths
-        raise InputError(f"not all that was given are arrays: {error}", code="wrong-value") from error
+        raise InputError(f"not all that was given are arrays: {error}", code="not-an-array") from error
     counts = {len(value) for value in values.values() if value.ndim}
     if len(counts) != 1 or counts == {0}:
         raise InputError(

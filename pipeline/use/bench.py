@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import IMAGES, TENSORS
 from smelt.core.errors import InputError
+from smelt.core.messages import as_json
 from smelt.core.stage import Progress, silent
 from smelt.runtime.foreign.tried import require_safe
 
@@ -105,7 +106,7 @@ def bench(
             device=device,
             arrays=arrays,
         )
-    errors = {name: found.model_dump(mode="json") for name, found in result.errors.items()}
+    errors = {name: as_json([found])[0] for name, found in result.errors.items()}
     return {
         "baseline": baseline,
         "task": task,
@@ -187,7 +188,7 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
                     f"{where}: no text in a column '{name}'; there are: {', '.join(map(str, row))}.{hint}"
                     " Name the right one with --column.",
                     code="missing-column",
-                )
+                ).at(where)
             found.append(str(row[name]))
     if not found:
         raise InputError(f"{path}: no texts in this file.", code="empty-data", file=str(path))

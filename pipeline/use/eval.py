@@ -126,7 +126,7 @@ def _cut(
     if taken.get("stride", 1) > taken.get("length", math.inf):
         raise InputError(
             f"--stride {taken['stride']} would leave out text between windows of {taken['length']} tokens.",
-            code="wrong-value",
+            code="settings-conflict",
         )
     if kept := {name: value for name, value in taken.items() if name not in said}:
         words = ", ".join(

@@ -63,7 +63,11 @@ class Model:
             )
         count = None if threads is None else count_of(threads, "threads")
         if not isinstance(folder, str | PathLike):
-            raise InputError(f"artifact: expected the path of a folder, read {folder!r}.", code="wrong-value")
+            raise InputError(
+                f"artifact: expected the path of a folder, read {folder!r}.",
+                code="wrong-value",
+                setting="artifact",
+            )
         self._folder = Path(folder).expanduser()  # as the caller knows it; the artifact's path is the store's
         self.artifact = read_artifact(self._folder)
         self.artifact.verify()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, read_manifest
 from smelt.core.errors import InputError
 from smelt.core.files import load_json
+from smelt.core.messages import Message, warning
 
 if TYPE_CHECKING:
     from smelt.evaluate.report.schema import Quality, Report, Tested
@@ -82,7 +83,7 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
     )
 
 
-def _doubts(report: Report, step: str) -> Iterator[str]:
+def _doubts(report: Report, step: str) -> Iterator[Message]:
     """Yield the limits that the step does not keep, or perhaps does not, and that the run was a trial."""
     from smelt.evaluate.report.headline import lines
     from smelt.evaluate.report.notes import gate_text, gate_value, verdict
@@ -91,12 +92,13 @@ def _doubts(report: Report, step: str) -> Iterator[str]:
     for gate in found.gates:
         if gate.passed is not True or gate.undecided:
             read = f": {gate_value(gate)}" if gate.value is not None else ""
-            yield f"its gate {gate_text(gate)} is {verdict(gate)}{read}"
+            yield warning("gate-not-kept", f"its gate {gate_text(gate)} is {verdict(gate)}{read}")
     for gate in found.test.gates if found.test else ():
         if gate.passed is False:
-            yield f"its gate {gate_text(gate)} is not kept on test: {gate_value(gate)}"
+            text = f"its gate {gate_text(gate)} is not kept on test: {gate_value(gate)}"
+            yield warning("gate-not-kept-on-test", text)
     if report.recipe.get("limit") is not None:
-        yield from lines(report)[:1]
+        yield from (warning("scored-on-few-rows", text) for text in lines(report)[:1])
 
 
 def _steps_in(run: Path) -> dict[str, str]:

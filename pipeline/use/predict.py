@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.artifact import read_artifact
 from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
+from smelt.core.messages import Message, warning
 from smelt.execute.label_scores import answer
 from smelt.look.machine import device_of
 from smelt.runtime.class_predictions import Prediction, predictions
@@ -147,14 +148,18 @@ class Predictor:
         return generate_texts(runner, texts, self._generation, self._batch_size, cut=self._cuts)
 
     @property
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Message]:
         """What is to be said of texts that were cut, and of an artifact that ran elsewhere than asked for."""
         cuts = self._cuts
-        found = [str(TruncationWarning(cuts.count, self._seen, cuts.limit))] if cuts.count else []
+        cut = str(TruncationWarning(cuts.count, self._seen, cuts.limit))
+        found = [warning("truncated-texts", cut)] if cuts.count else []
         if self._device == "cuda" and device_of(self._artifact, self._device) == "cpu":
             target = self._artifact.manifest.facts.get("target") or self._artifact.format
             found.append(
-                f"--device cuda: this artifact is made for {target} and ran on the processor."
-                " `onnx: {target: ort-cuda}` in the recipe makes one for a GPU."
+                warning(
+                    "other-device",
+                    f"--device cuda: this artifact is made for {target} and ran on the processor."
+                    " `onnx: {target: ort-cuda}` in the recipe makes one for a GPU.",
+                )
             )
         return found

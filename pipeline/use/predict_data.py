@@ -80,7 +80,7 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
         if given:
             raise InputError(
                 f"--column {given[0]}: {path} is plain text and has no columns.",
-                code="missing-column",
+                code="no-columns",
                 file=str(path),
             )
         lines = lines_of(io.StringIO(read_text_file(path), newline=None))
@@ -161,17 +161,17 @@ def _missing(row: Mapping[str, Any], name: str, where: str) -> InputError:
         f"{where}: no column '{name}'; there are: {known}.{nearest(name, map(str, row))}"
         " Name the right one with --column NAME.",
         code="missing-column",
-    )
+    ).at(where)
 
 
 def _value(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise InputError(
-            f"{where}: column '{column}' must be text, read {repr(value)[:80]}", code="wrong-value"
-        )
+            f"{where}: column '{column}' must be text, read {repr(value)[:80]}", code="wrong-column-type"
+        ).at(where)
     if (half := half_character(value)) is not None:
         raise InputError(
             f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character.",
             code="lone-surrogate",
-        )
+        ).at(where)
     return value

@@ -6,6 +6,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from refusals import refused
 from safetensors.torch import save_file
 from transformers import MarianConfig, MarianMTModel
 
@@ -62,7 +63,7 @@ def test_recorded_count_wins_and_engines_have_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 64])
 def test_damaged_safetensors_is_an_input_error(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(damage)
-    with pytest.raises(InputError, match="not a safetensors file"):
+    with refused("damaged-weights", InputError):
         parameters(artifact(tmp_path, "torch"))
 
 
@@ -119,5 +120,5 @@ def test_scales_and_zero_points_of_our_schemes_are_not_counted(
 
 def test_onnx_file_that_is_none_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff\xff")
-    with pytest.raises(InputError, match="not an ONNX file"):
+    with refused("unreadable-file", InputError):
         onnx_parameters(tmp_path)

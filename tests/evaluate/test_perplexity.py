@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.evaluate.perplexity import score_windows
@@ -40,7 +41,7 @@ def test_difference_is_a_rise_when_the_model_got_worse():
     found = compare(worse, _scores()["perplexity"].statistics)
     assert found["difference"] == pytest.approx(math.exp(102.3 / 40) - math.exp(93 / 40))
     assert found["p_value"] == pytest.approx(2 / 2**7)  # of seven windows the least that signs can give
-    with pytest.raises(InputError, match="examples differ"):
+    with refused("other-examples", InputError):
         compare(worse, _scores(examples=("y",))["perplexity"].statistics)
 
 
@@ -69,7 +70,8 @@ def test_perplexity_stays_finite_when_a_model_is_broken():
 
 
 def test_scores_are_refused_when_metric_or_windows_are_missing():
-    with pytest.raises(InputError, match="Did you mean 'perplexity'"):
+    with refused("unknown-metric", InputError) as caught:
         score_windows(["perplexty"], LOSSES, TOKENS, SIZES, "", [])
-    with pytest.raises(InputError, match="there are 0, 0"):
+    assert "'perplexity'?" in str(caught.value)
+    with refused("count-mismatch", InputError):
         score_windows(["perplexity"], [], [], [], "", [])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import refused
 from scipy import stats
 
 from smelt.core.errors import InputError
@@ -71,7 +72,7 @@ def test_agreement_with_another_reference_cannot_be_compared():
         score_vectors(("agreement",), VECTORS, TEXTS, reference=Reference(VECTORS, key * 64))["agreement"]
         for key in "ab"
     )
-    with pytest.raises(InputError, match="signature differ"):
+    with refused("other-signature", InputError):
         compare(one.statistics, two.statistics)
 
 
@@ -86,7 +87,9 @@ def test_a_vector_of_zeros_has_no_direction():
 
 
 def test_unknown_metrics_and_missing_vectors_are_errors():
-    with pytest.raises(InputError, match=r"Unknown metric 'spearmann'.*Did you mean 'spearman'"):
+    with refused("unknown-metric", InputError) as caught:
         score_vectors(("spearmann",), VECTORS, TEXTS)
-    with pytest.raises(InputError, match="40 vectors for 39 texts"):
+    assert all(name in str(caught.value) for name in ("'spearmann'", "'spearman'?"))
+    with refused("count-mismatch", InputError) as caught:
         score_vectors(("agreement",), VECTORS, TEXTS[:-1])
+    assert all(number in str(caught.value) for number in ("40", "39"))

@@ -3,6 +3,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from refusals import refused
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from scipy.optimize import brentq, minimize_scalar
@@ -273,9 +274,9 @@ def test_f1_difference_equals_sklearn():
 def test_other_examples_are_refused():
     one = score_texts(["bleu"], ["a b"], [["a b"]])["bleu"].statistics
     other = score_texts(["bleu"], ["a b"], [["a c"]])["bleu"].statistics
-    with pytest.raises(InputError, match="their examples differ"):
+    with refused("other-examples", InputError):
         compare(one, other)
-    with pytest.raises(InputError, match="their metric differ"):
+    with refused("other-metric", InputError):
         compare(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
 
 

@@ -9,6 +9,7 @@ import forked_workers
 import harness
 import pytest
 import tiny
+from refusals import error_of
 
 from smelt.cli import main
 
@@ -107,20 +108,23 @@ def test_stages_lists_all_and_explains_one():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "named"),
     [
-        (["stages", "prun"], "Did you mean 'prune'?"),
-        (["rnu"], "Did you mean 'run'?"),
-        (["run", "quickstrat"], "no such recipe"),
-        (["predict", "nowhere", "x"], "no such folder"),
-        (["report", "nowhere"], "no such file"),
-        (["eval", "nowhere", "--data", "x"], "no such folder"),
+        (["stages", "prun"], "unknown-stage", "'prune'?"),
+        (["run", "quickstrat"], "unknown-recipe", "quickstrat"),
+        (["predict", "nowhere", "x"], "missing-folder", "nowhere"),
+        (["report", "nowhere"], "missing-file", "nowhere"),
+        (["eval", "nowhere", "--data", "x"], "missing-folder", "nowhere"),
     ],
 )
-def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, message):
-    result = harness.smelt(*arguments)
-    assert result.exit_code == 2
-    assert message in result.output
+def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, code, named):
+    error = error_of(harness.smelt(*arguments, code=2))
+    assert error.code == code
+    assert named in str(error)
+
+
+def test_a_command_that_was_typed_wrong_is_told_the_nearest():
+    assert "'run'?" in harness.smelt("rnu", code=2).output
 
 
 def test_a_changed_artifact_is_refused(classifier, tmp_path):
@@ -131,9 +135,7 @@ def test_a_changed_artifact_is_refused(classifier, tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    result = harness.smelt("predict", tmp_path / "a", "x")
-    assert result.exit_code == 2
-    assert "its bytes are not those that were written" in result.output
+    assert error_of(harness.smelt("predict", tmp_path / "a", "x", code=2)).code == "changed-file"
 
 
 def test_module_runs_as_a_command():
@@ -150,14 +152,18 @@ def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "code", "named"),
     [
-        (KeyError("weights"), "smelt eval: an error that smelt did not foresee, most likely a bug: KeyE"),
-        (PermissionError(13, "Permission denied", "a.jsonl"), "smelt eval: a.jsonl: Permission denied."),
-        (RuntimeError("CPUAllocator: can't allocate memory"), "smelt eval: the memory did not suffice"),
+        (KeyError("weights"), "unforeseen", "KeyError"),
+        (
+            PermissionError(13, "Permission denied", "a.jsonl"),
+            "permission-denied",
+            "a.jsonl: Permission denied.",
+        ),
+        (RuntimeError("CPUAllocator: can't allocate memory"), "out-of-memory", "CPUAllocator"),
     ],
 )
-def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, said):
+def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, code, named):
     def fail(*_, **__):
         raise error
 
@@ -166,6 +172,7 @@ def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, 
     monkeypatch.setattr("smelt.use.eval.evaluate_artifact", fail)
     artifact = classifier / "run" / "artifacts" / "onnx"
     result = harness.smelt("eval", artifact, "--data", classifier / "data.jsonl", code=1, bug=True)
-    assert f"error: {said}" in result.output
+    assert f"error[{code}]: smelt eval: " in result.output
+    assert named in result.output
     (log,) = tmp_path.glob("smelt-eval-*.log")
     assert "in fail" in log.read_text()

@@ -8,6 +8,7 @@ import harness
 import numpy as np
 import pytest
 import tiny
+from refusals import refused
 
 import smelt
 from smelt.execute.run_result import summary_lines
@@ -49,10 +50,10 @@ def _command(*arguments):
 @pytest.mark.parametrize("limit", [0, -1, 2.5, "3", True, [1], np.int64(0)])
 def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written(limit, translator, tmp_path):
     home, _ = translator
-    with pytest.raises(
-        smelt.InputError, match=r"^limit: expected how many rows of every split, 1 or more, read "
-    ):
+    with refused("wrong-value", smelt.InputError) as caught:
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", limit=limit, quiet=True)
+    assert caught.value.setting == "limit"
+    assert repr(limit) in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -104,8 +105,9 @@ def test_run_gives_the_report_that_lies_in_its_folder(translator):
     assert [s["status"] for s in result.report["steps"]] == ["done"] * 2
     assert result.artifact("quantize") == home / "run" / "artifacts" / "quantize"
     assert repr(result) == f"Result('recipe', 'passed', '{home / 'run'}')"
-    with pytest.raises(smelt.InputError, match=r"'quantise' gave no artifact; .* Did you mean 'quantize'\?"):
+    with refused("no-artifact", smelt.InputError) as caught:
         result.artifact("quantise")
+    assert all(name in str(caught.value) for name in ("'quantise'", "'quantize'?"))
 
 
 def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
@@ -126,13 +128,8 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
     assert list(steps["model"]["quality"]) == ["f1"]
     assert result.report["recipe"]["seed"] == 3
     assert steps["quantize"]["status"] == "done"
-    again = smelt.run(
-        home / "recipe.yaml",
-        overrides=["seed=3"],
-        until="quantize",
-        out=tmp_path / "r",
-        store=home / ".store",
-    )
+    place = {"out": tmp_path / "r", "store": home / ".store"}
+    again = smelt.run(home / "recipe.yaml", overrides=["seed=3"], until="quantize", **place)
     assert [s["status"] for s in again.report["steps"]] == ["cached", "cached"]
     anew = smelt.run(
         home / "recipe.yaml", rebuild=True, out=tmp_path / "r", store=home / ".store", quiet=True
@@ -145,9 +142,10 @@ def test_a_failed_gate_is_a_result_and_a_mistake_is_raised(classifier, tmp_path)
     arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
     result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)
     assert (result.exit_code, result.report["status"]) == (3, "gate-failed")
-    with pytest.raises(smelt.InputError, match="seeed"):
+    with refused("unknown-setting", smelt.InputError) as caught:
         smelt.run(home / "recipe.yaml", overrides={"seeed": 1}, **arguments)
-    with pytest.raises(smelt.InputError):
+    assert "'seeed'" in str(caught.value)
+    with refused("unreadable-file", smelt.InputError):
         smelt.run(home / "nowhere.yaml", **arguments)
 
 
@@ -184,21 +182,26 @@ def test_predict_gives_labels_and_probabilities(classifier, step):
 
 def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):
     with smelt.load(translator[1].artifact("model")) as model:
-        with pytest.raises(smelt.InputError, match="for translation; use generate"):
+        with refused("does-not-fit-task", smelt.InputError) as caught:
             model.predict(["x"])
-        with pytest.raises(smelt.InputError, match=r"max_new_token: .* Did you mean 'max_new_tokens'\?"):
+        assert "translation; use generate" in str(caught.value)
+        with refused("unknown-setting", smelt.InputError) as caught:
             model.generate(["x"], max_new_token=3)
-        with pytest.raises(smelt.InputError, match="expected a list of texts"):
+        assert caught.value.setting == "max_new_token"
+        assert "'max_new_tokens'?" in str(caught.value)
+        with refused("not-a-list", smelt.InputError):
             model.generate("x")
     with (
         smelt.load(classifier[1].artifact("onnx")) as model,
-        pytest.raises(smelt.InputError, match="predict"),
+        refused("does-not-fit-task", smelt.InputError) as caught,
     ):
         model.generate(["x"])
-    with pytest.raises(smelt.InputError, match="no such folder"):
+    assert "use predict" in str(caught.value)
+    with refused("missing-folder", smelt.InputError):
         smelt.load(tmp_path / "nowhere")
-    with pytest.raises(smelt.InputError, match="expected auto, cpu or cuda"):
+    with refused("wrong-value", smelt.InputError) as caught:
         smelt.load(translator[1].artifact("model"), device="gpu")
+    assert caught.value.setting == "device"
 
 
 def test_importing_smelt_is_quick_and_light():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import tiny
 
@@ -82,6 +83,8 @@ def logits(model: Any, texts: int = 2) -> Any:
 def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bug: bool = False) -> Any:
     """Run `smelt ARGUMENTS` in this process; return click's result (`exit_code`, `output`, ...).
 
+    Its `error` is the error of smelt's own that the command ended with, or None.
+
     Fails when smelt ends by an exception of its own, or shows a traceback, or says that something happened
     which it did not foresee: no input may lead there.
 
@@ -91,16 +94,30 @@ def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bu
         lines: standard input.
         bug: whether the test put a bug in, which smelt then may not have foreseen.
     """
+    from click import Group
     from click.testing import CliRunner
 
     from smelt.cli import main
+    from smelt.core.errors import SmeltError
 
     __tracebackhide__ = True
-    result = CliRunner().invoke(main, [*map(str, arguments)], input=lines)
+    heard: list[SmeltError] = []
+    invoke = Group.invoke
+
+    def listen(group: Group, ctx: Context) -> Any:
+        try:
+            return invoke(group, ctx)
+        except SmeltError as error:
+            heard.append(error)
+            raise
+
+    with patch.object(Group, "invoke", listen):
+        result: Any = CliRunner().invoke(main, [*map(str, arguments)], input=lines)
+    result.error = heard[0] if heard else None
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.output, result.output
-    assert bug or "did not foresee" not in result.output, result.output
+    assert bug or "[unforeseen]" not in result.output, result.output
     assert code is None or result.exit_code == code, result.output
     return result
 

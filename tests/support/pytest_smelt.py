@@ -22,7 +22,9 @@ import quick
 from _pytest.logging import LogCaptureHandler
 
 # where they are imported from, their assertions show values as those of tests do
-pytest.register_assert_rewrite("for_init", "harness", "planning", "refusals", "sharing", "what_follows")
+pytest.register_assert_rewrite(
+    "for_init", "harness", "planning", "refusals", "refused_recipes", "sharing", "what_follows"
+)
 
 MOST_LINES = 80
 """A failure of more lines is told again: the project's own lines alone, and of messages both ends."""

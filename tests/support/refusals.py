@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from smelt.core.errors import SettingError, SmeltError
+from smelt.core.messages import Message
 
 
 def refused(code: str, kind: type[SmeltError] = SmeltError) -> Any:
@@ -32,3 +34,21 @@ def setting_codes(error: ValidationError) -> list[str]:
     """Return the codes of all mistakes that pydantic found."""
     causes = [(detail["type"], detail.get("ctx", {}).get("error")) for detail in error.errors()]
     return [cause.code if isinstance(cause, SettingError) else kind for kind, cause in causes]
+
+
+def error_of(result: Any) -> SmeltError:
+    """Return the error that a command of `harness.smelt` ended with; it is on the terminal with its code."""
+    error: SmeltError | None = result.error
+    assert error is not None, result.output
+    assert f"error[{error.code}]: " in result.output, result.output
+    return error
+
+
+def codes_of(error: SmeltError) -> list[str]:
+    """Return the code of each mistake that `error` reports, in their order."""
+    return [found.code for found in error.found] or [error.code]
+
+
+def places(found: Iterable[Message]) -> list[tuple[str, str | None, int | None]]:
+    """Return code, setting and line of each message, in their order."""
+    return [(one.code, one.setting, one.line) for one in found]

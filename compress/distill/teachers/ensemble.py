@@ -167,7 +167,7 @@ def _order(
             f"distill: the teachers' labels are {_few(union)}, the student's {_few(mine)}: {what}. A student"
             " of several teachers has the labels of all; start from an encoder without a classifier and rows"
             " that have them, or give student: {config: FILE}.",
-            code="labels-mismatch",
+            code="labels-mismatch" if lacking else "untaught-labels",
             setting="teacher",
         )
     apart = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1

@@ -122,7 +122,7 @@ class _Trial:
             raise InputError(
                 f"quantize: bits: metric '{self.metric}' is not among those that this recipe scores: {known}."
                 f"{nearest(self.metric, scores)} Add it to score: {{quality: [...]}}, or give a budget.",
-                code="unknown-metric",
+                code="metric-not-scored",
                 setting="bits.metric",
             )
         self.of_floats = self._sign() * scores[self.metric]

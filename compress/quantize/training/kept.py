@@ -18,6 +18,7 @@ from torch import Tensor
 from smelt.core.artifact import LATENTS
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
+from smelt.core.messages import Message, warning
 from smelt.runtime.models.weight_files import WEIGHTS
 
 _MODEL = "model"  # in the file's metadata: the hash of the weights that it belongs to
@@ -35,7 +36,7 @@ def write_latents(weights: Mapping[str, Tensor], folder: Path) -> int:
 
 def read_latents(
     folder: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, Tensor] | None, str | None]:
+) -> tuple[dict[str, Tensor] | None, Message | None]:
     """Return the float weights that were kept beside a model, or why what is there is not taken.
 
     Args:
@@ -43,7 +44,7 @@ def read_latents(
         shapes: of the model's quantized matrices, (N, K), by the first name of each.
 
     Returns:
-        The weights, float32; None where none were kept or they are not of this model. Then a sentence, where
+        The weights, float32; None where none were kept or they are not of this model. Then a warning, where
         the file is there and does not fit.
 
     Raises:
@@ -58,7 +59,7 @@ def read_latents(
             there = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
             why = _unfit(said, there, folder, shapes)
             if why is not None:
-                return None, f"{path}: {why}, so the training starts without it"
+                return None, why
             found = {name: opened.get_tensor(name).float() for name in there}
     except (SafetensorError, OSError) as error:
         raise InputError(
@@ -79,11 +80,15 @@ def _unfit(
     there: Mapping[str, tuple[int, ...]],
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
-) -> str | None:
-    """Say why a file with these tensors is not that of the model in `folder`; None where it is."""
+) -> Message | None:
+    """Return a warning where a file with these tensors is not that of the model in `folder`, else None."""
+    path, left = folder / LATENTS, "so the training starts without it"
     if there != dict(shapes):
         odd = next(n for n in sorted({*there, *shapes}) if there.get(n) != shapes.get(n))
-        return f"its float weights are not those of this model ('{odd[:80]}')"
+        return warning(
+            "master-weights-mismatch",
+            f"{path}: its float weights are not those of this model ('{odd[:80]}'), {left}",
+        )
     if said != sha256_of(folder / WEIGHTS):
-        return f"it belongs to another {WEIGHTS}"
+        return warning("master-weights-outdated", f"{path}: it belongs to another {WEIGHTS}, {left}")
     return None

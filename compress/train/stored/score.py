@@ -50,7 +50,7 @@ class CheckpointScore:
             raise InputError(
                 f"select: '{metric}' is not among the metrics that this recipe scores: {known}."
                 f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss.",
-                code="unknown-metric",
+                code="metric-not-scored",
                 setting="select",
             )
         return float(scores[metric])

@@ -224,7 +224,7 @@ class Checker:
                 path,
                 f"'{metric[:60]}' is not scored; known: {', '.join(known)}.{nearest(metric, known)}"
                 " Other metrics can be named in score: {quality: [...]}.",
-                code="unknown-metric",
+                code="metric-not-scored",
             )
 
     def _check_order(self, draft: Draft) -> None:

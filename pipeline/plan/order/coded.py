@@ -82,14 +82,15 @@ class _Coded:
     """The codes that a step leaves.
 
     layers: the scheme of the linear layers. used: all schemes, of which one must have scales that can be
-    learned; () where nobody knows them. unsplit: what keeps the layers from being split, and what to do; ""
-    for nothing. split: whether they are halves. one_bit: whether they have binary inputs. floats: whether
-    patterns leave some layers float. pairs: whether something of low rank stands beside the codes.
+    learned; () where nobody knows them. unsplit: code and text of what keeps the layers from being split, and
+    what to do; None for nothing. split: whether they are halves. one_bit: whether they have binary inputs.
+    floats: whether patterns leave some layers float. pairs: whether something of low rank stands beside the
+    codes.
     """
 
     layers: str
     used: tuple[str, ...]
-    unsplit: str = ""
+    unsplit: tuple[str, str] | None = None
     split: bool = False
     one_bit: bool = False
     floats: bool = False
@@ -151,13 +152,15 @@ def _made_by(quantize: Any) -> _Coded:
     used = says() if says is not None else ()
     mixed = getattr(quantize, "bits", None) is not None
     layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
-    unsplit = ""
+    unsplit = None
     if getattr(quantize, "granularity", None) == "row":
         unsplit = (
-            "a scale for each row, and their halves one for each group; quantize with granularity: group."
+            "row-scales-not-splittable",
+            "a scale for each row, and their halves one for each group; quantize with granularity: group.",
         )
     elif getattr(quantize, "beside", None) is not None:
-        unsplit = "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
+        text = "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
+        unsplit = ("low-rank-not-splittable", text)
     pairs = getattr(quantize, "beside", None) is not None
     return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)), pairs=pairs)
 
@@ -186,7 +189,8 @@ def _misfits(settings: Any, before: _Coded) -> Iterator[tuple[str, str]]:
             "unsupported-scheme",
         )
     elif codes.split and before.unsplit:
-        yield f"codes: split: the layers before it have {before.unsplit}", "layers-not-splittable"
+        code, text = before.unsplit
+        yield f"codes: split: the layers before it have {text}", code
     if codes.activations == "one-bit":
         yield from _whole_inputs(_behind(settings, before).layers, before.pairs)
 
@@ -215,7 +219,8 @@ def _behind(settings: Any, before: _Coded) -> _Coded:
     """Return what a step leaves of the codes that it gets."""
     codes = getattr(settings, "codes", None)
     if getattr(settings, "lora", None) is not None:
-        beside = "adapters beside their codes, which cannot be split; leave lora out before it."
+        text = "adapters beside their codes, which cannot be split; leave lora out before it."
+        beside = ("adapters-not-splittable", text)
         unsplit = before.unsplit if before.floats else before.unsplit or beside
         return replace(before, unsplit=unsplit, pairs=True)
     if codes is not None and codes.activations == "one-bit":

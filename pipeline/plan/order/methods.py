@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from smelt.compress.quantize.from_schemes.two_bits import two_bits
@@ -18,4 +19,5 @@ def unfit_methods(steps: Sequence[Step]) -> Iterator[Message]:
     for step in steps:
         settings: Any = step.settings
         if getattr(settings, "method", None) == "hqq" and getattr(settings, "bits", None) is None:
-            yield from (found.prefixed(f"{step.name}: ") for found in two_bits(settings.schemes()))
+            for found in two_bits(settings.schemes()):
+                yield replace(found, severity="info", step=step.name)

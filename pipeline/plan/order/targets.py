@@ -71,7 +71,7 @@ def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes
         mistakes.add(
             (*draft.entry.path, "target"),
             f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give {back}.",
-            code="unsupported-scheme",
+            code="unsupported-options",
         )
     elif "dtype" not in draft.wrong and (kept := lossy(quantized, draft.settings)):
         mistakes.add(

@@ -27,7 +27,8 @@ def skip(model: Any, place: str, part: int) -> dict[str, Any]:
 
     Raises:
         InputError: it is the last of its kind in its stack.
-        ValueError: there is no such block, no such part, or it is gone already.
+        LookupError: there is no such block.
+        ValueError: there is no such part, or it is gone already.
     """
     family, stack = _stack(model, place)
     block = model.get_submodule(place)
@@ -74,7 +75,7 @@ def _stack(model: Any, place: str) -> tuple[Family, Stack]:
     for stack in family.stacks(model.config.to_dict()) if family else ():
         if family and place in {f"{stack.place}.{at}" for at in range(len(model.get_submodule(stack.place)))}:
             return family, stack
-    raise ValueError(f"the model has no block {place}")
+    raise LookupError(f"the model has no block {place}")
 
 
 def _hand_on(family: Family, stack: Stack, blocks: list[Any], block: Any, part: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import sentences
 import tiny
 import torch
+from refusals import refused
 
 from smelt.compress.calibration.gradients import squared_gradients
 from smelt.compress.calibration.rows import calibration_rows
@@ -50,8 +51,9 @@ def test_a_gradient_that_is_no_number_is_said(given):
     model, rows, ctx = given
     with torch.no_grad():
         model.classifier.weight[0, 0] = float("nan")
-    with pytest.raises(RunError, match=r"pooler: its gradient on rows of .*rows\.jsonl is not finite"):
+    with refused("non-finite-gradients", RunError) as caught:
         squared_gradients(model, rows, {"pooler": model.bert.pooler.dense.weight}, label_objective(), ctx)
+    assert all(word in str(caught.value) for word in ("pooler", "rows.jsonl"))
 
 
 def test_pairs_whose_loss_compares_them_stay_together(tmp_path):

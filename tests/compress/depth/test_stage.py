@@ -1,6 +1,7 @@
 """Layers that do nothing go, on every family, and the model computes the same and loads everywhere."""
 
 import json
+import re
 
 import every_family
 import harness
@@ -9,6 +10,7 @@ import tiny
 import torch
 import transformers
 from every_family import OF_TEXTS
+from refusals import refused
 
 from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.depth.stage import Depth
@@ -16,6 +18,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
+from smelt.core.messages import codes
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model, save_model
@@ -39,10 +42,8 @@ def _with_idle_layer(family, out):
 
 def test_an_embedder_without_scores_takes_block_influence():
     split = Split("pairs.jsonl", (Example("a"), Example("b")))
-    [(setting, message)] = Depth.check_rows(DepthSettings(), "sentence-similarity", {"train": split})
-    assert setting == "importance"
-    assert "have no scores" in message
-    assert message.endswith("Or take block-influence.")
+    [found] = Depth.check_rows(DepthSettings(), "sentence-similarity", {"train": split})
+    assert (found.setting, found.code) == ("importance", "missing-scores")
     settings = DepthSettings(importance="block-influence")
     assert not Depth.check_rows(settings, "sentence-similarity", {"train": split})
 
@@ -184,25 +185,28 @@ def test_keep_that_takes_nothing_warns(tmp_path):
     ctx = every_family.run(
         Depth(), DepthSettings(keep=0.9), every_family.of_layers("bert", 3), "bert", tmp_path / "out"
     )
-    assert ctx.warnings == [
-        "depth: keep 0.9 of the 3 layers is, to the nearest whole number and at least one, all"
-        " of them; none goes."
-    ]
+    assert codes(ctx.warnings) == ["nothing-to-remove"]
     assert ctx.facts["kept_layers"] == {"layers": [0, 1, 2]}
 
 
 def test_rows_are_missing(tmp_path):
     source = tiny.bert(tmp_path / "model")
     for importance in ("loss", "block-influence"):
-        with pytest.raises(InputError, match=r"depth: .*data: \{train: FILE\}"):
+        with refused("no-calibration-data", InputError):
             harness.run(Depth(), DepthSettings(importance=importance), source, tmp_path / importance,
                         "text-classification")  # fmt: skip
 
 
 def test_more_layers_than_there_are(tmp_path):
-    with pytest.raises(InputError, match="depth: layers: 9 layers cannot stay of 3"):
-        harness.run(Depth(), DepthSettings(layers=9), every_family.of_layers("bert", 3), tmp_path / "out",
-                    "text-classification")  # fmt: skip
+    with refused("more-than-model-has", InputError) as caught:
+        harness.run(
+            Depth(),
+            DepthSettings(layers=9),
+            every_family.of_layers("bert", 3),
+            tmp_path / "out",
+            "text-classification",
+        )
+    assert [found.setting for found in caught.value.found] == ["layers"]  # fmt: skip
 
 
 @pytest.mark.parametrize("importance", ["loss", "block-influence"])
@@ -215,7 +219,8 @@ def test_layers_that_alone_have_a_part_stay(importance, tmp_path):
     said = DepthSettings(layers=1, importance=importance, rows=4)
     ctx = every_family.run(Depth(), said, source, "llama", tmp_path / "out")
     assert ctx.facts["kept_layers"] == {"layers": [0, 2]}
-    assert any(text.startswith("depth: layers: 2 layers stay, and not 1:") for text in ctx.warnings)
+    (told,) = [one for one in ctx.warnings if one.code == "minimum-kept"]
+    assert re.findall(r"\d+", told.message) == ["2", "1"]
     first, second = blocks_of(load_model(ctx.out)[0])
     assert (bool(first.attentions), first.feed_forward) == (True, None)
     assert (bool(second.attentions), second.feed_forward is None) == (False, False)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from every_family import OF_TEXTS
+from refusals import refused
 
 from smelt.compress.distill.fit import STACKS, check_student
 from smelt.compress.distill.settings import StudentSettings
@@ -22,8 +23,9 @@ def test_the_stacks_of_each_family_are_those_that_settings_know(kind):
     assert names
     assert names <= set(STACKS)
     for name in set(STACKS) - names:
-        with pytest.raises(InputError, match=f"not '{name}'"):
+        with refused("unknown-stack", InputError) as caught:
             _stack(model, name)
+        assert caught.value.setting == f"student.{name}"
 
 
 @pytest.mark.parametrize("choice", [1, 2, 3, [0], [1, 0], [0, 1], [2], [0, 0]])

@@ -5,7 +5,7 @@ import json
 import harness
 import pytest
 import torch
-from pydantic import ValidationError
+from refusals import invalid, refused
 from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -150,23 +150,25 @@ def test_each_phase_has_the_dropout_of_its_losses(tmp_path):
 def test_an_unknown_teacher_names_the_known_steps(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source, "prune": source})
-    with pytest.raises(
-        InputError, match=r"'prun' is no step before this one\. There are: model, prune\. Did you mean"
-    ):
+    with refused("unknown-step", InputError) as caught:
         Distill()(source, DistillSettings(teacher="prun"), ctx)
+    assert caught.value.setting == "teacher"
+    assert all(step in str(caught.value) for step in ("'prun'", "model, prune", "'prune'"))
 
 
 @pytest.mark.parametrize(("fact", "what"), [("new_head", "classifier"), ("untrained", "weights")])
 def test_a_teacher_with_random_weights_is_refused_and_a_trained_one_named(tmp_path, fact, what):
     source = classifier(tmp_path / "model")
     source.manifest.facts[fact] = True
-    with pytest.raises(InputError, match=rf"the {what} of the teacher 'model' is random; .* put a finetune"):
+    with refused("untrained-teacher", InputError) as caught:
         Distill()(source, DistillSettings(), context(tmp_path / "a", {"model": source}))
+    assert what in str(caught.value)
     tuned = artifact(source.path)
     tuned = Artifact(source.path, tuned.manifest.model_copy(update={"stage": "finetune"}))
     ancestors = {"model": source, "pruned": artifact(source.path), "tuned": tuned}
-    with pytest.raises(InputError, match=r"name a trained step: teacher: tuned"):
+    with refused("untrained-teacher", InputError) as caught:
         Distill()(tuned, DistillSettings(), context(tmp_path / "b", ancestors))
+    assert "teacher: tuned" in str(caught.value)
     settings = DistillSettings(teacher="tuned", max_steps=1, precision="fp32")
     Distill()(tuned, settings, context(tmp_path / "c", ancestors))
 
@@ -174,20 +176,26 @@ def test_a_teacher_with_random_weights_is_refused_and_a_trained_one_named(tmp_pa
 def test_a_teacher_that_left_torch_is_refused(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": artifact(source.path, "onnx")})
-    with pytest.raises(InputError, match="stored as onnx; it must be a torch step"):
+    with refused("wrong-format", InputError) as caught:
         Distill()(source, DistillSettings(), ctx)
+    assert "onnx" in str(caught.value)
 
 
 def test_a_teacher_with_other_labels_is_refused(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=("a", "b", "c"))})
-    with pytest.raises(InputError, match="They must agree"):
+    with refused("labels-mismatch", InputError):
         Distill()(source, DistillSettings(), ctx)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"losses": {"logits": 0, "labels": 0}}, {"student": {"layers": 0}}, {"student": {"layers": []}}]
+    ("wrong", "code"),
+    [
+        ({"losses": {"logits": 0, "labels": 0}}, "no-loss"),
+        ({"student": {"layers": 0}}, "nothing-kept"),
+        ({"student": {"layers": []}}, "nothing-kept"),
+    ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValidationError, match=r"at least one"):
+def test_settings_that_make_no_sense_are_refused(wrong, code):
+    with invalid(code):
         DistillSettings.model_validate(wrong)

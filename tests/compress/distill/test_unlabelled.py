@@ -49,22 +49,32 @@ def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "task", "place", "message"),
+    ("said", "task", "place", "code", "value"),
     [
-        ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels",
-             "is 0.5, and the rows of texts have no labels"),
-        ({"losses": {"logits": 0}}, "text-classification", "losses.labels",
-             "write losses: {logits: 1.0}, which"),
-        ({"losses": {"scores": 1}}, "sentence-similarity", "losses.scores", "have no scores"),
-        ({"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]}, "text-classification",
-         "phases.1.losses.labels", "its weight is 1"),
-        ({"losses": {"labels": 0}}, "translation", "rows", "not for translation"),
+        ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
+        (
+            {"losses": {"logits": 0}},
+            "text-classification",
+            "losses.labels",
+            "missing-labels",
+            "{logits: 1.0}",
+        ),
+        ({"losses": {"scores": 1}}, "sentence-similarity", "losses.scores", "missing-scores", "1"),
+        (
+            {"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]},
+            "text-classification",
+            "phases.1.losses.labels",
+            "missing-labels",
+            "1",
+        ),
+        ({"losses": {"labels": 0}}, "translation", "rows", "does-not-fit-task", "translation"),
     ],
-)  # fmt: skip
-def test_a_loss_that_needs_labels_is_an_error_before_work(said, task, place, message):
+)
+def test_a_loss_that_needs_labels_is_an_error_before_work(said, task, place, code, value):
     settings = DistillSettings.model_validate({"rows": "both"} | said)
-    found = dict(Distill.check_rows(settings, task, {"unlabelled": TEXTS}))
-    assert message in found[place]
+    found = {one.setting: one for one in Distill.check_rows(settings, task, {"unlabelled": TEXTS})}
+    assert found[place].code == code
+    assert value in found[place].message
 
 
 def test_the_step_needs_the_rows_that_it_reads():

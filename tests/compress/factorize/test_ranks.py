@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from refusals import refused
 
 from smelt.compress.factorize.ranks import Spectrum, rank_of_energy, saving, shared_budget
 from smelt.core.errors import InputError
@@ -65,10 +66,10 @@ def test_a_layer_whose_error_costs_more_gets_the_larger_rank():
 
 def test_a_budget_below_one_rank_each_is_refused_with_the_least_that_works():
     layers = layers_of((16, 16, 1), (16, 16, 1))
-    with pytest.raises(
-        InputError, match=r"0.1 of the weights of 2 layers .*\(2 of them\)\. Say at least 0.125;"
-    ):
+    with refused("budget-too-small", InputError) as caught:
         shared_budget(layers, 0.1)
+    assert caught.value.setting == "budget.parameters"
+    assert "0.125" in str(caught.value)
     assert shared_budget(layers, 0.125) == {"layer0": 1, "layer1": 1}
 
 

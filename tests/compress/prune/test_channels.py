@@ -15,6 +15,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.channels import find_channels, gate_scores, kernel_of, magnitude_of_filters
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.structured import Prune
+from smelt.core.messages import codes
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.models.checkpoint import load_model, save_model
@@ -182,11 +183,11 @@ def test_what_means_nothing_to_channels_is_refused(wrong):
 )
 def test_the_plan_says_which_units_a_family_has(what, kind):
     settings = PruneSettings.model_validate({"what": what})
-    [(setting, _)], _ = Prune.check_model(settings, {"model_type": kind})
-    assert setting == "what"
+    [found], _ = Prune.check_model(settings, {"model_type": kind})
+    assert (found.setting, found.code) == ("what", "does-not-fit-model")
 
 
 def test_nothing_goes_where_there_are_few_channels_and_a_warning_says_so(basic, tmp_path):
     ctx = run(basic, tmp_path / "out", keep=0.75, round_to=32, importance="magnitude")
     assert read_edits(ctx.out) == []
-    assert any("nothing goes" in warning for warning in ctx.warnings)
+    assert "nothing-to-remove" in codes(ctx.warnings)

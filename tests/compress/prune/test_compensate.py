@@ -12,6 +12,7 @@ from smelt.compress.prune import compensate
 from smelt.compress.prune.compensate import refit
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
+from smelt.core.messages import codes
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import keep_zeros
@@ -135,16 +136,12 @@ def test_without_rows_nothing_is_fitted_and_that_is_said(tmp_path):
     task = "text-classification"
     told = harness.run(Prune(), PruneSettings(**settings), source, tmp_path / "a", task)
     meant = harness.run(Prune(), PruneSettings(**settings, compensate=False), source, tmp_path / "b", task)
-    assert [w for w in told.warnings if w not in meant.warnings] == [
-        "prune: there are no rows, so what stays is not refitted (compensate) and quality falls further."
-        " Name some with data: {calibration: FILE} or data: {train: FILE}; compensate: false says that it is"
-        " meant."
-    ]
+    assert codes(w for w in told.warnings if w not in meant.warnings) == ["no-calibration-data"]
     a, b = (harness.model_of(ctx).state_dict() for ctx in (told, meant))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_fewer_tokens_than_inputs_are_told(tmp_path):
     ctx = pruned(every_family.of_layers("bert", 1), "bert", tmp_path / "out", rows=1, what=["ffn"])
-    (told,) = [w for w in ctx.warnings if "are few" in w]
-    assert "few for layers of 32 inputs that are refitted; raise rows, or name more" in told
+    (told,) = [w for w in ctx.warnings if w.code == "few-calibration-tokens"]
+    assert "32 inputs" in told.message

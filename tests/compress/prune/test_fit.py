@@ -2,6 +2,7 @@
 
 import pytest
 from every_family import OF_TEXTS
+from refusals import refused
 
 from smelt.compress.prune.fit import check_units, heads_that_stay
 from smelt.core.errors import InputError
@@ -19,12 +20,13 @@ def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):
 
 def test_the_message_says_why_and_what_to_write():
     config = {"model_type": "mpnet"}
-    [(setting, message)] = check_units(["heads"], config)
-    assert setting == "what"
-    assert "all layers add one bias" in message
-    assert message.endswith("Say what: [ffn].")
-    with pytest.raises(InputError, match=r"prune: the heads of an mpnet model"):
+    [found] = check_units(["heads"], config)
+    assert (found.setting, found.code) == ("what", "fixed-heads")
+    assert "[ffn]" in found.message
+    with refused("fixed-heads", InputError) as caught:
         heads_that_stay(["heads"], config)
+    assert caught.value.setting == "what"
+    assert "mpnet" in str(caught.value)
 
 
 def test_a_family_that_is_not_known_is_left_to_the_stage():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import schemes
 import torch
+from refusals import refused
 from torch import nn
 
 from smelt.compress.quantize.coding import fake, fake_activations, quantize_module, round_to_nearest
@@ -37,8 +38,9 @@ def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight(
 def test_weights_that_no_scale_holds_are_refused(wrong):
     layer = nn.Linear(32, 4)
     layer.weight.data[0, 0] = wrong
-    with pytest.raises(InputError, match=f"its largest weight is {wrong:g}; expected numbers below 60000"):
+    with refused("non-finite-weights", InputError) as caught:
         quantize_module(layer, "int4")
+    assert f"{wrong:g}" in str(caught.value)
 
 
 def test_a_coder_of_ones_own_decides_the_codes():

@@ -18,6 +18,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.quantize.through_codes import LatentConv2d, load_trainable
+from smelt.core.messages import codes
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder
@@ -194,7 +195,7 @@ def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic
     ctx = run(thin, tmp_path / "out")
     model = harness.model_of(ctx)
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == floats
-    assert any("stay float" in warning for warning in ctx.warnings) == bool(floats)
+    assert ("convolutions-kept-float" in codes(ctx.warnings)) == bool(floats)
     rows = {"train": images.split(images.rows(tmp_path / "more.jsonl"))}
     assert harness.run(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK, rows).facts["parity"]
 

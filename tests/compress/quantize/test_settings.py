@@ -1,7 +1,7 @@
 """What a recipe may say of `quantize`: what fits together, and nothing that means nothing."""
 
 import pytest
-from pydantic import ValidationError
+from refusals import invalid
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.runtime.schemes.registry import SCHEMES
@@ -30,45 +30,53 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "code", "named"),
     [
-        ({"group_size": 64}, "group_size means nothing to scheme int8-dynamic; remove it"),
+        ({"group_size": 64}, "unused-setting", "group_size"),
         (
             {"granularity": "group"},
-            "granularity group is not for scheme int8-dynamic; expected one of channel, tensor",
+            "wrong-value",
+            "channel, tensor",
         ),
         (
             {"scheme": "ternary", "granularity": "tensor", "vocabulary": "int8-dynamic"},
-            "granularity tensor is not for scheme ternary; expected one of group, row",
+            "wrong-value",
+            "group, row",
         ),
         (
             {"scheme": "int2", "symmetric": "positive"},
-            "symmetric positive is not for scheme int2; expected one of true, false",
+            "wrong-value",
+            "int2",
         ),
         (
             {"bits": {"budget": 3.5}, "symmetric": "positive"},
-            "symmetric positive is not for codes of 2 bits; expected one of true, false",
+            "wrong-value",
+            "2 bits",
         ),
-        ({"scheme": "int4", "granularity": "tensor"}, "granularity means nothing to scheme int4; remove it"),
-        ({"scheme": "binary", "symmetric": False}, "symmetric means nothing to scheme binary; remove it"),
+        ({"scheme": "int4", "granularity": "tensor"}, "unused-setting", "granularity"),
+        ({"scheme": "binary", "symmetric": False}, "unused-setting", "symmetric"),
         (
             {"scheme": "binary", "group_size": 16},
-            "group_size 16: binary groups hold 32, 64 or 128 weights; ONNX Runtime has no fast 2-bit product",
+            "wrong-value",
+            "32, 64 or 128",
         ),
         (
             {"scheme": "binary", "vocabulary": "binary"},
-            "Input should be 'int8-dynamic'.* input_value='binary'",
+            "literal_error",
+            "int8-dynamic",
         ),
-        ({"scheme": "kmeans4", "clip": "mse"}, "clip: mse cuts ranges off, and kmeans4 has none"),
+        ({"scheme": "kmeans4", "clip": "mse"}, "settings-conflict", "clip: mse"),
         (
             {"scheme": "int4", "vocabulary": "kmeans4", "clip": "percentile"},
-            "clip: percentile cuts ranges off, and kmeans4 has none",
+            "settings-conflict",
+            "clip: percentile",
         ),
     ],
 )
-def test_what_a_scheme_does_not_know_is_refused(given, message):
-    with pytest.raises(ValidationError, match=message):
+def test_what_a_scheme_does_not_know_is_refused(given, code, named):
+    with invalid(code) as caught:
         QuantizeSettings(**given)
+    assert named in caught.value.errors()[0]["msg"]
 
 
 def test_an_option_of_the_vocabularys_scheme_may_be_given():

@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from every_family import OF_TEXTS
-from pydantic import ValidationError
+from refusals import invalid, refused
 from safetensors.torch import load_file
 from sharing import folder_of, products
 
@@ -27,6 +27,7 @@ from smelt.compress.share.settings import ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.vocabulary.rows import keep_rows
 from smelt.core.errors import InputError
+from smelt.core.messages import codes
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.look.model_files import misfits
@@ -178,12 +179,12 @@ def test_codes_are_shared_too_and_a_quantized_file_is_read_again(tmp_path):
 
 def test_heads_cannot_be_cut_and_pairs_and_differences_have_none(tmp_path):
     made = shared("bert", tmp_path / "made").out
-    with pytest.raises(InputError, match=r"has a matrix that layers share .* Prune before 'share'"):
+    with refused("shared-weights", InputError):
         every_family.run(Prune(), PruneSettings(importance="magnitude"), made, "bert", tmp_path / "cut")
     model, edits = load_model(made)
     known = len(edits)
     _, notes = share_layers(model, edits, settings())
-    assert all("has a difference already" in note for note in notes)
+    assert set(codes(notes)) == {"already-shared"}
     assert len(edits) == known
     again, _ = load_model(made)
     share_layers(again, [], ShareSettings())  # without difference they become one, with the difference
@@ -194,12 +195,12 @@ def test_heads_cannot_be_cut_and_pairs_and_differences_have_none(tmp_path):
     ).out  # fmt: skip
     model, edits = load_model(pairs)
     _, notes = share_layers(model, edits, settings())
-    assert "is factorized, and its factors have no thin difference" in notes[0]
+    assert notes[0].code == "already-factorized"
 
 
 def test_keys_of_steps_without_a_difference_are_those_of_before():
     assert "difference" not in ShareSettings().model_dump()
-    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+    with invalid("greater_than_equal"):
         settings(0)
 
 

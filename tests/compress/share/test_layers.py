@@ -5,7 +5,7 @@ import harness
 import pytest
 import torch
 from every_family import OF_TEXTS
-from pydantic import ValidationError
+from refusals import invalid, refused
 from safetensors.torch import load_file
 from sharing import assert_first_two_are_one, folder_of, products, share
 
@@ -14,6 +14,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import Share, ShareSettings, grouped, share_layers
 from smelt.core.errors import InputError
+from smelt.core.messages import codes
 from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.skip import skip
@@ -96,7 +97,7 @@ def test_groups_are_neighbours(layers, settings, wanted):
 
 
 def test_groups_and_every_together_are_refused():
-    with pytest.raises(ValidationError, match="one of groups and every"):
+    with invalid("settings-conflict"):
         ShareSettings(groups=2, every=2)
 
 
@@ -105,9 +106,10 @@ def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
     first = model.bert.encoder.layer[0]
     first.intermediate.dense, first.output.dense = torch.nn.Linear(32, 40), torch.nn.Linear(40, 32)
     shared, notes = share_layers(model, edits, ShareSettings())
-    assert len(notes) == 1
-    assert "bert.encoder.layer.0.intermediate.dense has Linear weight [40, 32]" in notes[0]
-    assert "bert.encoder.layer.1.intermediate.dense has Linear weight [64, 32]" in notes[0]
+    assert codes(notes) == ["shape-mismatch"]
+    for number, size in ((0, "[40, 32]"), (1, "[64, 32]")):
+        assert f"bert.encoder.layer.{number}.intermediate.dense" in notes[0].message
+        assert size in notes[0].message
     assert {e["module"].split(".")[4] for e in edits} == {"attention"}
     assert shared == {"layers": [[0, 1]]}
 
@@ -123,8 +125,7 @@ def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
     model, edits = load_model(pairs)
     known = len(edits)
     _, notes = share_layers(model, edits, ShareSettings(take="mean"))
-    assert len(notes) == 2
-    assert "is factorized" in notes[0]
+    assert codes(notes) == ["already-factorized"] * 2
     assert len(edits) == known
     shared = every_family.run(Share(), ShareSettings(take="last"), pairs, "bert", tmp_path / "shared").out
     again, _ = load_model(shared)
@@ -138,7 +139,8 @@ def test_nothing_to_share_is_said():
     model, edits = load_model(folder_of("bert"))
     shared, notes = share_layers(model, edits, ShareSettings(groups=3))
     assert (shared, edits) == ({"layers": []}, [])
-    assert notes == ["share: the 3 layers stay apart: no two of them fall into one group."]
+    assert codes(notes) == ["single-layer-groups"]
+    assert "3 layers" in notes[0].message
 
 
 def test_layers_without_a_part_in_common_stay_apart_and_say_so():
@@ -146,7 +148,8 @@ def test_layers_without_a_part_in_common_stay_apart_and_say_so():
     edits += [skip(model, "bert.encoder.layer.0", 0), skip(model, "bert.encoder.layer.1", 1)]
     groups, notes = share_layers(model, edits, ShareSettings())
     assert groups == {"layers": [[0, 1]]}
-    assert [note.split(":")[1] for note in notes] == [" the layers 0, 1 stay apart"]
+    assert codes(notes) == ["no-part-in-common"]
+    assert "0, 1" in notes[0].message
     assert not any(edit["op"] == "share" for edit in edits)
 
 
@@ -154,17 +157,18 @@ def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():
     settings = ShareSettings(stacks=["decoder_layers"])
     model, edits = load_model(folder_of("bert"))
     found, after = Share.check_model(settings, model.config.to_dict())
-    assert found == [("stacks", "a bert model has layers, not 'decoder_layers'")]
+    assert [(one.setting, one.code) for one in found] == [("stacks", "unknown-stack")]
     assert after == model.config.to_dict()
-    with pytest.raises(InputError, match="share: a bert model has layers, not 'decoder_layers'"):
+    with refused("unknown-stack", InputError) as caught:
         share_layers(model, edits, settings)
+    assert caught.value.setting == "stacks"
 
 
 def test_quantized_layers_are_refused(tmp_path):
     codes = every_family.run(
         Quantize(), QuantizeSettings(), folder_of("bert"), "bert", tmp_path / "codes"
     ).out
-    with pytest.raises(InputError, match="Put 'share' before 'quantize'"):
+    with refused("behind-quantize", InputError):
         every_family.run(Share(), ShareSettings(), codes, "bert", tmp_path / "shared")
 
 
@@ -174,5 +178,5 @@ def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
     model, _ = load_model(twice)
     assert len({model.get_submodule(names[0]) for names in products(model)["layers", "ffn", 0]}) == 1
     same = every_family.run(Share(), ShareSettings(), once, "bert", tmp_path / "same")
-    assert [text for text in same.warnings if text.endswith("share already; nothing changes there.")]
+    assert "already-shared" in codes(same.warnings)
     assert same.facts["parameters_after"] == same.facts["parameters_before"]

@@ -6,6 +6,7 @@ import pytest
 import seq2seq
 import tiny
 import torch
+from refusals import refused
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -77,12 +78,12 @@ def test_a_plan_has_the_asked_length_and_shuffles_each_epoch():
 def test_labels_are_names_numbers_or_numbers_as_text():
     config = BertConfig(num_labels=2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     assert classifier_targets([Example("a", label=v) for v in ("good", 0, "1")], config) == [1, 0, 1]
-    with pytest.raises(
-        InputError, match=r"row 2: the label 'goood' .* bad, good or 0 to 1. Did you mean 'good'"
-    ):
+    with refused("unknown-label", InputError) as caught:
         classifier_targets([Example("a", label="bad"), Example("b", label="goood")], config)
-    with pytest.raises(InputError, match="row 1: the label 2"):
+    assert all(value in str(caught.value) for value in ("row 2", "'goood'", "bad", "'good'"))
+    with refused("unknown-label", InputError) as caught:
         classifier_targets([Example("a", label=2)], config)
+    assert "row 1" in str(caught.value)
 
 
 def test_several_labels_and_numbers_become_rows_of_floats():

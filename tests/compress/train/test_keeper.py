@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 
 import harness
@@ -18,6 +19,7 @@ from smelt.compress.train.loop import run_training
 from smelt.compress.train.objective import label_objective
 from smelt.compress.train.run import _trained, starts_random
 from smelt.core.artifact import Artifact
+from smelt.core.messages import codes
 from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]
@@ -77,8 +79,13 @@ def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monk
     facts, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
     assert facts["kept_step"] == 0
     assert [found["beside"]["accuracy"] for found in facts["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
-    doubts = [text for text in warnings if "52.5" in text]  # 2 rows: the limit is 50 points
-    told = [("0.69" in text, f"step 2 have accuracy {best:g}" in text) for text in doubts]
+    doubts = [
+        one.message for one in warnings if one.code == "loss-disagrees"
+    ]  # 2 rows: the limit is 50 points
+    told = [
+        ("0.69" in text and "52.5" in text, "step 2" in text and f"accuracy {best:g}" in text)
+        for text in doubts
+    ]
     assert told == ([(True, True)] if warned else [])
 
 
@@ -86,7 +93,7 @@ def test_what_is_kept_of_random_weights_with_a_higher_loss_is_warned_of(model, t
     extension = Extension(eligible=partial(_trained, Extension().eligible))
     for losses, count in (([0.69, 0.74, 0.71, 0.75, 0.76], 1), ([0.69, 0.60, 0.71, 0.75, 0.76], 0)):
         _, warnings, _ = run(model, tmp_path / str(count), monkeypatch, losses, extension=extension)
-        assert len([text for text in warnings if "random ones" in text]) == count
+        assert codes(warnings).count("worse-than-random") == count
 
 
 def test_the_weights_of_the_best_validation_come_out(model, tmp_path, monkeypatch):
@@ -106,10 +113,8 @@ def test_a_training_that_makes_it_worse_gives_back_what_it_got_and_says_so(model
     assert same(weights(model), before)
     assert (facts["kept_step"], facts["validation_loss"]) == (0, 1.0)
     (warning,) = warnings
-    assert warning.startswith(
-        "distill: the training did not make the model better: the validation loss was 1 before it and 1.25 at"
-        " best afterwards (step 2); the weights are those from before."
-    )
+    assert warning.code == "no-improvement"
+    assert re.findall(r"[\d.]*\d", warning.message)[:3] == ["1", "1.25", "2"]
 
 
 def test_without_validations_the_last_weights_come_out(model, tmp_path, monkeypatch):
@@ -128,7 +133,8 @@ def test_a_score_decides_before_the_loss_and_equal_scores_by_it(model, tmp_path,
 def test_the_warning_names_the_metric_that_decided(model, tmp_path, monkeypatch):
     scores = [50.0, 40.0, 45.0, 30.0, 20.0]
     _, (warning,), _ = run(model, tmp_path, monkeypatch, [5.0, 4.0, 3.0, 2.0, 1.0], scores, select="f1")
-    assert "the validation f1 was 50 before it and 45 at best afterwards (step 2)" in warning
+    assert warning.code == "no-improvement"
+    assert re.findall(r"f1|[\d.]*\d", warning.message)[:4] == ["f1", "50", "45", "2"]
 
 
 def test_a_metric_of_which_less_is_better_is_told_as_it_is(model, tmp_path, monkeypatch):
@@ -138,7 +144,8 @@ def test_a_metric_of_which_less_is_better_is_told_as_it_is(model, tmp_path, monk
     facts, (warning,), _ = run(
         model, tmp_path, monkeypatch, losses, scores, select="perplexity", turned={"perplexity"}
     )
-    assert "the validation perplexity was 50 before it and 60 at best afterwards (step 2)" in warning
+    assert warning.code == "no-improvement"
+    assert re.findall(r"perplexity|[\d.]*\d", warning.message)[:4] == ["perplexity", "50", "60", "2"]
     assert [found["score"] for found in facts["validations"]] == [50.0, 70.0, 60.0, 80.0, 90.0]
 
 

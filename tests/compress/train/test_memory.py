@@ -1,12 +1,14 @@
 """A training that cannot fit is refused; one whose weights are no numbers is never kept."""
 
 import math
+import re
 
 import harness
 import psutil
 import pytest
 import tiny
 import torch
+from refusals import refused
 
 from smelt.compress.finetune import FinetuneSettings
 from smelt.compress.train import loop as training_loop
@@ -49,7 +51,7 @@ def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
 
 def test_a_training_that_cannot_fit_is_refused_before_its_first_step(model, tmp_path, monkeypatch):
     monkeypatch.setattr(training_memory, "available_bytes", lambda: 1000)
-    with pytest.raises(RunError, match=r"Training needs at least .* GB of memory more, and 0\.0 GB are free"):
+    with refused("out-of-memory", RunError):
         _train(model, tmp_path, lambda m, b: pytest.fail("it trained"), max_steps=1)
 
 
@@ -72,10 +74,9 @@ def test_a_loss_that_becomes_no_number_names_the_step_and_the_last_good_checkpoi
         loss = plain(m, batch)
         return loss * math.nan if sum(calls) == 4 else loss
 
-    with pytest.raises(
-        RunError, match=r"became nan at step 4 of 8\. The last good checkpoint was that of step 2"
-    ):
+    with refused("non-finite-loss", RunError) as caught:
         _train(model, tmp_path, objective, max_steps=8, evals=4)
+    assert re.findall(r"\d+", str(caught.value))[:3] == ["4", "8", "2"]
 
 
 def test_an_update_that_leaves_no_numbers_is_never_kept(model, tmp_path, monkeypatch):
@@ -87,7 +88,7 @@ def test_an_update_that_leaves_no_numbers_is_never_kept(model, tmp_path, monkeyp
             m.classifier.weight.register_hook(lambda gradient: gradient * math.nan)
         return loss
 
-    with pytest.raises(RunError, match=r"made '.*' infinite or not a number\. No validation had been done"):
+    with refused("non-finite-weights", RunError):
         _train(model, tmp_path, objective, max_steps=1, evals=0)
 
 

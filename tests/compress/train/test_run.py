@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from dataclasses import replace
 
 import causal
@@ -11,6 +12,7 @@ import harness
 import pytest
 import sentencepiece
 import torch
+from refusals import refused
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -23,6 +25,7 @@ from smelt.compress.train.state import pick_precision
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError, RunError
+from smelt.core.messages import warning
 from smelt.core.rows.examples import read_split
 from smelt.evaluate.report.notes import grave_first
 from smelt.runtime.models.checkpoint import load_model
@@ -189,7 +192,7 @@ def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classi
     before, after = (load_model(folder)[0].state_dict() for folder in (classifier.path, ctx.out))
     assert all(torch.equal(before[name], after[name]) for name in before)
     (warning,) = ctx.warnings
-    assert warning.startswith("finetune: the training did not make the model better: the validation loss was")
+    assert warning.code == "no-improvement"
 
 
 def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifier, tmp_path, monkeypatch):
@@ -250,7 +253,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(classifier, tmp_path):
     model, _ = load_model(classifier.path)
     model.classifier.weight.data.fill_(float("nan"))
     ctx = context(tmp_path, "text-classification", {})
-    with pytest.raises(RunError, match="became nan at step 1 of 3"):
+    with refused("non-finite-loss", RunError) as caught:
         run_training(
             model,
             [Row([2, 5, 3], None, 1)],
@@ -259,6 +262,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(classifier, tmp_path):
             settings=FinetuneSettings(max_steps=3, precision="fp32"),
             ctx=ctx,
         )
+    assert re.findall(r"\d+", str(caught.value))[:2] == ["1", "3"]
     assert not model.training
     assert [p.name for p in ctx.out.parent.iterdir()] == ["out"]
 
@@ -289,16 +293,20 @@ def test_cut_rows_are_counted(classifier, tmp_path):
     long = Split("x", (*sentiment(2).examples, Example("dog " * 40, label="pos")))
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
-    assert ctx.warnings == ["finetune: train: 1 text of 5 rows was cut at 16 tokens"]
-    assert grave_first([*ctx.warnings, "else"]) == ["else", *ctx.warnings]  # a report knows these words
+    (told,) = ctx.warnings
+    assert told.code == "truncated-texts"
+    assert re.findall(r"\d+", told.message) == ["1", "5", "16"]
+    other = warning("else", "else")
+    assert grave_first([told, other]) == [other, told]  # a report knows this code
 
 
 def test_auto_precision_never_kills_the_process(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setattr("smelt.compress.train.state.bf16_gain", lambda: 0.0)
     assert pick_precision("auto", device) == "fp32"
-    with pytest.raises(InputError, match="precision: fp32"):
+    with refused("no-bf16", InputError) as caught:
         pick_precision("bf16", device)
+    assert caught.value.setting == "precision"
 
 
 @pytest.mark.parametrize(("gain", "auto"), [(0.6, "fp32"), (1.1, "fp32"), (1.8, "bf16")])

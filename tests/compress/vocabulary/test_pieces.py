@@ -5,6 +5,7 @@ import random
 
 import pytest
 import tiny
+from refusals import refused
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from smelt.compress.vocabulary.choose import chosen
@@ -108,11 +109,13 @@ def test_token_with_a_character_that_is_no_token_stays():
 
 
 def test_a_tokenizer_of_whole_words_is_refused():
-    with pytest.raises(InputError, match="of the kind WordLevel, which cannot be trimmed"):
+    with refused("unsupported-tokenizer", InputError) as caught:
         words_of_json({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "here")
+    assert "WordLevel" in str(caught.value)
     suffix = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "end_of_word_suffix": "</w>"}}
-    with pytest.raises(InputError, match="BPE with end_of_word_suffix"):
+    with refused("unsupported-tokenizer", InputError) as caught:
         words_of_json(suffix, "here")
+    assert "end_of_word_suffix" in str(caught.value)
 
 
 def _words(ids, stay=(), parts=None):
@@ -134,7 +137,7 @@ def test_what_is_counted_stays_with_what_it_needs():
     assert chosen(counts, words, (), size=4) == [0, 1, 2, 3]
     assert chosen(counts, words, (), size=3) == [0, 4, 5]  # 3 would need 1 and 2
     assert chosen(counts, words, (), min_count=4, round_to=6) == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(InputError, match="size 1 is less than the 2 tokens that must stay"):
+    with refused("size-too-small", InputError):
         chosen(counts, words, [4], size=1)
 
 

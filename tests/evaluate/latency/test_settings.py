@@ -1,15 +1,21 @@
 import pytest
-from pydantic import ValidationError
+from refusals import invalid
 
 from smelt.evaluate.latency import LatencySettings
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"batch_sizes": []}, {"batch_sizes": [0]}, {"batch_sizes": [2, 2]}, {"rounds": 2}, {"threads": 0}],
+    ("wrong", "code"),
+    [
+        ({"batch_sizes": []}, "wrong-value"),
+        ({"batch_sizes": [0]}, "wrong-value"),
+        ({"batch_sizes": [2, 2]}, "wrong-value"),
+        ({"rounds": 2}, "greater_than_equal"),
+        ({"threads": 0}, "greater_than_equal"),
+    ],
 )
-def test_settings_refuse_when_out_of_range(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+def test_settings_refuse_when_out_of_range(wrong: dict[str, object], code: str) -> None:
+    with invalid(code):
         LatencySettings.model_validate(wrong)
 
 

@@ -197,6 +197,8 @@ def test_groups_are_of_similar_length_and_the_longest_comes_first():
 
 def test_what_fails_becomes_an_answer(tmp_path):
     answer = Worker().answer({"op": "load", "artifact": str(tmp_path), "threads": 1, "task": "translation"})
-    assert "no manifest.json" in answer["error"]
-    assert Worker().answer({"op": "prepare"})["error"].startswith("AssertionError")
+    assert (answer["code"], str(tmp_path) in answer["error"]) == ("not-an-artifact", True)
+    answer = Worker().answer({"op": "prepare"})
+    assert answer["code"] == "unforeseen"
+    assert answer["error"].startswith("AssertionError")
     assert module.peak_memory_bytes() > 2**20

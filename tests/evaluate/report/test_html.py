@@ -4,7 +4,7 @@ import html
 import re
 
 import pytest
-from sample_report import Outline, sample
+from sample_report import Outline, message, sample
 
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.view import significant_digits
@@ -36,7 +36,7 @@ def test_html_is_well_formed_and_holds_the_numbers(report):
             assert f"{entry['speedup']:.2f}×" in text
             assert significant_digits(entry["p50_ms"]) in text
     small, engine, openvino = (report["steps"][i] for i in (4, 8, 9))
-    for said in (engine["reason"], openvino["error"], small["warnings"][0]):
+    for said in (engine["reason"], openvino["error"]["message"], small["warnings"][0]["message"]):
         assert said in text
     assert "None" not in text
     assert "null" not in text
@@ -49,7 +49,7 @@ def test_html_escapes_what_a_stranger_wrote(report):
     report["steps"][1]["name"] = evil
     report["steps"][2]["settings"] = {evil: evil}
     report["steps"][8]["reason"] = evil
-    report["steps"][0]["warnings"] = [evil]
+    report["steps"][0]["warnings"] = [message(evil)]
     report["steps"][0]["quality"]["bleu"]["signature"] = evil
     report["frontier"] = [evil]
     text = write_html(report)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import sample_report
-from sample_report import Outline, disturb, sample
+from sample_report import Outline, disturb, message, sample
 
 from smelt.evaluate.report.chart import scatter
 from smelt.evaluate.report.html import write_html
@@ -25,7 +25,9 @@ def report():
 def test_reports_of_failed_runs_can_be_drawn(report, kept):
     report["steps"] = report["steps"][:kept]
     for one in report["steps"]:
-        one.update(status="error", error="broke", quality={}, latency=[], size_bytes=None)
+        one.update(
+            status="error", error=message("broke", severity="error"), quality={}, latency=[], size_bytes=None
+        )
     report.update(status="error", baseline="model" if kept else None, frontier=[])
     assert Outline(write_html(report)).open == []
     assert "error" in write_markdown(report)
@@ -37,10 +39,24 @@ def cells_of(line):
 
 
 def test_latency_error_of_a_finished_step_is_shown(report):
-    report["steps"][3]["error"] = "latency: the process was killed"
-    assert "the process was killed" in table(report)
-    assert "the process was killed" in write_markdown(report)
-    assert "the process was killed" in write_html(report)
+    report["steps"][3]["error"] = message("latency: the process was killed", severity="error")
+    for drawn in (table(report), write_markdown(report), write_html(report)):
+        assert "the process was killed" in drawn
+        assert "made-up" not in drawn  # its text, and not the object
+
+
+def test_warnings_and_infos_are_shown_with_their_places_as_texts(report):
+    report["warnings"] = [
+        message("of the run") | {"step": "small", "file": "recipe.yaml", "line": 7},
+        message("for your information", severity="info"),
+    ]
+    report["steps"][4]["warnings"] = [message("of a step") | {"file": "rows.tsv", "line": 3}]
+    for drawn in (table(report), write_markdown(report).replace("\\", ""), write_html(report)):
+        flat = " ".join(Outline(drawn).texts if drawn.startswith("<!") else drawn.split())
+        assert "recipe.yaml:7: small: of the run" in flat
+        assert "rows.tsv:3: of a step" in flat
+        assert "info" in flat[: flat.index("for your information")]
+        assert not any(word in flat for word in ("made-up", "severity", "Message("))
 
 
 @pytest.fixture

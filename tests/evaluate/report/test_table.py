@@ -1,7 +1,7 @@
 """The table that a terminal shows."""
 
 import pytest
-from sample_report import sample
+from sample_report import message, sample
 
 from smelt.evaluate.report.markdown import write_markdown
 from smelt.evaluate.report.table import table
@@ -57,7 +57,7 @@ def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(r
         (2, ["slower in batches", "cut"]),
         (3, ["odd"]),
     ):
-        report["steps"][step]["warnings"] = texts
+        report["steps"][step]["warnings"] = [message(text) for text in texts]
     names = [step["name"] for step in report["steps"]]
     text = " ".join(table(report).split())
     assert f"warning: '{names[1]}', '{names[2]}': slower in batches warning: '{names[1]}': padded" in text
@@ -71,14 +71,14 @@ def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
     for step in report["steps"]:
         step["warnings"] = []
     report["steps"][1]["warnings"] = [
-        "finetune: train: 1,204 texts of 9,000 rows were cut at 32 tokens",
-        "1 of 9 texts was longer than the model's limit and was cut",
+        message("finetune: 1,204 texts", "truncated-texts"),
+        message("1 of 9 texts", "truncated-texts"),
     ]
     report["steps"][2]["warnings"] = [
-        "quantize: the rows: 1 text of 8 rows was cut at 32 tokens",
-        "the pairs take what their codes save",
-        "5 of 9 outputs (55.6 %) did not end within 3 tokens (max_new_tokens) and were cut",
-        "skip: no layer is named *.nosuch.*",
+        message("quantize: 1 text of 8", "truncated-texts"),
+        message("the pairs take what their codes save"),
+        message("5 of 9 outputs (55.6 %) did not end", "outputs-not-ended"),
+        message("skip: no layer is named *.nosuch.*"),
     ]
     first, second = (report["steps"][i]["name"] for i in (1, 2))
     text = " ".join(table(report).split())
@@ -86,4 +86,4 @@ def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
     assert places == sorted(places)
     assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
     markdown = write_markdown(report)
-    assert markdown.index("skip: no layer") < markdown.index("1 text of 8 rows")
+    assert markdown.index("skip: no layer") < markdown.index("1 text of 8")

@@ -8,6 +8,7 @@ import harness
 import pytest
 import seq2seq
 import tiny
+from refusals import error_of, refused
 
 from smelt.core.errors import InputError
 from smelt.plan.load import load_plan
@@ -25,27 +26,29 @@ def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models,
     def smelt(*arguments):
         return harness.smelt("init", *arguments)
 
-    refused = smelt(models["bert"], "--data", "all.csv")
-    assert refused.exit_code == 2
-    assert (
-        "no column looks like the text; there are: xx, yy. Name it with --column text=NAME." in refused.output
-    )
+    error = error_of(smelt(models["bert"], "--data", "all.csv"))
+    assert (error.code, error.exit_code) == ("missing-column", 2)
+    assert all(value in str(error) for value in ("xx, yy", "--column text=NAME"))
     done = smelt(
         models["bert"], "--data", "all.csv", "--column", "text=xx", "--column", "label=yy", "--out", "r.yaml"
     )
     assert done.exit_code == 0, done.output
     assert load_plan(tmp_path / "r.yaml").recipe.data.columns.text == "xx"
-    assert "Did you mean 'label'" in smelt(models["bert"], "--column", "lable=yy").output
+    error = error_of(smelt(models["bert"], "--column", "lable=yy"))
+    assert (error.code, "'label'?" in str(error)) == ("wrong-value", True)
     other = shutil.copytree(models["mbart"], tmp_path / "mbart")
     path = other / "tokenizer_config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tgt_lang"}))
     tiny.pairs(tmp_path / "train.jsonl", 20)
-    assert "--source-language en_XX --target-language de_DE" in smelt(other, "--data", "train.jsonl").output
+    error = error_of(smelt(other, "--data", "train.jsonl"))
+    assert error.code == "missing-languages"
+    assert "--source-language en_XX --target-language de_DE" in str(error)
     done = smelt(other, "--data", "train.jsonl", "--target-language", "de_DE", "--out", "m.yaml")
     assert done.exit_code == 0, done.output
     data = load_plan(tmp_path / "m.yaml").recipe.data
     assert (data.source_language, data.target_language) == ("en_XX", "de_DE")
-    assert "a bert model takes none" in smelt(models["bert"], "--source-language", "en").output
+    error = error_of(smelt(models["bert"], "--source-language", "en"))
+    assert (error.code, "bert" in str(error)) == ("does-not-fit-model", True)
 
 
 def test_the_command_writes_prints_and_never_overwrites(tmp_path, models, monkeypatch):
@@ -60,15 +63,16 @@ def test_the_command_writes_prints_and_never_overwrites(tmp_path, models, monkey
     text = (tmp_path / "m.yaml").read_text()
     assert "data/train.jsonl" in text
     (tmp_path / "m.yaml").write_text("mine")
-    refused = smelt()
-    assert refused.exit_code == 2
-    assert "--force" in refused.output
+    error = error_of(smelt())
+    assert (error.code, error.exit_code) == ("file-exists", 2)
+    assert "--force" in str(error)
     assert (tmp_path / "m.yaml").read_text() == "mine"
     assert smelt("--force").exit_code == 0
     assert (tmp_path / "m.yaml").read_text() == text
     assert smelt("--out", "-").output == text.replace("m.yaml", "RECIPE.yaml")
-    with pytest.raises(InputError, match=r"train.jsonl: no such file"):  # the only thing that is missing
+    with refused("missing-file", InputError) as caught:  # the only thing that is missing
         load_plan(tmp_path / "m.yaml")
+    assert "train.jsonl: " in str(caught.value)
 
 
 def test_an_artifact_of_a_run_is_called_by_its_step(tmp_path, models, monkeypatch):
@@ -81,22 +85,22 @@ def test_an_artifact_of_a_run_is_called_by_its_step(tmp_path, models, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "named"),
     [
-        (["nowhere/m"], "no such folder"),
-        (["{bert}", "--task", "translation"], "a bert model is for text-classification"),
-        (["{bert}", "--task", "translate"], "Did you mean 'translation'?"),
-        (["{bert}", "--data", "nowhere"], "no such file or folder"),
-        (["{bert}", "--data", "{bert}"], "no file in this folder is called train, validation or test"),
-        (["{mbart}", "--task", "language-modeling"], "is for translation or summarization"),
+        (["nowhere/m"], "missing-folder", "nowhere"),
+        (["{bert}", "--task", "translation"], "unsupported-task", "text-classification"),
+        (["{bert}", "--task", "translate"], "unknown-task", "'translation'?"),
+        (["{bert}", "--data", "nowhere"], "missing-file", "nowhere"),
+        (["{bert}", "--data", "{bert}"], "missing-data", ""),
+        (["{mbart}", "--task", "language-modeling"], "unsupported-task", "translation or summarization"),
     ],
 )
-def test_what_cannot_be_is_explained(tmp_path, models, monkeypatch, arguments, message):
+def test_what_cannot_be_is_explained(tmp_path, models, monkeypatch, arguments, code, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").mkdir() if arguments == ["nowhere/m"] else None
     places = {"{bert}": models["bert"], "{mbart}": models["bert"]}
     if "{mbart}" in arguments:
         places["{mbart}"] = seq2seq.bart(tmp_path / "mbart", kind="mbart")
-    result = harness.smelt("init", *(places.get(a, a) for a in arguments))
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.split())
+    error = error_of(harness.smelt("init", *(places.get(a, a) for a in arguments), code=2))
+    assert error.code == code
+    assert named in str(error)

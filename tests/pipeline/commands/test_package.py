@@ -11,6 +11,7 @@ import harness
 import packaged
 import pytest
 import tiny
+from refusals import error_of
 
 from smelt.export.package import new_folder
 from smelt.export.package.registry import FORMS
@@ -36,15 +37,19 @@ def test_the_help_lists_the_forms():
 
 def test_mistakes_are_told_with_exit_code_2(tmp_path):
     artifact = exported.artifact("translator")
-    assert "no form 'x'" in harness.smelt("package", artifact, "--for", "x", code=2).output
-    assert "no such folder" in harness.smelt("package", tmp_path / "none", code=2).output
+
+    def refused(*arguments):
+        return error_of(harness.smelt("package", *arguments, code=2))
+
+    error = refused(artifact, "--for", "x")
+    assert (error.code, "'x'" in str(error)) == ("unknown-package-format", True)
+    assert refused(tmp_path / "none").code == "missing-folder"
     (tmp_path / "mine").touch()
     for nothing in ("", "  "):
-        said = harness.smelt("package", artifact, "--out", nothing, code=2).output
-        assert "--out: it is empty. Name the folder to write" in said
-    above = harness.smelt("package", artifact, "--out", tmp_path / "mine" / "x", code=2).output
-    assert f"{tmp_path / 'mine'}: this is a file" in " ".join(above.split())
-    assert "not empty" in harness.smelt("package", artifact, "--out", tmp_path, code=2).output
+        assert refused(artifact, "--out", nothing).code == "empty-text"
+    error = refused(artifact, "--out", tmp_path / "mine" / "x")
+    assert (error.code, str(tmp_path / "mine") in str(error)) == ("parent-not-a-folder", True)
+    assert refused(artifact, "--out", tmp_path).code == "folder-not-empty"
 
 
 def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
@@ -53,7 +58,7 @@ def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
 
     monkeypatch.setattr(new_folder, "flush", full)
     done = harness.smelt("package", exported.artifact("translator"), "--out", tmp_path / "p", code=1)
-    assert "the disk is full" in done.output
+    assert "error[disk-full]: " in done.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,7 +66,7 @@ def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
 def test_a_folder_that_must_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
     done = harness.smelt("package", exported.artifact("translator"), "--out", tmp_path / "p", code=2)
-    assert "Permission denied" in done.output
+    assert error_of(done).code == "unwritable-path"
 
 
 @pytest.mark.parametrize("command", ["predict", "bench", "eval"])
@@ -70,21 +75,25 @@ def test_a_damaged_package_says_which_file_and_what_to_do(command, tmp_path):
     data = tiny.pairs(tmp_path / "rows.jsonl", 2)
     more = {"predict": ["two dogs"], "bench": [], "eval": ["--data", data]}[command]
     (folder / "generate.onnx").write_bytes(b"")
-    said = " ".join(harness.smelt(command, folder, *more, code=2).output.split())
-    assert f"{folder / 'generate.onnx'}: its bytes are not those that were written. Copy the package" in said
-    (folder / "generate.onnx").unlink()
-    said = " ".join(harness.smelt(command, folder, *more, code=2).output.split())
-    assert f"{folder / 'generate.onnx'}: this file of the artifact is missing. Copy the package again" in said
+    for code in ("changed-file", "missing-file"):
+        error = error_of(harness.smelt(command, folder, *more, code=2))
+        assert error.code == code
+        assert str(folder / "generate.onnx") in str(error)
+        assert "package" in str(error)  # to be copied again, where an artifact is made again
+        (folder / "generate.onnx").unlink(missing_ok=True)
 
 
 def test_a_package_for_others_is_told_from_what_is_none(tmp_path):
     out = tmp_path / "p"
     harness.smelt("package", exported.artifact("classifier"), "--for", "optimum", "--out", out, code=0)
     for command in (["predict", out, "a"], ["bench", out], ["package", out]):
-        said = " ".join(harness.smelt(*command, code=2).output.split())
-        assert "It is a package of the form 'optimum', which others open" in said
+        error = error_of(harness.smelt(*command, code=2))
+        assert error.code == "not-an-artifact"
+        assert "'optimum'" in str(error)
     (out / "README.md").unlink()
-    assert "a package of the form" not in harness.smelt("predict", out, "a", code=2).output
+    error = error_of(harness.smelt("predict", out, "a", code=2))
+    assert error.code == "not-an-artifact"
+    assert "'optimum'" not in str(error)
 
 
 def test_a_package_that_was_used_is_still_one(tmp_path):

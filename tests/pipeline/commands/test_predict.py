@@ -54,25 +54,25 @@ def test_json_is_a_line_for_each_text(artifact, expected):
 
 def test_texts_that_are_cut_are_told_on_standard_error(artifact):
     found = _predict(artifact, LONG, "a man", "--max-new-tokens", 2)
-    assert found.stderr == (
-        "warning: 1 of 2 texts was longer than the model takes (40 tokens) and cut."
-        " Shorten or split what is longer.\n"
-    )
+    assert found.stderr.startswith("warning: 1 of 2 texts ")
+    assert "(40 tokens)" in found.stderr
+    assert found.stderr.count("\n") == 1
     assert len(found.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (("a man", "--data", "x.csv"), "give texts or --data, not both"),
-        (("a man", "--column", "text"), "--column means nothing without --data"),
-        (("--data", "nowhere.csv"), "--data nowhere.csv: no such file"),
-        (("a man", "--seed", "1"), "--seed means nothing without --sample"),
-        (("a man", "--batch-size", "0"), "--batch-size"),
+        (("a man", "--data", "x.csv"), ("texts", "--data")),
+        (("a man", "--column", "text"), ("--column", "--data")),
+        (("--data", "nowhere.csv"), ("error[missing-file]: ", "nowhere.csv")),
+        (("a man", "--seed", "1"), ("--seed", "--sample")),
+        (("a man", "--batch-size", "0"), ("--batch-size",)),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, message):
-    assert message in _predict(artifact, *arguments, code=2).stderr
+def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, named):
+    said = _predict(artifact, *arguments, code=2).stderr.rpartition("Error: ")[2]
+    assert [value for value in named if value not in said] == []
 
 
 def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
@@ -99,21 +99,20 @@ def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
 
 
 @pytest.mark.parametrize(
-    ("errors", "message"),
+    ("errors", "named"),
     [
-        ("strict", "standard input: not utf-8 text. Convert it to UTF-8."),  # of most locales
-        (
-            "surrogateescape",
-            "standard input, line 2: not UTF-8 text, read 'M\\udce4rz'. Convert it to UTF-8.",
-        ),
+        ("strict", ()),  # of most locales
+        ("surrogateescape", ("line 2: ", "'M\\udce4rz'")),
     ],
 )
-def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, errors, message):
+def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, errors, named):
     stream = io.TextIOWrapper(io.BytesIO(b"a man\nM\xe4rz\n"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)
     with pytest.raises(SystemExit) as done:
         main(["predict", str(artifact)])
-    assert (done.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
+    said = capsys.readouterr().err
+    assert (done.value.code, said.startswith("error[not-utf8]: standard input")) == (2, True)
+    assert [value for value in named if value not in said] == []
 
 
 def test_a_text_that_begins_with_a_dash_is_told_where_to_stand(artifact):

@@ -11,6 +11,7 @@ import onnx
 import pytest
 import tensorrt_rig
 from onnx import TensorProto, helper, numpy_helper
+from refusals import error_of
 
 from smelt.export.tensorrt import ask_parser as module
 from smelt.export.tensorrt.ask_parser import ask_parser
@@ -96,12 +97,12 @@ def test_a_file_that_holds_no_graph_is_said_to_be_that(tmp_path, held, said):
     assert "Copy it again, or export the model again." in text
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty"])
-def test_what_has_no_graph_is_refused_with_what_to_do(tmp_path, what):
+@pytest.mark.parametrize(("what", "code"), [("nothing", "missing-file"), ("empty", "missing-graph")])
+def test_what_has_no_graph_is_refused_with_what_to_do(tmp_path, what, code):
     (tmp_path / "empty").mkdir()
-    done = harness.smelt("tensorrt-check", tmp_path / what, code=2)
-    assert "no such file or folder" in done.stderr or "no .onnx file in this folder" in done.stderr
-    assert "onnx" in done.stderr
+    error = error_of(harness.smelt("tensorrt-check", tmp_path / what, code=2))
+    assert error.code == code
+    assert "onnx" in str(error)
 
 
 def test_artifact_for_onnx_runtime_would_be_rejected_and_one_for_tensorrt_not():

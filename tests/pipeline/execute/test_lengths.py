@@ -1,7 +1,7 @@
 """Which rows are too long, by the count of the same tokenizer that cuts them."""
 
-import pytest
 import tiny
+from refusals import refused
 
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
@@ -23,11 +23,10 @@ def test_pairs_count_together_and_every_split_is_named(tmp_path):
     split = Split("x.jsonl", tuple(rows))
     pairs = [e.text_pair for e in rows]
     cut = encode_texts([e.text for e in rows], load_tokenizer(folder), 32, pairs).truncated
-    with pytest.raises(InputError) as caught:
+    with refused("texts-too-long", InputError) as caught:
         require_lengths(folder, "text-classification", {"train": split, "test": split})
-    first, second = str(caught.value).splitlines()
-    assert first.startswith(f"x.jsonl (train): {cut} rows hold texts of more than 32 tokens")
-    assert "row 3, 5." in first
+    first, second = (found.message for found in caught.value.found)
+    assert all(value in first for value in ("x.jsonl (train): ", f"{cut} rows", "32 tokens", "row 3, 5."))
     assert second.startswith("x.jsonl (test): ")
     require_lengths(folder, "text-classification", {"test": Split("x", (rows[0], rows[1], rows[3]))})
 
@@ -35,9 +34,11 @@ def test_pairs_count_together_and_every_split_is_named(tmp_path):
 def test_targets_count_and_running_text_does_not(tmp_path):
     folder = tiny.marian(tmp_path)
     rows = (Example("a man", ("ein mann",)), Example("a man", ("ein mann", "ein mann " * 40)))
-    with pytest.raises(InputError, match=r"1 row holds .* row 2\."):
+    with refused("texts-too-long", InputError) as caught:
         require_lengths(folder, "translation", {"train": Split("x", rows)})
+    assert all(value in str(caught.value) for value in ("1 row ", "row 2."))
     lined = (rows[0], Example("a man", ("ein mann " * 40,), line=12))
-    with pytest.raises(InputError, match=r"1 row holds .* line 12\."):
+    with refused("texts-too-long", InputError) as caught:
         require_lengths(folder, "translation", {"train": Split("x", lined)})
+    assert all(value in str(caught.value) for value in ("1 row ", "line 12."))
     require_lengths(folder, "language-modeling", {"train": Split("x", rows)})

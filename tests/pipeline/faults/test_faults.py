@@ -5,6 +5,7 @@ import ctypes.util
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -86,13 +87,11 @@ def test_a_bug_in_a_stage_loses_nothing_that_is_finished(home, tmp_path, monkeyp
     assert report["status"] == "error"
     assert [steps[n]["status"] for n in ("model", "prune", "other")] == ["done"] * 3
     assert steps["quantize"]["status"] == "not-reached"
-    said = steps["finetune"]["error"]
+    found = steps["finetune"]["error"]
     log = tmp_path / "r" / "log.txt"
-    assert said.startswith(
-        f"finetune: an error that smelt did not foresee, most likely a bug: {type(error).__name__}:"
-    )
-    assert f"The traceback is in {log}" in said
-    assert "finetune: error: " in result.output
+    assert found["code"] == "unforeseen"
+    assert all(value in found["message"] for value in ("finetune: ", f"{type(error).__name__}:", str(log)))
+    assert "finetune: error[unforeseen]: " in result.output
     logged = log.read_text()
     assert "Traceback (most recent call last)" in logged
     assert "in call" in logged
@@ -122,7 +121,8 @@ def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch
     assert _run(home, tmp_path).exit_code == 1
     _, steps = _steps(tmp_path)
     assert steps["other"]["status"] == "done"
-    assert "IndexError: list index out of range" in steps["quantize"]["error"]
+    assert steps["quantize"]["error"]["code"] == "unforeseen"
+    assert "IndexError: list index out of range" in steps["quantize"]["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch
 def test_short_memory_is_said_as_such(home, tmp_path, monkeypatch, error):
     monkeypatch.setattr(Finetune, "__call__", _breaking(error))
     assert _run(home, tmp_path, "--until", "finetune").exit_code == 1
-    said = _steps(tmp_path)[1]["finetune"]["error"]
-    assert said.startswith("finetune: the memory did not suffice: ")
-    assert "Try a smaller batch_size" in said
+    found = _steps(tmp_path)[1]["finetune"]["error"]
+    assert found["code"] == "out-of-memory"
+    assert "batch_size" in found["message"]
     _require_whole(tmp_path, 2)
 
 
@@ -150,9 +150,9 @@ def test_memory_that_torch_really_cannot_get_is_told_apart(tmp_path):
 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    said = str(explain(caught.value, "prune", tmp_path, tmp_path / "log.txt"))
-    assert said.startswith("prune: the memory did not suffice: ")
-    assert str(2**55) in said
+    explained = explain(caught.value, "prune", tmp_path, tmp_path / "log.txt")
+    assert explained.code == "out-of-memory"
+    assert str(2**55) in str(explained)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +167,21 @@ def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, erro
     monkeypatch.setattr(Finetune, "__call__", _breaking(error))
     assert _run(home, tmp_path).exit_code == 1
     _, steps = _steps(tmp_path)
-    said = steps["finetune"]["error"]
-    assert said.startswith("finetune: the disk is full: ")
-    assert "out/model.safetensors could not be written; the step had written 4 bytes; " in said
-    assert "bytes are free there now" in said
+    assert steps["finetune"]["error"]["code"] == "disk-full"
+    said = steps["finetune"]["error"]["message"]
+    assert said.startswith("finetune: ")
+    assert all(value in said for value in ("out/model.safetensors", " 4 bytes; "))
+    assert re.search(r"; [\d,]+ bytes", said)  # that are free
     assert steps["other"]["status"] == "done"
     _require_whole(tmp_path, 3)
 
 
 def test_a_copy_that_meets_a_full_disk_names_what_could_not_be_written(tmp_path):
     error = OSError(errno.ENOSPC, "No space left on device", tmp_path / "source", None, tmp_path / "target")
-    said = str(explain(error, "onnx", tmp_path, tmp_path / "log.txt"))
-    assert f"{tmp_path / 'target'} could not be written" in said
-    assert "source" not in said
+    explained = explain(error, "onnx", tmp_path, tmp_path / "log.txt")
+    assert explained.code == "disk-full"
+    assert str(tmp_path / "target") in str(explained)
+    assert "source" not in str(explained)
 
 
 @pytest.fixture
@@ -201,9 +203,9 @@ def test_a_disk_that_is_really_full_loses_no_finished_step(home, tmp_path, small
     (small_disk / "ballast").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096 - 60_000))
     result = _run(home, tmp_path, "--until", "finetune", *store)
     assert result.exit_code == 1
-    said = _steps(tmp_path)[1]["finetune"]["error"]
-    assert said.startswith("finetune: the disk is full: ")
-    assert str(small_disk / "s" / "tmp") in said
+    found = _steps(tmp_path)[1]["finetune"]["error"]
+    assert found["code"] == "disk-full"
+    assert str(small_disk / "s" / "tmp") in found["message"]
     assert len(list((small_disk / "s" / "artifacts").iterdir())) == 2
     assert not list((small_disk / "s" / "tmp").iterdir())
     (small_disk / "ballast").unlink()
@@ -222,10 +224,8 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr + result.stdout
     _, steps = _steps(tmp_path)
-    assert steps["model"]["error"].startswith(
-        "model: the system allows no file as large as this (ulimit -f): "
-    )
-    assert "model.safetensors could not be written" in steps["model"]["error"]
+    assert steps["model"]["error"]["code"] == "file-too-large"
+    assert "model.safetensors" in steps["model"]["error"]["message"]
     _require_whole(tmp_path, 0)
 
 
@@ -241,7 +241,8 @@ def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, t
     monkeypatch.setattr(run_result, "write_atomically", full)
     result = _run(home, tmp_path, "--until", "prune")
     assert result.exit_code == 1
-    assert f"report: the disk is full: {tmp_path}/r/report.json could not be written" in result.output
+    assert "[disk-full]: report: " in result.output
+    assert f"{tmp_path}/r/report.json" in result.output
     _require_whole(tmp_path, 2)
 
 
@@ -281,10 +282,12 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
 
         exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "closed" / "s")
         assert exit_code == 2
-        assert f"{folder}/closed/s: cannot be used as a store: Permission denied" in said
+        assert "error[unusable-store]: " in said
+        assert f"{folder}/closed/s" in said
         exit_code, said = smelt("--out", folder / "closed" / "r", "--store", folder / "open" / "s")
         assert exit_code == 2
-        assert f"{folder}/closed/r: cannot be used for the run: Permission denied" in said
+        assert "error[unusable-folder]: " in said
+        assert f"{folder}/closed/r" in said
         (folder / "m" / "model.safetensors").chmod(0o000)
         exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
         assert exit_code == 2
@@ -293,7 +296,8 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
         (folder / "data.jsonl").chmod(0o000)
         exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
         assert exit_code == 2
-        assert "data.jsonl: cannot be read" in said
+        assert "error[unreadable-file]: " in said
+        assert "data.jsonl: " in said
 
 
 def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
@@ -305,10 +309,8 @@ def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
     result = _run(home, tmp_path)
     assert result.exit_code == 1
     _, steps = _steps(tmp_path)
-    assert steps["prune"]["error"] == (
-        f"{weights}: its bytes are not those that were written."
-        " Run the recipe again with --fresh prune to build it anew."
-    )
+    assert steps["prune"]["error"]["code"] == "changed-file"
+    assert all(value in steps["prune"]["error"]["message"] for value in (str(weights), "--fresh prune"))
     assert [steps[n]["status"] for n in ("finetune", "quantize")] == ["not-reached"] * 2
     assert steps["other"]["status"] == "cached"
     result = _run(home, tmp_path, "--fresh", "prune")
@@ -328,8 +330,8 @@ def test_a_changed_byte_of_the_untouched_model_is_named_with_its_step(home, tmp_
     (tmp_path / "r" / "artifacts" / "model" / "config.json").resolve().write_text("{}")
     result = _run(home, tmp_path, "--until", "model")
     assert result.exit_code == 2
-    assert "config.json: its bytes are not those that were written" in result.output
-    assert "--fresh model to build it anew" in result.output
+    assert "error[changed-file]: " in result.output
+    assert all(value in result.output for value in ("config.json: ", "--fresh model"))
     assert _run(home, tmp_path, "--until", "model", "--fresh", "model").exit_code == 0
 
 
@@ -370,7 +372,9 @@ def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, mon
 
     monkeypatch.setattr(Prune, "__call__", broken)
     assert _run(home, tmp_path).exit_code == 1
-    said = _steps(tmp_path)[1]["prune"]["error"]
+    found = _steps(tmp_path)[1]["prune"]["error"]
+    assert found["code"] == "made-up"
+    said = found["message"]
     assert "artifacts/model/config.json" in said
     store = tmp_path / "s"
     assert str(store) not in said

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from colliding import WITHOUT_LOCKS, take_locks_away
 from fork_server import ForkServer
+from refusals import error_of
 
 from smelt.core.artifact import read_artifact
 from smelt.core.store.holder import read_holder
@@ -89,10 +90,9 @@ def _statuses(folder):
 
 def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, server, tmp_path, slow_run):
     """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
-    refused = harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"))
-    assert refused.exit_code == 2
-    said = f"{tmp_path}/one: process {slow_run} is working on a run in this folder. Give another one with"
-    assert said in refused.output
+    error = error_of(harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"), code=2))
+    assert (error.code, error.file) == ("folder-in-use", f"{tmp_path}/one")
+    assert f"process {slow_run} " in str(error)
 
     arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep=0.25"]
     apart = harness.smelt(*arguments)

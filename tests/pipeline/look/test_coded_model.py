@@ -6,11 +6,15 @@ import causal
 import every_family
 import harness
 import pytest
+from refusals import refused
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.core.errors import InputError
+from smelt.core.messages import codes
 from smelt.look.coded_model import coded_model
 from smelt.look.model import look
+from smelt.plan.load import load_plan
 
 RECIPE = """\
 model: artifact
@@ -48,29 +52,27 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
 
 
 @pytest.mark.parametrize(
-    ("stage", "message"),
+    ("stage", "code", "named"),
     [
-        (
-            "factorize: {}",
-            "factorize works on floats, and the weights of the model are int3 and int4 codes; start from",
-        ),
-        (
-            "onnx: {target: openvino}",
-            "OpenVINO cannot run the int3 codes (MatMulNBits) of the model (int3 and int4)",
-        ),
-        ("finetune: {codes: {split: true}}", "those before it are int3"),
-        ("finetune: {codes: {scales: lsq}}", ""),
-        ("prune: {}", ""),
-        ("sparsify: {}", ""),
-        ("onnx: {tune: true}", ""),
+        ("factorize: {}", "already-quantized", ("int3 and int4",)),
+        ("onnx: {target: openvino}", "unsupported-scheme", ("int3 codes (MatMulNBits)", "(int3 and int4)")),
+        ("finetune: {codes: {split: true}}", "unsupported-scheme", ("int3",)),
+        ("finetune: {codes: {scales: lsq}}", None, ()),
+        ("prune: {}", None, ()),
+        ("sparsify: {}", None, ()),
+        ("onnx: {tune: true}", None, ()),
     ],
 )
-def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, message, folder):
+def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, code, named, folder):
     (folder / "r.yaml").write_text(RECIPE.replace("STAGE", stage))
-    planned = harness.smelt("plan", folder / "r.yaml", code=2 if message else 0)
-    told = " ".join(planned.stderr.split())
-    assert message in told
-    assert message or "nothing is quantized" not in told
+    if code is None:
+        assert "nothing-to-tune" not in codes(load_plan(folder / "r.yaml").warnings)
+        return
+    with refused(code, InputError) as caught:
+        load_plan(folder / "r.yaml")
+    [found] = caught.value.found
+    assert found.setting == f"stages[0].{stage.partition(':')[0]}"
+    assert [value for value in named if value not in found.message] == []
 
 
 def test_init_proposes_what_codes_can_go_through(folder):

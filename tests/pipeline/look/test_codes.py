@@ -30,37 +30,39 @@ def test_a_folder_of_codes_is_accepted(kind, llama, tmp_path):
 def test_codes_of_other_groups_than_the_config_says(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", group=32, group_size=64)
     [problem], _ = check_model_folder(folder, TASK)
-    assert problem.startswith(f"{folder}: the tensor 'model.layers.0.")
-    assert "in groups of 64, have int32 [2, 8]" in problem
+    assert problem.code == "shape-mismatch"
+    assert problem.message.startswith(f"{folder}: the tensor 'model.layers.0.")
+    assert all(value in problem.message for value in ("groups of 64", "int32 [2, 8]"))
 
 
 def test_a_config_that_speaks_of_codes_that_are_not_there(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq")
     coded.save(folder, coded.load(llama))
     [problem], _ = check_model_folder(folder, TASK)
-    assert "config.json speaks of gptq codes, and no tensor holds any" in problem
+    assert problem.code == "not-quantized"
 
 
 def test_a_layout_that_is_not_read(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", act_bits=8)
     [problem], _ = check_model_folder(folder, TASK)
-    assert problem.startswith(f"{folder / 'config.json'}: quantization_config: act_bits is 8")
+    assert problem.code == "quantized-activations"
+    assert problem.message.startswith(f"{folder / 'config.json'}: quantization_config: act_bits is 8")
 
 
 def test_damaged_weights_are_said_once(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq")
     (folder / "model.safetensors").write_bytes(b"\x00")
     [problem], _ = check_model_folder(folder, TASK)
-    assert "not a safetensors file" in problem
+    assert problem.code == "damaged-weights"
 
 
 def test_a_bare_encoder_of_codes_gets_no_classifier(tmp_path):
     folder, _ = coded.gptq(tiny.bert(tmp_path / "bert"), tmp_path / "gptq")
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
-    said = f"{folder}: its weights are gptq codes, and the task wants another head."
     [problem] = codes_problems(folder, config, "text-classification", whole=False)
-    assert problem.startswith(said)
+    assert problem.code == "head-on-quantized"
+    assert problem.message.startswith(f"{folder}: ")
     config["architectures"] = ["BertForSequenceClassification"]
     assert codes_problems(folder, config, "text-classification", whole=False) == []
     assert codes_problems(folder, config | {"architectures": ["BertModel"]}, None, whole=False) == []
@@ -73,7 +75,8 @@ def test_codes_that_no_config_speaks_of(llama, tmp_path):
     del config["quantization_config"]
     path.write_text(json.dumps(config))
     [problem], _ = check_model_folder(folder, TASK)
-    assert ".qweight' and other tensors are codes, and config.json has no quantization_config" in problem
+    assert problem.code == "missing-quantization-config"
+    assert ".qweight'" in problem.message
 
 
 def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
@@ -83,15 +86,17 @@ def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
         told = codes_problems(
             folder, config | {"architectures": [name], "is_encoder_decoder": True}, "translation", whole=True
         )
-        assert bool(told) == refused, name
+        assert [one.code for one in told] == ["head-on-quantized"] * refused, name
 
 
 def test_codes_are_looked_at_without_torch(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", group=24)
     code = (
         "import sys; from pathlib import Path; from smelt.look.model_folder import check_model_folder;"
-        f"print(check_model_folder(Path({str(folder)!r}), {TASK!r})[0]); assert 'torch' not in sys.modules"
+        f"[found] = check_model_folder(Path({str(folder)!r}), {TASK!r})[0]; print(found.code, found);"
+        "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "groups of 24 inputs; int4 has groups of 16, 32, 64, 128" in done.stdout
+    assert done.stdout.startswith("unsupported-group-size ")
+    assert all(value in done.stdout for value in ("groups of 24", "16, 32, 64, 128"))

@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+from refusals import places, refused
 
 from smelt.core.errors import InputError
 from smelt.look import machine
@@ -42,8 +43,10 @@ def test_the_stage_asks_the_model_where_nobody_says_it(home):
 
 
 def test_an_engine_that_is_too_short_for_the_scoring_is_a_mistake(home):
-    with pytest.raises(InputError, match=r"recipe.yaml:7: .*: 50 is less than the 300 of score"):
+    with refused("engine-too-short", InputError) as caught:
         _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
+    assert places(caught.value.found) == [("engine-too-short", "stages[1].tensorrt.max_new_tokens", 7)]
+    assert all(number in str(caught.value) for number in ("50", "300"))
 
 
 PROVIDER = RECIPE.replace("{{target: tensorrt}}", "{engine}").replace(
@@ -63,8 +66,10 @@ def test_engines_of_onnx_runtime_take_the_longest_output_too(home):
     assert _longest_of_provider(home, "{max_batch_size: 2}", "{max_new_tokens: 300}") == 300
     assert _longest_of_provider(home, "{max_new_tokens: 400}", "{max_new_tokens: 300}") == 400
     assert _longest_of_provider(home, "", "{}") is None
-    with pytest.raises(InputError, match=r"recipe.yaml:6: .*: 50 is less than the 300 of score"):
+    with refused("engine-too-short", InputError) as caught:
         _longest_of_provider(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
+    assert places(caught.value.found) == [("engine-too-short", "stages[0].onnx.engine.max_new_tokens", 6)]
+    assert all(number in str(caught.value) for number in ("50", "300"))
 
 
 @pytest.mark.parametrize("lack", ["needs TensorRT 10; here is 11: pip install it.", None])
@@ -92,8 +97,9 @@ def test_what_tensorrt_cannot_run_its_providers_cannot_either(home, target):
         engine=f"{{target: {target}}}", score="{}"
     )
     (home / "recipe.yaml").write_text(recipe.replace("SCHEME", "int8-dynamic"))
-    with pytest.raises(InputError, match=r"in ONNX Runtime cannot run the .* of 'quantize'"):
+    with refused("unsupported-scheme", InputError) as caught:
         load_plan(home / "recipe.yaml")
+    assert [one.setting for one in caught.value.found] == ["stages[1].onnx.target"]
     static = recipe.replace("SCHEME", "int8-static").replace(
         "validation:", "calibration: data.jsonl, validation:"
     )

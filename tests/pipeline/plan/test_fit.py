@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+from refusals import places, refused
 
 from smelt.core.errors import InputError
 from smelt.plan.load import load_plan
@@ -29,10 +29,10 @@ def _plan(folder, length):
 
 
 def test_windows_longer_than_the_model_are_a_mistake_of_the_recipe(tmp_path):
-    with pytest.raises(
-        InputError, match=r"recipe.yaml:6: data.windows.length: 257 is more than the 256 tokens"
-    ):
+    with refused("window-too-long", InputError) as caught:
         _plan(tmp_path, 257)
+    assert places(caught.value.found) == [("window-too-long", "data.windows.length", 6)]
+    assert all(number in str(caught.value) for number in ("257", "256"))
 
 
 def test_windows_as_long_as_the_model_are_none(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from planning import HEAD, mistakes, plan
+from refusals import places
 
 pytest_plugins = ["planning"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -18,8 +19,8 @@ def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -
     (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     assert "bleu (zh)" in str(plan(folder, "[prune]", head=HEAD))
     text = HEAD + "score: {quality: [{bleu: {tokenize: 13a}}]}\n"
-    [mistake] = mistakes(folder, "[prune]", head=text)
-    assert "score.quality[0].bleu.tokenize" in mistake
+    found = mistakes(folder, "[prune]", head=text)
+    assert places(found) == [("bleu-tokenizer", "score.quality[0].bleu.tokenize", 4)]
 
 
 def test_parts_of_one_file_are_planned(folder: Path) -> None:
@@ -43,78 +44,81 @@ def test_parts_of_one_file_are_planned(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "code", "setting"),
     [
-        (
-            "{train: train.jsonl}",
-            "data.test: missing; expected a file or a hub id (or beside train, `split: {test",
-        ),
-        ("{split: {test: 0.1}}", "data.split: takes rows out of train, and there is no train: name a file."),
-        ("{train: train.jsonl, split: {validation: 0.1}}", "data.test: missing; expected a file"),
+        ("{train: train.jsonl}", "missing-setting", "data.test"),
+        ("{split: {test: 0.1}}", "missing-data", "data.split"),
+        ("{train: train.jsonl, split: {validation: 0.1}}", "missing-setting", "data.test"),
         (
             "{train: train.jsonl, test: test.jsonl, split: {test: 0.1}}",
-            "data.split.test: 'test' has a file of its own. Remove one of the two.",
+            "settings-conflict",
+            "data.split.test",
         ),
-        ("{train: train.jsonl, split: {test: 1}}", "data.split.test: expected a number between 0 and 1"),
-        (
-            "{train: train.jsonl, split: {test: 0.5, validation: 0.5}}",
-            "data.split: the shares leave nothing to train on; together they must be less than 1.",
-        ),
+        ("{train: train.jsonl, split: {test: 1}}", "wrong-value", "data.split.test"),
+        ("{train: train.jsonl, split: {test: 0.5, validation: 0.5}}", "shares-too-large", "data.split"),
         (
             "{train: train.jsonl, split: {calibration: 0.5, test: 0.1}}",
-            "data.split.calibration: unknown; known here",
+            "unknown-setting",
+            "data.split.calibration",
         ),
-        ("{train: few.jsonl, split: {test: 0.1}}", "1 different texts cannot be divided into 2 splits."),
+        ("{train: few.jsonl, split: {test: 0.1}}", "too-few-texts", "data.train"),
     ],
 )
-def test_splits_that_cannot_be_are_told(folder: Path, data: str, message: str) -> None:
+def test_splits_that_cannot_be_are_told(folder: Path, data: str, code: str, setting: str) -> None:
     (folder / "few.jsonl").write_text('{"source": "a", "target": "b"}\n' * 9)
-    [found] = mistakes(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
-    assert message in found
+    found = mistakes(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
+    assert places(found) == [(code, setting, 3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "code", "named"),
     [
-        ("model", None, "model: a folder, not a file of rows (data for 'test')."),
-        ("tset.jsonl", None, "tset.jsonl: no such file (data for 'test'). Did you mean 'test.jsonl'?"),
-        ("empty.jsonl", b"", "no rows in this file"),
+        ("model", None, "not-a-file", "'test'"),
+        ("tset.jsonl", None, "missing-file", "'test.jsonl'?"),
+        ("empty.jsonl", b"", "empty-data", "empty.jsonl"),
         # a time of 0: the id of a test must be the same in every process
-        ("broken.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-12], "cannot be read"),
-        ("garbage.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00garbage", "cannot be read"),
-        ("odd.xyz", b"a", "unknown kind of file '.xyz'"),
+        ("broken.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-12], "unreadable-file", "broken.jsonl.gz"),
+        (
+            "garbage.jsonl.gz",
+            b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00garbage",
+            "unreadable-file",
+            "garbage.jsonl.gz",
+        ),
+        ("odd.xyz", b"a", "unknown-file-type", "'.xyz'"),
     ],
 )
-def test_data_files_are_checked(folder: Path, name: str, content: bytes | None, message: str) -> None:
+def test_data_files_are_checked(
+    folder: Path, name: str, content: bytes | None, code: str, named: str
+) -> None:
     if content is not None:
         (folder / name).write_bytes(content)
     [found] = mistakes(folder, "[]", f"data.test={name}")
-    assert found.startswith(f"--set data.test={name}: data.test: ")
-    assert message in found
+    assert places([found]) == [(code, "data.test", None)]
+    assert found.message.startswith(f"--set data.test={name}: ")
+    assert named in found.message
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "code", "named"),
     [
-        (
-            "modle",
-            "no such folder; expected a model's folder with config.json, or a hub id. Did you mean 'model'?",
-        ),
-        ("''", "expected a model's folder or a hub id, read an empty name."),
-        ("m.onnx", "m.onnx: no such file; expected an ONNX model."),
+        ("modle", "missing-folder", "'model'?"),
+        ("''", "empty-text", ""),
+        ("m.onnx", "missing-file", "m.onnx"),
     ],
 )
-def test_models_are_checked(folder: Path, model: str, message: str) -> None:
+def test_models_are_checked(folder: Path, model: str, code: str, named: str) -> None:
     [found] = mistakes(folder, "[]", head=HEAD.replace("model: model", f"model: {model}"))
-    assert found.startswith("1: model: ")
-    assert message in found
+    assert places([found]) == [(code, "model", 1)]
+    assert named in found.message
 
 
 def test_hub_ids_are_left_to_the_run(folder: Path) -> None:
     made = plan(folder, "[]", "model=someone/something", "data.train=someone/rows")
     assert made.local_model is None
-    assert made.notes == ("'someone/something' is no folder here; the run fetches it from the hub.",)
-    assert "note        'someone/something' is no folder" in str(made)
+    [note] = made.notes
+    assert (note.code, note.severity) == ("from-the-hub", "info")
+    assert "'someone/something'" in note.message
+    assert f"note {note.message}" in " ".join(str(made).split())
     assert made.warnings == ()
     assert list(made.splits) == ["test"]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import places, refused
 
 from smelt.core import packages
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.messages import Message
 from smelt.plan.load import load_plan
 from smelt.plan.plan import Plan
 
@@ -21,139 +23,173 @@ def plan(translator: Path, stages: str) -> Plan:
     return load_plan(path)
 
 
-def advice(made: Plan) -> list[str]:
+def advice(made: Plan) -> list[Message]:
     """Return what is said of the steps, not of the few rows of these tests."""
-    return [text for text in made.warnings if text.startswith("line ")]
+    return [found for found in made.warnings if found.step is not None]
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("stages", "place", "named"),
     [
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
-            "4: stages[1].onnx.target: TensorRT runs int4 with `symmetric: positive` and `accuracy_level: 0`"
-            " alone; quantize so in 'quantize', or give `from: model`.",
+            ("unsupported-options", "stages[1].onnx.target"),
+            ("`symmetric: positive` and `accuracy_level: 0`", "'quantize'", "`from: model`"),
         ),
         (
             "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
-            "TensorRT runs int4 with `group_size: 64 or 128` and `symmetric: positive` and"
-            " `accuracy_level: 0` alone; quantize so in 'quantize', or give `from: model`.",
+            ("unsupported-options", "stages[1].onnx.target"),
+            ("`group_size: 64 or 128` and `symmetric: positive` and `accuracy_level: 0`", "`from: model`"),
         ),
         (
             "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
             " onnx: {target: tensorrt, dtype: bf16}]",
-            "4: stages[1].onnx.dtype: the scales of 'quantize' would lose digits; give dtype: fp32 or fp16.",
+            ("low-precision-scales", "stages[1].onnx.dtype"),
+            ("'quantize'", "dtype: fp32 or fp16."),
         ),
         (
             "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, vocabulary: int8-static},"
             " onnx: {target: ort-tensorrt-rtx, dtype: fp16}]",
-            "the scales of 'quantize' would lose digits; give dtype: fp32.",
+            ("low-precision-scales", "stages[1].onnx.dtype"),
+            ("'quantize'", "dtype: fp32."),
         ),
         (
             "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
             " onnx: {target: ort-tensorrt}]",
-            "TensorRT in ONNX Runtime cannot run the int4 codes (MatMulNBits) of 'quantize'; give"
-            " `from: model`, or target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, or quantize with"
-            " int8-static.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            (
+                "int4",
+                "`from: model`",
+                "target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, ",
+                "with int8-static.",
+            ),
         ),
         (
             "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",
-            "4: stages[1].onnx.target: TensorRT cannot run the int2 codes (MatMulNBits) of 'quantize';"
-            " give `from: model`, or target: ort-cpu, or quantize with int8-static or int4.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("int2", "'quantize'", "`from: model`", "target: ort-cpu, ", "with int8-static or int4."),
         ),
         (
             "[quantize: {scheme: int8-groupwise}, onnx: {target: tensorrt}]",
-            "TensorRT cannot run the int8-groupwise codes (MatMulNBits) of 'quantize'; give `from: model`,"
-            " or target: ort-cpu or openvino, or quantize with int8-static or int4.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("int8-groupwise", "target: ort-cpu or openvino, ", "with int8-static or int4."),
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
-            "4: stages[2].onnx.target: ONNX Runtime on CUDA cannot run the binary codes (MatMulNBits)"
-            " and dynamic int8 of 'quantize'; give `from: model`, or target: ort-cpu.",
+            ("unsupported-scheme", "stages[2].onnx.target"),
+            ("binary", "int8", "'quantize'", "`from: model`", "target: ort-cpu."),
         ),
         (
             "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
-            "ONNX Runtime on CUDA cannot run the static int8 of 'quantize'; give `from: model`, or target:"
-            " ort-cpu or tensorrt or openvino",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("static int8", "`from: model`", "target: ort-cpu or tensorrt or openvino"),
         ),
         (
             "[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
-            "OpenVINO cannot run the bnb-nf4 codes (MatMulBnb4) of 'quantize'; give `from: model`, or target:"
-            " ort-cpu, or quantize with int8-static or int8-groupwise or int4.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("bnb-nf4", "target: ort-cpu, ", "with int8-static or int8-groupwise or int4."),
         ),
         (
             "[quantize: {scheme: bnb-int8}, onnx: {target: tensorrt}]",
-            "TensorRT cannot run the bnb-int8 products of 'quantize'; give `from: model`, or quantize with"
-            " int8-static or int4.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("bnb-int8", "`from: model`, ", "with int8-static or int4."),
         ),
         (
             "[quantize: {bits: {budget: 4.5}}, onnx: {target: openvino}]",
-            "4: stages[1].onnx.target: OpenVINO cannot run the int2 codes (MatMulNBits) and int3 codes"
-            " (MatMulNBits) of 'quantize'; give `from: model`, or target: ort-cpu, or 'quantize'"
-            " `bits: {widths: [4, 8]}`, or quantize with int8-static or int8-groupwise or int4 in place of"
-            " bits.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            (
+                "int2",
+                "int3",
+                "target: ort-cpu, ",
+                "'quantize' `bits: {widths: [4, 8]}`, ",
+                "with int8-static or int8-groupwise or int4 in place of bits.",
+            ),
         ),
         (
             "[quantize: {bits: {budget: 3}}, onnx: {target: openvino}]",
-            "`bits: {widths: [4, 8]}` and a budget between 4.25 and 8.25, or",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("`bits: {widths: [4, 8]}`", "between 4.25 and 8.25, "),
         ),
         (
             "[quantize: {bits: {budget: 4.5}}, onnx: {target: tensorrt}]",
-            "of 'quantize'; give `from: model`, or target: ort-cpu, or quantize with int8-static or int4 in"
-            " place of bits.",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("target: ort-cpu, or quantize with int8-static or int4 in place of bits.",),
         ),
         (
             "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
-            "4: stages[2].onnx: a shortlist cannot restrict an output layer of bnb-nf4 codes; give 'quantize'"
-            " `vocabulary: int8-dynamic`, or this step `loop: false`.",
+            ("unsupported-scheme", "stages[2].onnx"),
+            ("bnb-nf4", "'quantize' `vocabulary: int8-dynamic`", "`loop: false`"),
         ),
         (
             "[quantize: {}, share: {}]",
-            "4: stages[1].share: share cannot work after 'quantize', which left int8-dynamic codes;"
-            " move it before 'quantize', or give `from: model`.",
+            ("already-quantized", "stages[1].share"),
+            ("'quantize'", "int8-dynamic", "`from: model`"),
         ),
         (
             "[share: {difference: {rank: 4}}, finetune: {}, prune: {}]",
-            "prune cannot work after 'share': its layers share a matrix beside their differences, so that"
-            " what goes from one goes from all; move it before 'share', or give `from: model`.",
+            ("impossible-order", "stages[2].prune"),
+            ("'share'", "`from: model`"),
         ),
         (
             "[share: {difference: {rank: 4}}, finetune: {masks: {keep: 0.5}}]",
-            "finetune cannot work after 'share': its layers share a matrix beside their differences",
+            ("impossible-order", "stages[1].finetune"),
+            ("'share'",),
         ),
         (
             "[quantize: {scheme: binary}, factorize: {}]",
-            "factorize cannot work after 'quantize', which left binary codes; move it before 'quantize',"
-            " or give `from: model`.",
+            ("already-quantized", "stages[1].factorize"),
+            ("'quantize'", "binary", "`from: model`"),
         ),
-        ("[quantize: {scheme: binary, symmetric: false}]", "symmetric means nothing to scheme binary"),
+        (
+            "[quantize: {scheme: binary, symmetric: false}]",
+            ("unused-setting", "stages[0].quantize"),
+            ("symmetric", "binary"),
+        ),
         (
             "[quantize: {granularity: group}]",
-            "granularity group is not for scheme int8-dynamic; expected one of channel, tensor",
+            ("wrong-value", "stages[0].quantize"),
+            ("group", "int8-dynamic", "channel, tensor"),
         ),
         (
             "[quantize: {granularity: matrix}]",
-            "granularity: expected one of 'channel', 'tensor', 'group', 'row', read 'matrix'",
+            ("wrong-value", "stages[0].quantize.granularity"),
+            ("'channel', 'tensor', 'group', 'row'", "'matrix'"),
         ),
-        ("[quantize: {group_size: 64}]", "group_size means nothing to scheme int8-dynamic; remove it"),
-        ("[quantize: {scheme: binary, group_size: 16}]", "binary groups hold 32, 64 or 128 weights"),
-        ("[quantize: {scheme: int4, group_size: 48}]", "expected one of 16, 32, 64, 128"),
+        (
+            "[quantize: {group_size: 64}]",
+            ("unused-setting", "stages[0].quantize"),
+            ("group_size", "int8-dynamic"),
+        ),
+        (
+            "[quantize: {scheme: binary, group_size: 16}]",
+            ("wrong-value", "stages[0].quantize"),
+            ("32, 64 or 128",),
+        ),
+        (
+            "[quantize: {scheme: int4, group_size: 48}]",
+            ("wrong-value", "stages[0].quantize.group_size"),
+            ("16, 32, 64, 128",),
+        ),
         (
             "[quantize: {bits: {budget: 1.5}}]",
-            "the widths take 2.25 to 8.25 bits a weight; expected a number",
+            ("budget-out-of-range", "stages[0].quantize"),
+            ("2.25 to 8.25",),
         ),
         (
             "[quantize: {bits: {budget: 4}}, factorize: {}]",
-            "factorize cannot work after 'quantize', which left int2 and int3 and int4 and int8-groupwise",
+            ("already-quantized", "stages[1].factorize"),
+            ("'quantize'", "int2 and int3 and int4 and int8-groupwise"),
         ),
-        ("[quantize: {bits: {max_drop: 0.5}}]", "validation"),
-        ("[quantize: {scheme: itn4}]", "Did you mean 'int4'?"),
+        ("[quantize: {bits: {max_drop: 0.5}}]", ("missing-data", "stages[0].quantize"), ("validation",)),
+        ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
     ],
 )
-def test_what_cannot_be_is_said_before_work_starts(translator, stages, message):
-    with pytest.raises(InputError) as caught:
+def test_what_cannot_be_is_said_before_work_starts(translator, stages, place, named):
+    with refused(place[0], InputError) as caught:
         plan(translator, stages)
-    assert message in str(caught.value)
+    [found] = caught.value.found
+    assert places([found]) == [(*place, 4)]
+    assert [value for value in named if value not in found.message] == []
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
@@ -174,10 +210,9 @@ def test_training_may_follow_every_scheme(translator, word, scheme):
 
 def test_binary_weights_that_nothing_trains_give_a_warning(translator):
     made = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
-    assert advice(made) == [
-        "line 4: onnx: the binary weights of 'quantize' were not trained and say little;"
-        " put a distill after 'quantize', which trains through the codes.",
-    ]
+    [found] = advice(made)
+    assert (found.code, found.step, found.line) == ("untrained-scheme", "onnx", 4)
+    assert all(value in found.message for value in ("binary", "'quantize'"))
 
 
 def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
@@ -186,8 +221,11 @@ def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
         "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
         "stages: [quantize: {scheme: int8-static}]\n"
     )
-    with pytest.raises(InputError, match=r"needs calibration or train data; .* data: \{calibration: FILE\}"):
+    with refused("missing-data", InputError) as caught:
         load_plan(path)
+    assert places(caught.value.found) == [("missing-data", "stages[0].quantize", 4)]
+    assert "calibration or train" in str(caught.value)
+    assert "data: {calibration: FILE}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +259,10 @@ def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
     monkeypatch.setattr(packages, "version", lambda name: "0.17.1")
-    with pytest.raises(MissingDependencyError) as caught:
+    with refused("step-unavailable", MissingDependencyError) as caught:
         plan(translator, stages).require_runnable()
     said = str(caught.value)
-    assert f"cannot run here: {package} {release} or later is needed, and 0.17.1 is installed" in said
+    assert all(value in said for value in (f"{package} {release}", "0.17.1"))
     assert f"(pip install '{package}>={release}')" in said
 
 
@@ -244,22 +282,20 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("metric", "score", "message"),
+    ("metric", "score", "named"),
     [
-        (
-            "chrf",
-            "score: {quality: [bleu]}\n",
-            r"scored.yaml:5: stages\[0\].quantize.bits.metric: the recipe does not score 'chrf', only bleu\."
-            r" Name one of these, or add it to score: \{quality: \[...\]\}\.$",
-        ),
-        ("blue", "", r"does not score 'blue', only bleu, chrf, .* Did you mean 'bleu'\?"),
+        ("chrf", "score: {quality: [bleu]}\n", ("'chrf'", "only bleu.")),
+        ("blue", "", ("'blue'", "only bleu, chrf, ", "'bleu'?")),
     ],
 )
 def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
-    translator: Path, metric: str, score: str, message: str
+    translator: Path, metric: str, score: str, named: tuple[str, ...]
 ) -> None:
-    with pytest.raises(InputError, match=message):
+    with refused("metric-not-scored", InputError) as caught:
         scored_by(translator, metric, score)
+    [found] = caught.value.found
+    assert places([found]) == [("metric-not-scored", "stages[0].quantize.bits.metric", 5)]
+    assert [value for value in named if value not in found.message] == []
 
 
 def test_a_metric_that_the_recipe_scores_is_taken(translator: Path) -> None:
@@ -288,9 +324,8 @@ def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: P
     ],
 )
 def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):
-    with pytest.raises(InputError) as caught:
+    with refused("behind-quantize", InputError) as caught:  # as the stage refuses it at work
         plan(translator, f"[{stages}]")
-    assert caught.value.code == "behind-quantize"  # as the stage refuses it at work
     assert f"`{chain}`" in str(caught.value)
 
 

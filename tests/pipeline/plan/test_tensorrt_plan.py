@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from planning import plan
+from refusals import refused
 
 from smelt.core.errors import MissingDependencyError
 from smelt.look import machine
@@ -17,13 +18,12 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Path) -> None:
     stages = "\n  - onnx: {target: tensorrt}\n  - tensorrt: {}\n"
     made = plan(folder, stages)
-    with pytest.raises(MissingDependencyError) as caught:
+    with refused("step-unavailable", MissingDependencyError) as caught:
         made.require_runnable()
     assert caught.value.exit_code == 2
-    assert str(caught.value) == (
-        f"{folder / 'recipe.yaml'}:6: step 'tensorrt' cannot run here: TensorRT is not installed"
-        " (pip install tensorrt, with an NVIDIA GPU). With `optional: true` beside the stage it is skipped."
-    )
+    [found] = caught.value.found
+    assert (found.file, found.line) == (str(folder / "recipe.yaml"), 6)
+    assert f"'tensorrt' cannot run here: {made.step('tensorrt').unavailable}" in found.message
     plan(folder, stages, "tensorrt.optional=true").require_runnable()
     plan(folder, stages, until="onnx").require_runnable()
 
@@ -32,7 +32,7 @@ def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     made = plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
-    assert made.step("tensorrt").unavailable == "there is no NVIDIA GPU with a working driver."
+    assert made.step("tensorrt").unavailable is not None
     assert made.step("tensorrt").unscored is not None
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     assert plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
@@ -49,9 +49,10 @@ def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
     step = made.step("tensorrt")
     assert step.unavailable is None
     assert step.unscored is not None
-    assert step.unscored.startswith("scoring needs a CUDA GPU")
     assert made.gates[0].at == ("onnx",)  # the last step of the branch that has a score
-    assert [w for w in made.warnings if "nothing is compared with the baseline 'tensorrt'" in w]
+    [found] = made.warnings
+    assert found.code == "no-comparison"
+    assert f"'tensorrt': {step.unscored}" in found.message
     assert "built, not scored (needs a CUDA GPU)" in " ".join(str(made).split())
     assert made.step("onnx").unscored is None
     made.require_runnable()

@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.plan.text_rules import text_rules
@@ -40,8 +40,9 @@ def test_languages_choose_among_the_model_s_prefixes(tmp_path):
     none, said = rules(tmp_path, "translation")
     assert none == TextRules()
     assert "translation_en_to_de, translation_en_to_fr" in said[0]
-    with pytest.raises(InputError, match=r"no prefix for translation_en_to_xx .*translation_en_to_de"):
+    with refused("unknown-language", InputError) as caught:
         rules(tmp_path, "translation", ", source_language: en, target_language: xx")
+    assert all(name in str(caught.value) for name in ("translation_en_to_xx", "translation_en_to_de"))
 
 
 def test_what_smelt_wrote_beside_a_model_wins_over_its_config(tmp_path):
@@ -50,8 +51,9 @@ def test_what_smelt_wrote_beside_a_model_wins_over_its_config(tmp_path):
 
 
 def test_a_multilingual_model_has_to_be_told_its_languages(tmp_path):
-    with pytest.raises(InputError, match="source_language: en_XX"):
+    with refused("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="mbart", params=None)
+    assert "source_language: en_XX" in str(caught.value)
     found, said = rules(
         tmp_path, "translation", ", source_language: en_XX, target_language: de_DE", kind="mbart", params=None
     )
@@ -68,12 +70,15 @@ def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp
         return rules(tmp_path, "translation", languages, kind="m2m_100", params=None)[1]
 
     assert said("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
-    with pytest.raises(InputError, match=r"knows no language 'eng_Latin'.*Did you mean 'eng_Latn'"):
+    with refused("unknown-language", InputError) as caught:
         said("eng_Latin", "old_XX")
-    with pytest.raises(InputError, match="knows no language 'de_DE'"):
+    assert all(name in str(caught.value) for name in ("'eng_Latin'", "'eng_Latn'?"))
+    with refused("unknown-language", InputError) as caught:
         said("eng_Latn", "de_DE")
-    with pytest.raises(InputError, match="source_language: eng_Latn, target_language: deu_Latn"):
+    assert "'de_DE'" in str(caught.value)
+    with refused("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="m2m_100", params=None)
+    assert "source_language: eng_Latn, target_language: deu_Latn" in str(caught.value)
     words["model"]["vocab"] = [["<s>", 0.0], ["deu_Latn", -1.0]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     assert said("eng_Latn", "deu_Latn") == ["languages eng_Latn to deu_Latn"]
@@ -89,5 +94,6 @@ def test_a_model_without_anything_gets_nothing(tmp_path):
 
 
 def test_a_prefix_does_not_fit_a_classifier(tmp_path):
-    with pytest.raises(InputError, match=r"prefix: fits summarization and translation"):
+    with refused("does-not-fit-task", InputError) as caught:
         rules(tmp_path, "text-classification", ', prefix: "x "')
+    assert caught.value.setting == "data.prefix"

@@ -6,6 +6,7 @@ import from_config
 import pytest
 import tiny
 from from_config import CLASSIFIER, run
+from refusals import refused
 
 import smelt
 from smelt.core.errors import InputError
@@ -25,15 +26,15 @@ def test_plan_says_what_it_starts_from(home):
 
 
 MISTAKES = {
-    "config: bart.json": "bart.json: no such file; expected a model's config. Did you mean 'bert.json'",
-    "tokenizer: {train: bpe, vocab_size: 200}": "model.tokenizer: vocab_size 200 is too small for bpe",
-    "tokenizer: {train: bbpe}": "tokenizer.train: expected one of 'bpe', 'unigram', 'wordpiece'",
-    "tokenizer: nowhere": "model.tokenizer: .*nowhere: no such folder",
-    "task: translation": "model.config: a bert model is not supported for translation",
-    "stages: [quantize]": "stages: no step trains the model, whose weights are random; add finetune",
-    "baseline: model": "baseline: 'model' has random weights; name a step that is trained",
-    "- distill: {}": "distill: teacher: 'model' has random weights",
-    "data: {test: data.jsonl}": "there are no training rows to learn it from",
+    "config: bart.json": ("missing-config", "model.config", "'bert.json'?"),
+    "tokenizer: {train: bpe, vocab_size: 200}": ("wrong-value", "model.tokenizer", "200"),
+    "tokenizer: {train: bbpe}": ("wrong-value", "model.tokenizer.train", "'bpe', 'unigram', 'wordpiece'"),
+    "tokenizer: nowhere": ("missing-folder", "model.tokenizer", "nowhere"),
+    "task: translation": ("unsupported-task", "model.config", "bert"),
+    "stages: [quantize]": ("untrained-model", "stages", "finetune"),
+    "baseline: model": ("untrained-baseline", "baseline", "'model'"),
+    "- distill: {}": ("untrained-teacher", None, "distill: teacher: 'model'"),
+    "data: {test: data.jsonl}": ("missing-data", "model.tokenizer.train", ""),
 }
 
 
@@ -57,8 +58,12 @@ def test_what_cannot_work_is_said_before_any_work(home, change):
         text += f"{change}\n"
     assert text != CLASSIFIER
     (home / "recipe.yaml").write_text(text)
-    with pytest.raises(InputError, match=MISTAKES[change]):
+    code, setting, named = MISTAKES[change]
+    with pytest.raises(InputError) as caught:
         load_plan(home / "recipe.yaml")
+    found = [one for one in caught.value.found if (one.code, one.setting) == (code, setting)]
+    assert len(found) == 1, str(caught.value)
+    assert named in found[0].message
 
 
 BARE = """
@@ -79,8 +84,10 @@ def test_a_config_that_its_family_cannot_follow_is_said_before_any_work(home):
     config = {"model_type": "modernbert", "rope_parameters": rope}
     (home / "modern.json").write_text(json.dumps(config))
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("config: bert.json", "config: modern.json"))
-    with pytest.raises(InputError, match=r"model.config: rotary positions of type 'dynamic'"):
+    with refused("unsupported-config", InputError) as caught:
         load_plan(home / "recipe.yaml")
+    assert [one.setting for one in caught.value.found] == ["model.config"]
+    assert "'dynamic'" in str(caught.value)
 
 
 @pytest.fixture
@@ -95,24 +102,24 @@ def bare(home):
 
 def test_a_classifier_that_is_still_to_be_made_teaches_nobody(bare):
     (bare / "recipe.yaml").write_text(BARE)
-    message = (
-        r"recipe.yaml:8: distill: teacher: 'model' is a bare BertModel, whose new classifier has random"
-        r" weights; name a step that is trained \(teacher: tuned\)"
-    )
-    with pytest.raises(InputError, match=message):
+    with refused("untrained-teacher", InputError) as caught:
         load_plan(bare / "recipe.yaml")
+    [found] = caught.value.found
+    assert found.line == 8
+    assert all(value in found.message for value in ("distill: teacher: ", "BertModel", "(teacher: tuned)"))
     first = BARE.replace("  - finetune: {max_steps: 1, precision: fp32}\n    name: tuned\n", "")
     (bare / "recipe.yaml").write_text(first.replace("baseline: tuned\n", ""))
-    with pytest.raises(InputError, match=r"put a finetune before it and name that as the teacher"):
+    with refused("untrained-teacher", InputError) as caught:
         load_plan(bare / "recipe.yaml")
+    assert "tuned" not in str(caught.value)
 
 
 def test_a_step_that_is_the_baseline_already_is_not_advised(bare):
     recipe = BARE.replace("distill: {", "distill: {teacher: tuned, ")
     for text, advised in ((recipe, False), (recipe.replace("baseline: tuned\n", ""), True)):
         (bare / "recipe.yaml").write_text(text)
-        (said,) = [w for w in load_plan(bare / "recipe.yaml").warnings if "no classifier yet" in w]
-        assert ("begin with a finetune step and take that as the baseline" in said) == advised
+        (said,) = [one for one in load_plan(bare / "recipe.yaml").warnings if one.code == "new-classifier"]
+        assert ("baseline" in said.message) == advised
 
 
 def test_a_tuned_encoder_teaches(bare):
@@ -130,10 +137,8 @@ def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monk
     result = smelt.run(bare / "recipe.yaml", out=bare / "run")
     (step,) = [s for s in result.report["steps"] if s["name"] == "distill"]
     assert step["status"] == "error"
-    assert (
-        "the classifier of the teacher 'model' is random; name a trained step: teacher: tuned"
-        in step["error"]
-    )
+    assert step["error"]["code"] == "untrained-teacher"
+    assert "teacher: tuned" in step["error"]["message"]
 
 
 def test_labels_that_train_never_has_are_known_by_the_plan(home):
@@ -141,7 +146,7 @@ def test_labels_that_train_never_has_are_known_by_the_plan(home):
     other = [row | {"label": "positive"} for row in rows]
     (home / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("test: data.jsonl", "test: other.jsonl"))
-    with pytest.raises(InputError) as error:
+    with refused("unknown-label", InputError) as caught:
         load_plan(home / "recipe.yaml")
-    assert "data.test" in str(error.value)
-    assert "'positive'" in str(error.value)
+    assert [one.setting for one in caught.value.found] == ["data.test"]
+    assert "'positive'" in str(caught.value)

@@ -1,6 +1,7 @@
 """What other tools call a setting is known, and what it is called here is said."""
 
 import pytest
+from refusals import refused
 
 from smelt.core.stage import Settings
 from smelt.recipe.errors import Mistakes, check
@@ -24,5 +25,6 @@ def test_words_of_other_tools_are_told_by_their_names_here(stage: str, word: str
     assert here in kind.model_fields
     mistakes = Mistakes(parse_yaml("a: 1", "r.yaml"))
     check(kind, {word: 0.5}, (), mistakes)
-    with pytest.raises(Exception, match=f"'{here}'"):
+    with refused("unknown-setting") as caught:
         mistakes.raise_all()
+    assert f"'{here}'" in str(caught.value)

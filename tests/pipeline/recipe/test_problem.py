@@ -27,18 +27,18 @@ def split(*labels, origin="a.csv"):
 def test_labels_that_train_never_has_are_named(problem, train, test, strange):
     data = {"train": split(*train), "test": split(*test), "validation": split(*train)}
     found = label_mistakes(NEW, data, problem)
-    assert [name for name, _ in found] == (["test"] if strange else [])
+    assert [(name, one.code) for name, one in found] == ([("test", "unknown-label")] if strange else [])
     for label in strange:
-        assert repr(label) in found[0][1]
+        assert repr(label) in found[0][1].message
     if problem != REGRESSION:
         assert not set(strange) & set(new_names(data, problem))
 
 
 def test_stray_labels_are_counted_with_their_first_line():
     data = {"train": split(*[0, 1] * 20), "test": split(0, 1, 7, 0, 7)}
-    [(name, text)] = label_mistakes(NEW, data, SINGLE)
-    assert name == "test"
-    assert "'7' (2 rows, line 4)" in text
+    [(name, found)] = label_mistakes(NEW, data, SINGLE)
+    assert (name, found.code) == ("test", "unknown-label")
+    assert "'7' (2 rows, line 4)" in found.message
 
 
 def test_the_labels_of_a_trained_classifier_are_its_own():

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from refusals import places, refused
 
 from smelt.core.data import EVERY_TASK
 from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.recipe import errors
 from smelt.recipe.recipe import (
     METRICS,
@@ -44,11 +46,12 @@ def read(text: str, *overrides: str) -> Recipe:
     return parse_recipe(text, Path("recipe.yaml"), overrides)
 
 
-def mistakes(text: str, *overrides: str) -> list[str]:
+def mistakes(text: str, *overrides: str) -> list[Message]:
     with pytest.raises(InputError) as caught:
         read(text, *overrides)
     assert caught.value.exit_code == 2
-    return str(caught.value).splitlines()
+    assert str(caught.value).splitlines() == [str(found) for found in caught.value.found]
+    return list(caught.value.found)
 
 
 def test_words_for_mistakes_are_made_where_there_are_some_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +87,14 @@ def test_a_metric_may_have_settings() -> None:
     recipe = read(GOOD + "\nscore: {quality: [{bleu: {tokenize: zh}}, chrf]}\n")
     assert (recipe.score.quality, recipe.tokenize) == (("bleu", "chrf"), "zh")
     assert read(GOOD).tokenize is None
-    for entry in ("{bleu: {tokenize: zhh}}", "{bleu: {lower: true}}", "{chrf: {tokenize: zh}}", "{bleu: zh}"):
-        [mistake] = mistakes(GOOD + f"\nscore: {{quality: [{entry}]}}\n")
-        assert "score.quality[0]" in mistake
+    for entry, code, setting in (
+        ("{bleu: {tokenize: zhh}}", "wrong-value", ".bleu.tokenize"),
+        ("{bleu: {lower: true}}", "unknown-setting", ".bleu.lower"),
+        ("{chrf: {tokenize: zh}}", "unknown-setting", ".chrf.tokenize"),
+        ("{bleu: zh}", "wrong-value", ".bleu"),
+    ):
+        found = mistakes(GOOD + f"\nscore: {{quality: [{entry}]}}\n")
+        assert [(one.code, one.setting) for one in found] == [(code, f"score.quality[0]{setting}")]
 
 
 def test_stages_are_read_with_what_stands_beside_them() -> None:
@@ -110,8 +118,8 @@ def test_files_without_a_name_are_told_so() -> None:
     splits = ("train", "unlabelled", "validation", "calibration", "test")
     data = ", ".join(f"{name}: ''" for name in splits)
     text = f"model: {{config: ''}}\ntask: language-modeling\ndata: {{{data}}}\nstages: []\n"
-    assert mistakes(text) == [
-        f"recipe.yaml:{line}: {key}: expected a text that is not empty, read ''."
+    assert places(mistakes(text)) == [
+        ("empty-text", key, line)
         for line, key in [(1, "model.config"), *((3, f"data.{name}") for name in splits)]
     ]
 
@@ -130,142 +138,150 @@ score: {quality: [bleu, accuracy, rogueL]}
 seed: yes
 threads: 0
 """
-    assert mistakes(text) == [
-        "recipe.yaml:2: taks: unknown key. Known: model, task, tokenizer, data, embedding, score, baseline,"
-        " gates, seed, strict, threads, device, stages. Did you mean 'task'?",
-        "recipe.yaml:4: data.columns.source: expected a text, read 3.",
-        "recipe.yaml:4: data.tets: unknown; known here: train, unlabelled, validation, calibration, test,"
-        " split, columns, windows, prefix, source_language, target_language. Did you mean 'test'?",
-        "recipe.yaml:4: data.test: missing; expected a file or a hub id.",
-        "recipe.yaml:6: stages[0].prnue: unknown stage 'prnue'. Known: finetune, distill, vocabulary,"
-        " depth, prune, sparsify, factorize, share, shortlist, quantize, onnx, simplify, quantize-graph,"
-        " fp16, tensorrt. Did you mean 'prune'?",
-        "recipe.yaml:8: stages[1].nmae: unknown; known beside a stage: name, from, optional."
-        " Did you mean 'name'?",
-        "recipe.yaml:9: score.quality[1]: 'accuracy' belongs to text-classification. Known for translation:"
-        " bleu, chrf, rouge1, rouge2, rougeL.",
-        "recipe.yaml:9: score.quality[2]: 'rogueL' is no metric. Known for translation: bleu, chrf, rouge1,"
-        " rouge2, rougeL. Did you mean 'rougeL'?",
-        "recipe.yaml:10: seed: expected a whole number between 0 and 4294967295, read 'yes'.",
-        "recipe.yaml:11: threads: expected a whole number between 1 and 1024, read 0.",
+    found = mistakes(text)
+    assert places(found) == [
+        ("unknown-setting", "taks", 2),
+        ("wrong-value", "data.columns.source", 4),
+        ("unknown-setting", "data.tets", 4),
+        ("missing-setting", "data.test", 4),
+        ("unknown-stage", "stages[0].prnue", 6),
+        ("unknown-setting", "stages[1].nmae", 8),
+        ("does-not-fit-task", "score.quality[1]", 9),
+        ("unknown-metric", "score.quality[2]", 9),
+        ("wrong-value", "seed", 10),
+        ("wrong-value", "threads", 11),
     ]
+    assert {one.file for one in found} == {"recipe.yaml"}
+    # what is known there, and the nearest of it
+    keys = "model, task, tokenizer, data, embedding, score, baseline, gates, seed, strict, threads, device,"
+    splits = "train, unlabelled, validation, calibration, test, split, columns, windows, prefix,"
+    stages = "finetune, distill, vocabulary, depth, prune, sparsify, factorize, share, shortlist, quantize,"
+    for one, known, nearest in (
+        (found[0], keys, "task"),
+        (found[2], splits, "test"),
+        (found[4], stages, "prune"),
+        (found[5], "name, from, optional", "name"),
+        (found[7], "bleu, chrf, rouge1, rouge2, rougeL", "rougeL"),
+    ):
+        assert known in one.message
+        assert f"'{nearest}'?" in one.message
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code", "setting", "named"),
     [
-        ("seed: 1.5", "seed: expected a whole number between 0 and 4294967295, read 1.5."),
-        ("strict: 1", "strict: expected true or false, read 1."),
-        ("baseline: [model]", 'baseline: expected a text, read ["model"].'),
-        ("score: 3", "score: expected a mapping with quality, generation, latency, batch_size, read 3."),
-        ("score: {quality: bleu}", "score.quality: expected a list (each a text), read 'bleu'."),
-        ("score: {quality: [bleu, bleu]}", "score.quality[1]: 'bleu' is named twice."),
+        ("seed: 1.5", "wrong-value", "seed", ("0 and 4294967295", "1.5")),
+        ("strict: 1", "wrong-value", "strict", ("1",)),
+        ("baseline: [model]", "wrong-value", "baseline", ('["model"]',)),
+        ("score: 3", "wrong-value", "score", ("quality, generation, latency, batch_size", "3")),
+        ("score: {quality: bleu}", "wrong-value", "score.quality", ("'bleu'",)),
+        ("score: {quality: [bleu, bleu]}", "duplicate-metric", "score.quality[1]", ("'bleu'",)),
         (
             "score: {generation: {beams: 0}}",
-            "score.generation.beams: expected a whole number between 1 and 64, read 0.",
+            "wrong-value",
+            "score.generation.beams",
+            ("1 and 64", "0"),
         ),
         (
             "score: {generation: {beams: 4, early_stopping: nevr}}",
-            "score.generation.early_stopping: expected true or false or 'never', read 'nevr'."
-            " Did you mean 'never'?",
+            "wrong-value",
+            "score.generation.early_stopping",
+            ("'nevr'", "'never'?"),
         ),
         (
             "score: {generation: {temperature: 0.7}}",
-            "score.generation: temperature means nothing without do_sample: true.",
+            "unused-setting",
+            "score.generation",
+            ("temperature", "do_sample: true"),
         ),
         (
             "score: {latency: {batch_sizes: [0]}}",
-            "score.latency.batch_sizes: expected different whole numbers from 1 to 4096, read [0].",
+            "wrong-value",
+            "score.latency.batch_sizes",
+            ("1 to 4096", "[0]"),
         ),
-        (
-            "score: {batch_size: '8'}",
-            "score.batch_size: expected a whole number between 1 and 4096, read '8'.",
-        ),
-        ("gates: {bleu: {max_drop: -1}}", "gates.bleu.max_drop: expected a number of at least 0, read -1."),
-        ("gates: {bleu: {max: 3}}", "gates.bleu.max: does not fit 'bleu', which takes max_drop or min."),
+        ("score: {batch_size: '8'}", "wrong-value", "score.batch_size", ("1 and 4096", "'8'")),
+        ("gates: {bleu: {max_drop: -1}}", "wrong-value", "gates.bleu.max_drop", ("-1",)),
+        ("gates: {bleu: {max: 3}}", "does-not-fit-metric", "gates.bleu.max", ("max_drop or min",)),
         (
             "gates: {bleu: {max_drop: 1, confidence: 95}}",
-            "gates.bleu.confidence: expected a number between 0.5 and 0.999, read 95.",
+            "wrong-value",
+            "gates.bleu.confidence",
+            ("0.5 and 0.999", "95"),
         ),
         (
             "gates: {size_bytes: {max: 9, confidence: 0.9}}",
-            "gates.size_bytes.confidence: a size is exact: there is no interval to judge; leave it out.",
+            "does-not-fit-metric",
+            "gates.size_bytes.confidence",
+            (),
         ),
-        ("gates: {bleu: {}}", "gates.bleu: no limit; give max_drop or min, for example {max_drop: 1.0}."),
+        ("gates: {bleu: {}}", "missing-setting", "gates.bleu", ("max_drop or min",)),
         (
             "gates: {blue: {min: 3}}",
-            "gates.blue: 'blue' is nothing that has a gate. Known: bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup,"  # noqa: E501
-            " size_bytes. Did you mean 'bleu'?",
+            "unknown-metric",
+            "gates.blue",
+            ("'blue'", "bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup, size_bytes", "'bleu'?"),
         ),
-        ("seed: 1\nseed: 2", "seed: this key is given twice, first in line 11. Keep one."),
+        ("seed: 1\nseed: 2", "duplicate-key", "seed", ("line 11",)),
     ],
 )
-def test_wrong_values_are_explained(line: str, message: str) -> None:
+def test_wrong_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
     number = 11 + line.count("\n")
-    assert mistakes(GOOD + line) == [f"recipe.yaml:{number}: {message}"]
+    [found] = mistakes(GOOD + line)
+    assert places([found]) == [(code, setting, number)]
+    assert [value for value in named if value not in found.message] == []
 
 
 def test_gates_need_what_they_judge_to_be_measured() -> None:
     text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
-    assert mistakes(GOOD + text) == [
-        "recipe.yaml:13: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate.",  # noqa: E501
-        "recipe.yaml:14: gates.chrf: 'chrf' is not measured; add it to score.quality."
-        " Known: bleu, speedup, cpu_speedup, size_bytes.",
+    found = mistakes(GOOD + text)
+    assert places(found) == [
+        ("settings-conflict", "gates.speedup", 13),
+        ("metric-not-scored", "gates.chrf", 14),
     ]
+    assert "bleu, speedup, cpu_speedup, size_bytes" in found[1].message
 
 
 @pytest.mark.parametrize(
-    ("stage", "message"),
+    ("stage", "code", "setting", "read"),
     [
-        ("{}", "stages[0]: expected a stage such as `prune: {keep: 0.5}`, read {}."),
-        ("3", "stages[0]: expected a stage such as `prune: {keep: 0.5}`, read 3."),
-        (
-            "{prune: {}, onnx: {}}",
-            "stages[0]: expected one stage, read 2: prune, onnx. Start each with a dash.",
-        ),
-        (
-            "{prune: {}, keep: 0.5}",
-            "stages[0].keep: unknown; known beside a stage: name, from, optional."
-            " If it is a setting of prune, indent it more.",
-        ),
-        ("{prune: 0.5}", "stages[0].prune: expected a mapping of settings, read 0.5."),
-        ("{prune: {}, from: 3}", "stages[0].from: expected the name of an earlier step, read 3."),
-        ("{prune: {}, optional: 'yes'}", "stages[0].optional: expected true or false, read 'yes'."),
-        (
-            "{prune: {}, name: a/b}",
-            "stages[0].name: expected a name of letters, digits, - and _, read 'a/b'.",
-        ),
-        ("{prune: {}, name: model}", "stages[0].name: 'model' is a word of recipes. Choose another name."),
+        ("{}", "wrong-value", "stages[0]", "{}"),
+        ("3", "wrong-value", "stages[0]", "3"),
+        ("{prune: {}, onnx: {}}", "several-stages", "stages[0]", "2: prune, onnx"),
+        ("{prune: {}, keep: 0.5}", "unknown-setting", "stages[0].keep", "prune"),
+        ("{prune: 0.5}", "wrong-value", "stages[0].prune", "0.5"),
+        ("{prune: {}, from: 3}", "wrong-value", "stages[0].from", "3"),
+        ("{prune: {}, optional: 'yes'}", "wrong-value", "stages[0].optional", "'yes'"),
+        ("{prune: {}, name: a/b}", "wrong-value", "stages[0].name", "'a/b'"),
+        ("{prune: {}, name: model}", "reserved-name", "stages[0].name", "'model'"),
     ],
 )
-def test_wrong_stages_are_explained(stage: str, message: str) -> None:
+def test_wrong_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
     text = f"model: m\ntask: translation\ndata: {{test: t}}\nstages:\n  - {stage}\n"
-    assert mistakes(text) == [f"recipe.yaml:5: {message}"]
+    [found] = mistakes(text)
+    assert places([found]) == [(code, setting, 5)]
+    assert read in found.message
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        (
-            "translatoin",
-            f"unknown task 'translatoin'. Supported: {', '.join(EVERY_TASK)}. Did you mean 'translation'?",
-        ),
-    ],
-)
-def test_tasks_that_are_not_supported(task: str, message: str) -> None:
-    [found] = mistakes(GOOD.replace("translation", task))
-    assert found.startswith(f"recipe.yaml:2: task: {message}")
+def test_tasks_that_are_not_supported() -> None:
+    [found] = mistakes(GOOD.replace("translation", "translatoin"))
+    assert places([found]) == [("unknown-task", "task", 2)]
+    for value in ("'translatoin'", ", ".join(EVERY_TASK), "'translation'?"):
+        assert value in found.message
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", "an empty file"), ("- a", '["a"]'), ("hello", "'hello'")])
 def test_what_is_no_mapping_is_no_recipe(text: str, shown: str) -> None:
-    [found] = mistakes(text)
-    assert found.endswith(f"expected a recipe with the keys model, task, data and stages, read {shown}.")
+    with refused("not-a-recipe", InputError) as caught:
+        read(text)
+    assert (caught.value.file, caught.value.line) == ("recipe.yaml", 1)
+    assert shown in str(caught.value)
 
 
 def test_missing_keys_are_named() -> None:
-    found = mistakes("seed: 1")
-    assert [line.split(": ")[1] for line in found] == ["model", "task", "data", "stages"]
+    assert [(one.code, one.setting) for one in mistakes("seed: 1")] == [
+        ("missing-setting", name) for name in ("model", "task", "data", "stages")
+    ]
 
 
 def test_set_changes_settings_of_steps_and_keys() -> None:
@@ -294,36 +310,40 @@ def test_set_latency_false_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "code", "setting"),
     [
-        ("seed", "--set seed: expected NAME.SETTING=VALUE, for example seed=3 or prune.keep=0.5."),
-        ("smal.keep=1", "--set smal.keep=1: no key or step 'smal'."),
-        ("small=1", "--set small=1: which setting of 'small'? Write small.SETTING=VALUE."),
-        ("seed=x", "--set seed=x: seed: expected a whole number between 0 and 4294967295, read 'x'."),
-        ("seed=[", "--set seed=[:1: not valid YAML"),
-        ("seed=.inf", "--set seed=.inf: expected a finite number, read .inf."),
-        ("small.optional=3", "--set small.optional=3: stages[0].optional: expected true or false, read 3."),
+        ("seed", "invalid-override", "--set seed"),
+        ("smal.keep=1", "unknown-setting", "--set smal.keep=1"),
+        ("small=1", "missing-setting", "--set small=1"),
+        ("seed=x", "wrong-value", "seed"),
+        ("seed=[", "invalid-yaml", "--set seed=["),
+        ("seed=.inf", "not-finite", "--set seed=.inf"),
+        ("small.optional=3", "wrong-value", "stages[0].optional"),
     ],
 )
-def test_wrong_overrides_are_explained(override: str, message: str) -> None:
+def test_wrong_overrides_are_explained(override: str, code: str, setting: str) -> None:
     [found] = mistakes(GOOD, override)
-    assert found.startswith(message)
+    assert places([found]) == [(code, setting, None)]
+    assert found.message.startswith(f"--set {override}:")
 
 
 @pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1e999"])
 def test_a_number_that_is_none_is_said_once(written: str) -> None:
     """What stands in its place (0) is not what was written, and may be wrong too."""
     text = GOOD + f"score: {{latency: {{rounds: {written}}}}}"
+    code = "number-too-large" if written == "1e999" else "not-finite"
     [found] = mistakes(text)
-    assert "score.latency.rounds: " in found
-    assert written in found
+    assert places([found]) == [(code, "score.latency.rounds", 11)]
+    assert written in found.message
     # one that is given in its place is judged as any other
-    [_, found] = mistakes(text, "score.latency.rounds=0")
-    assert found.startswith("--set score.latency.rounds=0: score.latency.rounds: expected a whole number")
+    assert places(mistakes(text, "score.latency.rounds=0")) == [
+        (code, "score.latency.rounds", 11),
+        ("wrong-value", "score.latency.rounds", None),
+    ]
 
 
 def test_set_names_the_nearest_step() -> None:
-    assert mistakes(GOOD, "smal.keep=1")[0].endswith("Did you mean 'small'?")
+    assert "'small'?" in mistakes(GOOD, "smal.keep=1")[0].message
 
 
 def test_read_recipe_reads_the_file(tmp_path: Path) -> None:
@@ -335,16 +355,19 @@ def test_read_recipe_reads_the_file(tmp_path: Path) -> None:
 def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:
     (tmp_path / "translate.yaml").touch()
     assert find_recipe(str(tmp_path / "translate.yaml")) == tmp_path / "translate.yaml"
-    with pytest.raises(InputError, match=r"no such recipe: .* Did you mean 'translate\.yaml'\?"):
+    with refused("unknown-recipe", InputError) as caught:
         find_recipe(str(tmp_path / "transalte.yaml"))
+    assert "'translate.yaml'?" in str(caught.value)
 
 
 def test_a_folder_is_no_recipe_and_one_with_a_model_gets_one(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r": a folder, and not a recipe, which is a YAML file\.$"):
+    with refused("not-a-recipe", InputError) as caught:
         find_recipe(str(tmp_path))
+    assert "smelt init" not in str(caught.value)
     (tmp_path / "config.json").touch()
-    with pytest.raises(InputError, match=r"`smelt init .*` writes one for the model in it\.$"):
+    with refused("not-a-recipe", InputError) as caught:
         find_recipe(str(tmp_path))
+    assert f"`smelt init {tmp_path}`" in str(caught.value)
 
 
 @settings(FUZZ)

@@ -7,6 +7,7 @@ import sys
 from typing import get_args
 
 import pytest
+from refusals import refused
 
 from smelt.core.artifact import Format
 from smelt.core.data import Task
@@ -37,8 +38,9 @@ def test_stages_lists_all_in_the_order_of_the_table() -> None:
 
 
 def test_unknown_stage_names_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"unknown stage 'distil'\. Known: .* Did you mean 'distill'\?"):
+    with refused("unknown-stage", InputError) as caught:
         load_stage("distil")
+    assert all(value in str(caught.value) for value in ("'distil'", ", ".join(TABLE), "'distill'?"))
 
 
 def test_loading_the_stages_imports_nothing_heavy() -> None:

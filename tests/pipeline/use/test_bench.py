@@ -8,6 +8,7 @@ import forked_workers
 import harness
 import pytest
 import tiny
+from refusals import error_of, refused
 
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
@@ -67,7 +68,8 @@ def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, 
     assert said["baseline"] == "model"
     assert said["texts"] == {"from": str(data), "n": 8}
     assert list(said["artifacts"]) == ["model", "prune", "broken"]
-    assert "NoSuchModel" in said["artifacts"]["broken"]["error"]
+    error = said["artifacts"]["broken"]["error"]
+    assert (error["code"], "NoSuchModel" in error["message"]) == ("unknown-architecture", True)
     assert said["artifacts"]["broken"]["latency"] == []
     for name in ("model", "prune"):
         artifact = said["artifacts"][name]
@@ -105,10 +107,12 @@ def test_texts_come_from_lines_or_from_a_column(tmp_path):
     assert read_texts(tmp_path / "c.csv", "text-classification") == ["good film"]
     assert read_texts(tmp_path / "d.jsonl", "translation") == ["a"]
     assert read_texts(tmp_path / "d.jsonl", "translation", "de") == ["b"]
-    with pytest.raises(InputError, match=r"d.jsonl:1: no text in a column 'dee'.* Did you mean 'de'\?"):
+    with refused("missing-column", InputError) as caught:
         read_texts(tmp_path / "d.jsonl", "translation", "dee")
+    assert (caught.value.file, caught.value.line) == (str(tmp_path / "d.jsonl"), 1)
+    assert all(name in str(caught.value) for name in ("'dee'", "'de'?"))
     (tmp_path / "e.txt").write_text("\n")
-    with pytest.raises(InputError, match="no texts"):
+    with refused("empty-data", InputError):
         read_texts(tmp_path / "e.txt", "translation")
 
 
@@ -117,12 +121,14 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
     shutil.copytree(run / "model", translator)
     manifest = json.loads((translator / "manifest.json").read_text())
     (translator / "manifest.json").write_text(json.dumps(manifest | {"task": "translation"}))
-    mixed = harness.smelt("bench", run / "model", translator)
-    assert mixed.exit_code == 2
-    assert "only artifacts of one task can be compared; model is for text-classification" in mixed.output
-    assert "named twice" in harness.smelt("bench", run / "model", run / "model").output
-    assert harness.smelt("bench", tmp_path / "nowhere").exit_code == 2
-    assert harness.smelt("bench", run / "model", "--data", tmp_path / "no.txt").exit_code == 2
+    mixed = error_of(harness.smelt("bench", run / "model", translator, code=2))
+    assert (mixed.code, "model is for text-classification" in str(mixed)) == ("different-tasks", True)
+    for arguments, code in (
+        ((run / "model", run / "model"), "duplicate-artifact"),
+        ((tmp_path / "nowhere",), "missing-folder"),
+        ((run / "model", "--data", tmp_path / "no.txt"), "missing-file"),
+    ):
+        assert error_of(harness.smelt("bench", *arguments, code=2)).code == code
     assert harness.smelt("bench").exit_code == 2
 
 

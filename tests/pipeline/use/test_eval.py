@@ -69,9 +69,7 @@ def test_eval_and_predict_take_beams(home):
     arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words]
     result = harness.smelt(*arguments)
     scores = json.loads(result.stdout)
-    assert (
-        "8 of 8 outputs (100.0 %) did not end within 6 tokens (max_new_tokens) and were cut" in result.stderr
-    )
+    assert all(value in result.stderr for value in ("warning: 8 of 8 outputs", "6 tokens"))
     assert "gen:beam 3|length_penalty:1|early_stopping:false|max_new_tokens:6" in scores["bleu"]["signature"]
     with smelt.load(artifact) as model:
         expected = model.generate(tiny.SENTENCES[:2], beams=3, max_new_tokens=6)
@@ -87,15 +85,16 @@ def test_predict_samples_with_a_seed(home):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--temperature", "0.5"], "--temperature means nothing without --sample."),
-        (["--top-k", "3"], "--top-k means nothing without --sample."),
-        (["--sample", "--beams", "2"], "do_sample draws one text; it does not go with beams: 2."),
-        (["--beams", "0"], "0 is not in the range 1<=x<=64"),
-        (["--sample", "--top-p", "0"], "0.0 is not in the range 0<x<=1"),
+        (["--temperature", "0.5"], ("--temperature", "--sample")),
+        (["--top-k", "3"], ("--top-k", "--sample")),
+        (["--sample", "--beams", "2"], ("error[settings-conflict]: ", "do_sample", "beams: 2")),
+        (["--beams", "0"], ("--beams", "0 ", "1<=x<=64")),
+        (["--sample", "--top-p", "0"], ("--top-p", "0.0 ", "0<x<=1")),
     ],
 )
-def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, words, message):
+def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, words, named):
     output = _said("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
-    assert message in " ".join(output.split())
+    said = " ".join(output.split()).rpartition("Error: ")[2]
+    assert [value for value in named if value not in said] == []

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import exported
 import pytest
 import tiny
+from refusals import refused
 
 import smelt
 from smelt.use.loaded import generation_of
@@ -111,38 +112,41 @@ def test_a_closed_model_says_so(kind, step):
     model.close()
     model.close()
     for texts in (["a man"], []):
-        with pytest.raises(smelt.InputError) as caught:
+        with refused("model-closed", smelt.InputError) as caught:
             _use(model, texts)
         # the folder that was opened, which a run links to one of the store
-        assert str(caught.value) == f"{folder}: this model was closed. Open it again with smelt.load."
+        assert str(caught.value).startswith(f"{folder}: ")
 
 
 def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_opened():
-    for kind, use, message in (
-        ("translator", "predict", "this model is for translation; use generate."),
-        ("classifier", "generate", "this model is for text-classification; use predict."),
+    for kind, use, task, fitting in (
+        ("translator", "predict", "translation", "generate"),
+        ("classifier", "generate", "text-classification", "predict"),
     ):
         folder = exported.artifact(kind)
-        with smelt.load(folder) as model, pytest.raises(smelt.InputError) as caught:
+        with smelt.load(folder) as model, refused("does-not-fit-task", smelt.InputError) as caught:
             getattr(model, use)(["a man"])
-        assert str(caught.value) == f"{folder}: {message}"
+        assert str(caught.value).startswith(f"{folder}: ")
+        assert f"{task}; use {fitting}." in str(caught.value)
 
 
 @pytest.mark.parametrize("folder", [None, 3, b"runs", ["runs"]])
 def test_a_folder_that_is_no_path_is_refused(folder):
-    with pytest.raises(smelt.InputError) as caught:
+    with refused("wrong-value", smelt.InputError) as caught:
         smelt.load(folder)
-    assert str(caught.value) == f"artifact: expected the path of a folder, read {folder!r}."
+    assert caught.value.setting == "artifact"
+    assert repr(folder) in str(caught.value)
 
 
 def test_only_a_setting_that_is_unknown_is_told_the_known_ones():
-    with pytest.raises(smelt.InputError, match=r"Known: .* Did you mean 'max_new_tokens'\?"):
+    with refused("unknown-setting", smelt.InputError) as caught:
         generation_of({"max_new_token": 3})
-    with pytest.raises(smelt.InputError) as caught:
+    assert caught.value.setting == "max_new_token"
+    assert all(name in str(caught.value) for name in ("beams, ", "'max_new_tokens'?"))
+    with refused("wrong-value", smelt.InputError) as caught:
         generation_of({"max_new_tokens": 0})
-    assert str(caught.value) == (
-        "generation: max_new_tokens: Input should be greater than or equal to 1, read 0."
-    )
+    assert caught.value.setting == "max_new_tokens"
+    assert "beams" not in str(caught.value)
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
@@ -186,12 +190,12 @@ def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp
     class Text:
         @property
         def tokenizer(self):
-            raise smelt.InputError("no tokenizer")
+            raise smelt.InputError("no tokenizer", code="made-up")
 
     runner = SimpleNamespace(text=Text(), close=lambda: closed.append(1))
     monkeypatch.setattr("smelt.runtime.backends.open_runner.open_runner", lambda *_: runner)
     monkeypatch.setattr("smelt.use.loaded.read_artifact", _engine)
-    with pytest.raises(smelt.InputError, match="no tokenizer"):
+    with refused("made-up", smelt.InputError):
         smelt.load(tmp_path)
     assert closed == [1]
 
@@ -212,10 +216,7 @@ def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
             _use(model, ["a man", LONG, LONG])
         (said,) = caught
         assert (said.message.count, said.message.limit, model.truncated) == (2, limit, 2)
-        assert str(said.message) == (
-            f"2 of 3 texts were longer than the model takes ({limit} tokens) and cut."
-            " Shorten or split what is longer."
-        )
+        assert all(value in str(said.message) for value in ("2 of 3 texts ", f"({limit} tokens)"))
         lines, first = inspect.getsourcelines(_use)  # what called predict or generate, and not its caller
         assert os.path.samefile(said.filename, __file__)
         assert first < said.lineno < first + len(lines)
@@ -226,23 +227,24 @@ def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
 
 
 def test_one_text_of_one_is_told_in_the_singular():
-    assert str(smelt.TruncationWarning(1, 1, 8)).startswith("1 of 1 text was longer")
-    assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was longer")
+    assert str(smelt.TruncationWarning(1, 1, 8)).startswith("1 of 1 text was ")
+    assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was ")
 
 
 @pytest.mark.parametrize("size", [0, -3, True, 2.0, "8", None])
 def test_a_batch_size_that_is_none_is_refused(size):
-    message = "batch_size: expected a whole number of at least 1"
     with (
         smelt.load(exported.artifact("translator")) as model,
-        pytest.raises(smelt.InputError, match=message),
+        refused("wrong-value", smelt.InputError) as caught,
     ):
         model.generate(["a man"], batch_size=size)
+    assert caught.value.setting == "batch_size"
     with (
         smelt.load(exported.artifact("classifier")) as model,
-        pytest.raises(smelt.InputError, match=message),
+        refused("wrong-value", smelt.InputError) as caught,
     ):
         model.predict(["a man"], batch_size=size)
+    assert caught.value.setting == "batch_size"
 
 
 @pytest.mark.parametrize("step", ["onnx", "model"])
@@ -260,5 +262,6 @@ def test_what_are_no_texts_is_refused(texts):
 
 @pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
 def test_a_number_of_threads_that_is_none_is_refused(threads):
-    with pytest.raises(smelt.InputError, match="threads: expected a whole number of at least 1"):
+    with refused("wrong-value", smelt.InputError) as caught:
         smelt.load(exported.artifact("translator"), threads=threads)
+    assert caught.value.setting == "threads"

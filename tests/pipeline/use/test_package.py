@@ -4,6 +4,7 @@ import shutil
 
 import exported
 import pytest
+from refusals import refused
 
 import smelt
 from smelt.core.errors import InputError
@@ -44,11 +45,9 @@ def test_a_folder_with_a_key_for_a_name_gets_a_short_one(run, tmp_path, monkeypa
 
 
 def test_a_torch_artifact_names_what_can_be_packaged(run, tmp_path):
-    with pytest.raises(InputError) as caught:
+    with refused("unsupported-format", InputError) as caught:
         smelt.package(run / "artifacts" / "model", out=tmp_path / "p")
-    said = str(caught.value)
-    assert "it is a torch artifact; this form takes onnx." in said
-    assert "Of the same run it takes the step onnx (artifacts/onnx)." in said
+    assert all(value in str(caught.value) for value in ("torch", "onnx (artifacts/onnx)"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,9 +55,9 @@ def test_places_where_artifacts_are_are_refused(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     link = copy / "artifacts" / "onnx"
-    with pytest.raises(InputError, match="inside of the artifact itself"):
+    with refused("inside-artifact", InputError):
         smelt.package(link, out=link / "p")
-    with pytest.raises(InputError, match=r"the next run in .* removes"):
+    with refused("inside-run", InputError):
         smelt.package(link, out=copy / "artifacts" / "p")
     assert smelt.package(link, out=copy / "p").size_bytes > 0
 
@@ -67,14 +66,14 @@ def test_a_changed_file_is_not_shipped(run, tmp_path):
     copy = tmp_path / "a"
     shutil.copytree(run / "artifacts" / "onnx", copy)
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
-    with pytest.raises(InputError, match="its bytes are not those"):
+    with refused("changed-file", InputError):
         smelt.package(copy, out=tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
 def test_a_folder_that_is_not_empty_is_refused_before_work(run, tmp_path):
     (tmp_path / "mine").touch()
-    with pytest.raises(InputError, match="not empty"):
+    with refused("folder-not-empty", InputError):
         smelt.package(run / "artifacts" / "onnx", out=tmp_path)
 
 

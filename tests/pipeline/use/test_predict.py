@@ -5,6 +5,7 @@ import json
 import exported
 import pytest
 import tiny
+from refusals import refused
 
 from smelt.core.data import Example
 from smelt.core.errors import InputError
@@ -65,7 +66,9 @@ def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch
     monkeypatch.setattr(predicting, "_AT_ONCE", 2)
     predictor = Predictor(translator, {"max_new_tokens": 2})
     assert len(list(predictor.run([LONG, TEXTS[0], LONG]))) == 3
-    assert predictor.warnings[0].startswith("2 of 3 texts were longer than the model takes (40 tokens)")
+    [found] = predictor.warnings
+    assert found.code == "truncated-texts"
+    assert all(value in found.message for value in ("2 of 3 texts", "(40 tokens)"))
     quiet = Predictor(translator, {"max_new_tokens": 2})
     list(quiet.run(TEXTS))
     assert quiet.warnings == []
@@ -75,7 +78,8 @@ def test_a_graph_for_the_processor_says_so_where_a_gpu_was_asked_for(translator,
     predictor = Predictor(translator, {"max_new_tokens": 2}, device="cuda")
     monkeypatch.setattr(predicting, "device_of", lambda artifact, wanted: "cpu")  # of an ort-cpu graph
     (said,) = predictor.warnings
-    assert "--device cuda" in said
+    assert said.code == "other-device"
+    assert "--device cuda" in said.message
     monkeypatch.setattr(predicting, "device_of", lambda artifact, wanted: "cuda")
     assert predictor.warnings == []
 
@@ -83,7 +87,9 @@ def test_a_graph_for_the_processor_says_so_where_a_gpu_was_asked_for(translator,
 def test_texts_that_a_classifier_cut_are_told(classifier):
     predictor = Predictor(classifier, {})
     assert len(list(predictor.run([LONG, TEXTS[0]]))) == 2
-    assert predictor.warnings[0].startswith("1 of 2 texts was longer than the model takes (32 tokens)")
+    [found] = predictor.warnings
+    assert found.code == "truncated-texts"
+    assert all(value in found.message for value in ("1 of 2 texts", "(32 tokens)"))
 
 
 def test_nothing_is_opened_for_no_texts(translator, monkeypatch):
@@ -94,5 +100,5 @@ def test_nothing_is_opened_for_no_texts(translator, monkeypatch):
 
 
 def test_settings_that_do_not_fit_are_refused_before_anything_is_opened(translator):
-    with pytest.raises(InputError, match="do_sample"):
+    with refused("settings-conflict", InputError):
         Predictor(translator, {"do_sample": True, "beams": 2})

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from refusals import refused
 
 from smelt.core.data import Example
 from smelt.core.errors import InputError
@@ -31,8 +32,9 @@ def test_lines_of_plain_text_are_texts(tmp_path):
     with gzip.open(tmp_path / "t.txt.gz", "wt") as stream:
         stream.write("a\tb\n")
     assert read_examples(tmp_path / "t.txt.gz", CLASSIFIER, ()) == [Example("a", text_pair="b")]
-    with pytest.raises(InputError, match=r"--column x: .*t\.txt is plain text and has no columns"):
+    with refused("no-columns", InputError) as caught:
         read_examples(tmp_path / "t.txt", TRANSLATOR, ("x",))
+    assert all(value in str(caught.value) for value in ("--column x", "t.txt"))
 
 
 @pytest.mark.parametrize(
@@ -73,35 +75,40 @@ def test_csv_and_parquet_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "task", "columns", "message"),
+    ("value", "task", "columns", "code", "named"),
     [
-        ({"src": "a"}, TRANSLATOR, (), r"d\.jsonl:1: no column 'source'; there are: src\."),
-        ({"text": "a"}, CLASSIFIER, ("txt",), r"Did you mean 'text'\? Name the right one with --column NAME"),
-        ({"text": 3}, CLASSIFIER, (), r"d\.jsonl:1: column 'text' must be text, read 3"),
-        ({"text": "a", "text_b": 3}, CLASSIFIER, (), "column 'text_b' must be text, read 3"),
-        ({"text": "\ud800"}, CLASSIFIER, (), "half of a surrogate pair"),
-        ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "no column 'b'"),
-        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "a model for translation reads no pairs of texts"),
+        ({"src": "a"}, TRANSLATOR, (), "missing-column", ("'source'", ": src.")),
+        ({"text": "a"}, CLASSIFIER, ("txt",), "missing-column", ("'text'?",)),
+        ({"text": 3}, CLASSIFIER, (), "wrong-column-type", ("'text'", "3")),
+        ({"text": "a", "text_b": 3}, CLASSIFIER, (), "wrong-column-type", ("'text_b'", "3")),
+        ({"text": "\ud800"}, CLASSIFIER, (), "lone-surrogate", ("'text'",)),
+        ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "missing-column", ("'b'",)),
+        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "does-not-fit-task", ("text_pair=b",)),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, message):
+def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, code, named):
     path = rows(tmp_path / "d.jsonl", value)
-    with pytest.raises(InputError, match=message):
+    with refused(code, InputError) as caught:
         read_examples(path, task, columns)
+    assert [one for one in named if one not in str(caught.value)] == []
+    if code != "does-not-fit-task":
+        assert (caught.value.file, caught.value.line) == (str(path), 1)
 
 
 def test_no_file_and_a_folder_are_named(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
+    with refused("missing-file", InputError):
         read_examples(tmp_path / "nowhere.jsonl", TRANSLATOR, ())
-    with pytest.raises(InputError, match=f"--data {tmp_path}: a folder; name a file in it"):
+    with refused("not-a-file", InputError) as caught:
         read_examples(tmp_path, TRANSLATOR, ())
+    assert f"--data {tmp_path}: " in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "text"), [("d.jsonl", "\n"), ("d.csv", "source\n"), ("d.txt", "")])
 def test_a_file_without_rows_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=f"{name}: no rows in this file"):
+    with refused("empty-data", InputError) as caught:
         read_examples(tmp_path / name, TRANSLATOR, ())
+    assert caught.value.file == str(tmp_path / name)
 
 
 LINES = {
@@ -128,22 +135,24 @@ def test_lines_of_a_file_and_of_standard_input_are_the_same(tmp_path, text):
 @pytest.mark.parametrize("task", [TRANSLATOR, CLASSIFIER])
 def test_bytes_that_are_no_text_are_refused(task):
     broken = b"M\xe4rz".decode("utf-8", "surrogateescape")
-    with pytest.raises(InputError) as caught:
+    with refused("not-utf8", InputError) as caught:
         examples_of(["a man", broken], task, "standard input, line")
-    assert str(caught.value) == (
-        "standard input, line 2: not UTF-8 text, read 'M\\udce4rz'. Convert it to UTF-8."
-    )
+    assert str(caught.value).startswith("standard input, line 2: ")
+    assert "'M\\udce4rz'" in str(caught.value)
 
 
 def test_two_columns_for_one_text_are_refused(tmp_path):
     path = rows(tmp_path / "d.jsonl", {"a": "x", "b": "y"})
     for given in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
-        with pytest.raises(InputError, match=r"--column (text_pair=)?\w+ and --column \S+: name one"):
+        with refused("settings-conflict", InputError) as caught:
             read_examples(path, CLASSIFIER, given)
+        assert all(f"--column {column}" in str(caught.value) for column in given)
 
 
 def test_an_image_that_is_missing_is_called_one(tmp_path):
-    with pytest.raises(InputError, match=r"^image 1: .*photo.jpg: no such image file"):
+    with refused("missing-file", InputError) as caught:
         examples_of([str(tmp_path / "photo.jpg")], "image-classification")
-    with pytest.raises(InputError, match=r"^photos.txt line 1: .*: a folder; an image file is expected"):
+    assert str(caught.value).startswith(f"image 1: {tmp_path / 'photo.jpg'}: ")
+    with refused("not-a-file", InputError) as caught:
         examples_of([str(tmp_path)], "image-classification", "photos.txt line")
+    assert str(caught.value).startswith(f"photos.txt line 1: {tmp_path}: ")

@@ -5,9 +5,12 @@ import shutil
 
 import harness
 import pytest
-from refusals import RECIPE
+from refusals import error_of
+from refused_recipes import RECIPE
 
 from smelt.core.files import sha256_of
+
+pytest_plugins = ["refused_recipes"]
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +51,33 @@ def _link(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "code", "named"),
     [
-        (_manifest(files={"../x": {"sha256": "0", "size_bytes": 1}}), "the file name '../x' leads out of the artifact"),  # noqa: E501
-        (_manifest(files={"/etc/passwd": {"sha256": "0", "size_bytes": 1}}), "'/etc/passwd' leads out"),
-        (_link, "config.json: a link to"),
-        (_manifest(format="pickle"), "not a manifest that this version of smelt reads"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: not a manifest"),
-        (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json in this folder"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: this file of the artifact is missing"),  # noqa: E501
-        (lambda folder: (folder / "config.json").write_text("{}"), "config.json: its bytes are not those"),
-        (lambda folder: (folder / "structure.json").write_text("{}"), "structure.json: this file is not of"),
-        (_structure('{"edits": [{"op": "run"}]}'), "unknown edit 'run'"),
-        (_structure('{"edits": 7}'), "not a list of edits"),
+        (_manifest(files={"../x": {"sha256": "0", "size_bytes": 1}}), "path-outside-folder", "'../x'"),
+        (_manifest(files={"/etc/passwd": {"sha256": "0", "size_bytes": 1}}),
+         "path-outside-folder", "'/etc/passwd'"),
+        (_link, "path-outside-folder", "config.json: "),
+        (_manifest(format="pickle"), "damaged-manifest", "manifest.json: "),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "damaged-manifest", "manifest.json: "),
+        (lambda folder: (folder / "manifest.json").unlink(), "not-an-artifact", ""),
+        (lambda folder: (folder / "config.json").unlink(), "missing-file", "config.json: "),
+        (lambda folder: (folder / "config.json").write_text("{}"), "changed-file", "config.json: "),
+        (lambda folder: (folder / "structure.json").write_text("{}"), "unknown-file", "structure.json: "),
+        (_structure('{"edits": [{"op": "run"}]}'), "unknown-edit", "'run'"),
+        (_structure('{"edits": 7}'), "damaged-file", ""),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["predict", "eval"])
-def test_artifacts_that_are_none(finished, tmp_path, change, word, command):
+def test_artifacts_that_are_none(finished, tmp_path, change, code, named, command):
     folder = tmp_path / "a"
     shutil.copytree(finished, folder)
     change(folder)
     data = ["--data", finished.parents[2] / "data.jsonl"]
-    result = harness.smelt(command, folder, *(["a cat"] if command == "predict" else data))
-    assert result.exit_code == 2, result.output
-    assert word in result.output
+    error = error_of(harness.smelt(command, folder, *(["a cat"] if command == "predict" else data), code=2))
+    assert error.code == code
+    assert named in str(error)
 
 
 def test_what_is_no_folder_is_no_artifact(tmp_path):
-    assert "no such folder" in harness.smelt("predict", tmp_path / "x", "a").output
-    assert "no such file" in harness.smelt("report", tmp_path / "x").output
+    assert error_of(harness.smelt("predict", tmp_path / "x", "a")).code == "missing-folder"
+    assert error_of(harness.smelt("report", tmp_path / "x")).code == "missing-file"

@@ -4,43 +4,49 @@ import json
 
 import harness
 import pytest
-from refusals import RECIPE, TRANSLATE, refused
+from refused_recipes import RECIPE, TRANSLATE, refused_recipe
+from sample_report import message
 
-pytest_plugins = ["refusals"]
+pytest_plugins = ["refused_recipes"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "code", "place", "named"),
     [
-        ("", ("data.jsonl: no rows in this file",)),
-        ('{"text": "a", "label": 0}\n{"text": "a" "label": 0}', ("data.jsonl:2: broken JSON",)),
-        ("A man rides.\n", ("data.jsonl:1: broken JSON", "Plain text (.txt) is for language-modeling.")),
-        ('["a", 0]', ("data.jsonl:1: expected a JSON object with named columns",)),
-        ('{"txet": "a", "label": 0}', ("data.jsonl:1: no column 'text'; there are: txet, label", "'txet'?")),
-        ('{"text": "a"}', ("no column 'label'",)),
-        ('{"text": 7, "label": 0}', ("data.jsonl:1: column 'text' must be text, read 7",)),
-        ('{"text": null, "label": 0}', ("column 'text' must be text, read None",)),
-        ('{"text": "a", "label": {"x": 1}}', ("column 'label' must be",)),
-        ('{"text": "a", "label": true}', ("column 'label' must be", "read True")),
-        ('{"text": "a", "label": 0}\n{"text": "b", "label": 7}', ("data.jsonl:2: the label 7 is not one of the model's",)),  # noqa: E501
-        ('{"text": "a", "label": "LABEL_O"}', ("the label 'LABEL_O'", "Did you mean 'LABEL_")),
-        ('{"text": "half \\ud83d", "label": 0}', ("column 'text' holds '\\ud83d', half of a surrogate pair",)),  # noqa: E501
-        ('{"text": "a", "label": 0}\n' + "\x1b[2J{", ("data.jsonl:2: broken JSON", "\\x1b[2J")),
-        ('{"te\\u001b[31mxt": "a", "label": 0}', ("there are: te\\x1b[31mxt, label",)),
-        ('{"text": "a", "label": "\\u202eevil"}', ("the label '\\u202eevil'",)),
+        ("", "empty-data", "data.jsonl", ()),
+        ('{"text": "a", "label": 0}\n{"text": "a" "label": 0}', "invalid-json", "data.jsonl:2", ()),
+        ("A man rides.\n", "invalid-json", "data.jsonl:1", ("language-modeling",)),
+        ('["a", 0]', "not-an-object", "data.jsonl:1", ()),
+        ('{"txet": "a", "label": 0}',
+         "missing-column", "data.jsonl:1", ("'text'", ": txet, label", "'txet'?")),
+        ('{"text": "a"}', "missing-column", "data.jsonl:1", ("'label'",)),
+        ('{"text": 7, "label": 0}', "wrong-column-type", "data.jsonl:1", ("'text'", "7")),
+        ('{"text": null, "label": 0}', "wrong-column-type", "data.jsonl:1", ("'text'", "None")),
+        ('{"text": "a", "label": {"x": 1}}', "wrong-column-type", "data.jsonl:1", ("'label'",)),
+        ('{"text": "a", "label": true}', "wrong-column-type", "data.jsonl:1", ("'label'", "True")),
+        ('{"text": "a", "label": 0}\n{"text": "b", "label": 7}', "unknown-label", "data.jsonl:2", ("7",)),
+        ('{"text": "a", "label": "LABEL_O"}', "unknown-label", "data.jsonl:1", ("'LABEL_O'", "'LABEL_")),
+        ('{"text": "half \\ud83d", "label": 0}', "lone-surrogate", "data.jsonl:1", ("'text'", "'\\ud83d'")),
+        ('{"text": "a", "label": 0}\n' + "\x1b[2J{", "invalid-json", "data.jsonl:2", ("\\x1b[2J",)),
+        ('{"te\\u001b[31mxt": "a", "label": 0}', "missing-column", "data.jsonl:1", ("te\\x1b[31mxt, label",)),
+        ('{"text": "a", "label": "\\u202eevil"}', "unknown-label", "data.jsonl:1", ("'\\u202eevil'",)),
     ],
 )  # fmt: skip
-def test_rows_that_are_none(home, rows, words):
+def test_rows_that_are_none(home, rows, code, place, named):
     (home / "data.jsonl").write_text(rows)
-    said = refused(home, None, *words)
-    assert not set(said) & {"\x1b", "\u202e", "\0"}
+    said = str(refused_recipe(home, None, code, code))  # of train and of test
+    assert f"{place}: " in said
+    shown = harness.smelt("plan", home / "recipe.yaml").output
+    assert [value for value in named if value not in shown] == []
+    assert not set(shown) & {"\x1b", "\u202e", "\0"}
 
 
 def test_files_that_are_no_text(home):
     (home / "data.jsonl").write_bytes(b'{"text": "\xff\xfe", "label": 0}')
-    refused(home, None, "data.jsonl: not UTF-8 text at byte 10. Convert the file to UTF-8.")
+    assert "byte 10" in str(refused_recipe(home, None, "not-utf8", "not-utf8"))
     (home / "data.csv").write_text("text,label\na,0\nb\n")
-    refused(home, RECIPE.replace("data.jsonl", "data.csv"), "data.csv:3: this row has 1 fields")
+    csv = RECIPE.replace("data.jsonl", "data.csv")
+    assert "data.csv:3: " in str(refused_recipe(home, csv, "csv-field-count", "csv-field-count"))
 
 
 @pytest.mark.parametrize(
@@ -51,14 +57,16 @@ def test_files_that_are_no_text(home):
 def test_an_empty_target_is_refused_with_its_line(home, row):
     with (home / "pairs.jsonl").open("a") as stream:
         stream.write(row + "\n")
-    refused(home, TRANSLATE, "pairs.jsonl:9: the target is empty; a model would learn to say nothing")
+    assert "pairs.jsonl:9: " in str(refused_recipe(home, TRANSLATE, "empty-text", "empty-text"))
 
 
 def test_references_in_the_wrong_type_are_refused(home):
     (home / "pairs.jsonl").write_text('{"source": "a", "targets": "b"}\n')
-    refused(home, TRANSLATE, "pairs.jsonl:1: column 'targets' must be a list of texts, read 'b'")
+    said = str(refused_recipe(home, TRANSLATE, "wrong-column-type", "wrong-column-type"))
+    assert all(value in said for value in ("pairs.jsonl:1: ", "'targets'", "'b'"))
     (home / "pairs.jsonl").write_text('{"source": ["a"], "target": "b"}\n')
-    refused(home, TRANSLATE, "pairs.jsonl:1: column 'source' must be text, read ['a']")
+    said = str(refused_recipe(home, TRANSLATE, "wrong-column-type", "wrong-column-type"))
+    assert all(value in said for value in ("pairs.jsonl:1: ", "'source'", "['a']"))
 
 
 def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
@@ -68,21 +76,22 @@ def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
     result = harness.smelt("run", home / "recipe.yaml", "--until", "model", "--out", home / "r", "--quiet")
     assert result.exit_code == 0, result.output
     report = json.loads((home / "r" / "report.json").read_text())
-    said = "1 of 9 texts was longer than the model's limit and was cut"
-    assert report["steps"][0]["warnings"] == [said]
-    assert said in (home / "r" / "report.html").read_text().replace("&#39;", "'")
-    refused(
-        home, RECIPE + "strict: true\n",
-        "data.jsonl (train): 1 row holds texts of more than 32 tokens, the model's limit (strict: true): line 9.",  # noqa: E501
-        "data.jsonl (test): 1 row ", command="run",
-    )  # fmt: skip
+    [found] = report["steps"][0]["warnings"]
+    assert found["code"] == "truncated-texts"
+    assert "1 of 9 texts" in found["message"]
+    assert found["message"] in (home / "r" / "report.html").read_text().replace("&#39;", "'")
+    error = refused_recipe(home, RECIPE + "strict: true\n", "texts-too-long", "texts-too-long", command="run")
+    train, test = (one.message for one in error.found)
+    assert all(value in train for value in ("data.jsonl (train): ", "1 row ", "32 tokens", "line 9."))
+    assert all(value in test for value in ("data.jsonl (test): ", "1 row "))
 
 
 def test_a_target_beyond_the_limit_is_too_long_under_strict_too(home):
     with (home / "pairs.jsonl").open("a") as stream:
         stream.write(json.dumps({"source": "a man", "target": "ein mann " * 40}) + "\n")
-    words = ("(train): 1 row holds texts of more than 40 tokens", "line 9.")
-    refused(home, TRANSLATE + "strict: true\n", *words, command="run")
+    codes = ("texts-too-long", "texts-too-long")
+    error = refused_recipe(home, TRANSLATE + "strict: true\n", *codes, command="run")
+    assert all(value in error.found[0].message for value in ("(train): ", "1 row ", "40 tokens", "line 9."))
 
 
 def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home):
@@ -102,7 +111,8 @@ def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home
     path = home / "r" / "report.json"
     report = json.loads(path.read_text())
     assert report["steps"][0]["quality"]["accuracy"]["n"] == 6
-    report["steps"][1] |= {"status": "error", "error": "said \x1b]0;owned\x07 \u202eevil שלום <b>"}
+    said = message("said \x1b]0;owned\x07 \u202eevil שלום <b>", severity="error")
+    report["steps"][1] |= {"status": "error", "error": said}
     path.write_text(json.dumps(report))
     result = harness.smelt("report", home / "r")
     assert result.exit_code == 0, result.output

@@ -7,9 +7,12 @@ import struct
 import causal
 import harness
 import pytest
-from refusals import RECIPE, TRANSLATE, refused
+from refusals import places
+from refused_recipes import RECIPE, TRANSLATE, refused_recipe
 
-pytest_plugins = ["refusals"]
+from smelt.plan.load import load_plan
+
+pytest_plugins = ["refused_recipes"]
 
 
 def _write(name, content):
@@ -59,48 +62,55 @@ def _no_offsets(header):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "named"),
     [
-        (lambda home: (home / "m" / "model.safetensors").unlink(), ("no weights in this folder",)),
+        (lambda home: (home / "m" / "model.safetensors").unlink(), "missing-weights", ()),
         (lambda home: (home / "m" / "model.safetensors").rename(home / "m" / "pytorch_model.bin"),
-         ("pickle files (pytorch_model.bin), which can run any code",)),
-        (lambda home: (home / "m" / "vocab.txt").unlink(), ("no tokenizer",)),
-        (lambda home: (home / "m" / "config.json").unlink(), ("no config.json in this folder",)),
-        (_write("m/config.json", "{'single': 'quotes'}"), ("config.json: broken JSON: ",)),
-        (_write("m/config.json", b"\xff\xfe"), ("config.json: broken JSON: ",)),
-        (_write("m/config.json", "[1, 2]"), ("expected a JSON object with a model_type",)),
-        (_config(model_type="mamba"), ("model_type 'mamba' is no family of models that this version knows",)),
-        (_write("m/model.safetensors", b"\xff" * 64), ("not a safetensors file",)),
-        (_write("m/model.safetensors", struct.pack("<Q", 2**63) + b"{}"), ("not a safetensors file",)),
+         "pickled-weights", ("(pytorch_model.bin)",)),
+        (lambda home: (home / "m" / "vocab.txt").unlink(), "missing-tokenizer", ()),
+        (lambda home: (home / "m" / "config.json").unlink(), "missing-config", ()),
+        (_write("m/config.json", "{'single': 'quotes'}"), "invalid-json", ("config.json: ",)),
+        (_write("m/config.json", b"\xff\xfe"), "invalid-json", ("config.json: ",)),
+        (_write("m/config.json", "[1, 2]"), "invalid-config", ("config.json: ",)),
+        (_config(model_type="mamba"), "unsupported-family", ("'mamba'",)),
+        (_write("m/model.safetensors", b"\xff" * 64), "damaged-weights", ()),
+        (_write("m/model.safetensors", struct.pack("<Q", 2**63) + b"{}"), "damaged-weights", ()),
         (_write("m/model.safetensors", struct.pack("<Q", 12) + b'{"a": [1, 2]' + b"x" * 20),
-         ("not a safetensors file",)),
-        (_header(_no_offsets), ("not a safetensors file",)),
-        (_header(_wrong_bytes), ("a damaged header: the tensor 'classifier.weight' is said to be F32 [3, 32]",)),  # noqa: E501
-        (_header(_swap_shape), (f"the tensor '{EMBEDDING}' is [32,", "and config.json asks for [", "(vocab_size")),  # noqa: E501
-        (_config(vocab_size=20), ("config.json asks for [20, 32]",)),
-        (_write("m/tokenizer_config.json", "{"), ("tokenizer_config.json: broken JSON",)),
+         "damaged-weights", ()),
+        (_header(_no_offsets), "damaged-weights", ()),
+        (_header(_wrong_bytes), "damaged-header", ("'classifier.weight'", "F32 [3, 32]")),
+        (_header(_swap_shape), "shape-mismatch", (f"'{EMBEDDING}' is [32,",)),
+                (_write("m/tokenizer_config.json", "{"), "invalid-json", ("tokenizer_config.json: ",)),
         (_write("m/vocab.txt", "\n".join(f"w{i}" for i in range(900))),
-         ("the tokenizer does not belong to this model: it gives token ids up to 899, and the embedding has",)),  # noqa: E501
+         "tokenizer-mismatch", ("up to 899,",)),
     ],
 )  # fmt: skip
-def test_model_folders_that_are_none(home, change, words):
+def test_model_folders_that_are_none(home, change, code, named):
     change(home)
-    refused(home, None, "recipe.yaml:1: model: ", *words)
+    error = refused_recipe(home, None, code)
+    assert places(error.found) == [(code, "model", 1)]
+    assert [value for value in named if value not in str(error)] == []
+
+
+def test_a_config_with_another_vocabulary_fits_neither_weights_nor_tokenizer(home):
+    _config(vocab_size=20)(home)
+    assert "[20, 32]" in str(refused_recipe(home, None, "shape-mismatch", "tokenizer-mismatch"))
 
 
 def test_a_marian_whose_vocabulary_is_larger_than_its_embedding_is_refused(home):
     path = home / "t" / "vocab.json"
     words = json.loads(path.read_text())
     path.write_text(json.dumps(words | {"one-more": len(words)}))
-    refused(home, TRANSLATE, "the tokenizer does not belong to this model", f"up to {len(words)}, and")
+    assert f"up to {len(words)}," in str(refused_recipe(home, TRANSLATE, "tokenizer-mismatch"))
 
 
 def test_a_tokenizer_that_knows_few_of_the_tokens_is_warned_about(home):
     (home / "m" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
     (home / "m" / "tokenizer.json").unlink(missing_ok=True)
-    result = harness.smelt("plan", home / "recipe.yaml")
-    assert result.exit_code == 0
-    assert "the tokenizer knows 6 tokens and the embedding has" in result.output
+    [found] = [
+        one for one in load_plan(home / "recipe.yaml").warnings if one.code == "tokenizer-much-smaller"
+    ]
+    assert "6 tokens" in found.message
 
 
 def test_a_shape_deep_inside_is_named_before_any_stage_works(home):
@@ -111,7 +121,8 @@ def test_a_shape_deep_inside_is_named_before_any_stage_works(home):
     name = "bert.encoder.layer.1.intermediate.dense.weight"
     tensors[name] = tensors[name][:-1].copy()
     save_file(tensors, path, metadata={"format": "pt"})
-    refused(home, None, f"the tensor '{name}' is [63, 32], and its place is [64, 32].", command="run")
+    error = refused_recipe(home, None, "shape-mismatch", command="run")
+    assert all(value in str(error) for value in (f"'{name}'", "[63, 32]", "[64, 32]"))
     assert not (home / "r" / "report.json").exists()
 
 
@@ -136,7 +147,8 @@ def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, fol
     tensors = load_file(path)
     tensors[name][3, 2] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
-    said = refused(home, recipe, f"{path}: the tensor '{name}' holds 1 NaN among", command="run")
+    said = str(refused_recipe(home, recipe, "non-finite-weights", command="run"))
+    assert all(value in said for value in (f"{path}: ", f"'{name}'", "1 NaN"))
     assert ".store" not in said
     assert not (home / "r" / "report.json").exists()
 
@@ -167,9 +179,10 @@ def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, 
     stages = f"stages:\n  - prune: {{}}\n  - distill: {{{setting}, max_steps: 1}}\n"
     recipe = RECIPE[: RECIPE.index("stages:")] + stages + "score: {latency: false}\n"
     line = recipe.splitlines().index(next(row for row in recipe.splitlines() if "distill" in row)) + 1
-    said = refused(home, recipe, f"step 'distill': {path}: the tensor '{tensor}' holds 1 NaN", command="run")
-    assert f"recipe.yaml:{line}: " in said
-    assert "others" not in said
+    error = refused_recipe(home, recipe, "non-finite-weights", command="run")
+    assert (error.file, error.line) == (str(home / "recipe.yaml"), line)
+    assert all(value in str(error) for value in ("'distill': ", f"{path}: ", f"'{tensor}'", "1 NaN"))
+    assert "others" not in str(error)
     assert not (home / "r").exists() or not list((home / "r").glob("artifacts/prune"))
 
 
@@ -184,25 +197,28 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
     assert harness.smelt("plan", _written(home, _distilled(setting))).exit_code == 0
     weights = home / "stored" / "model.safetensors"
     weights.rename(home / "stored" / "encoder.onnx")
-    said = refused(home, _distilled(setting), f"{home / 'other'}: no weights in this folder; expected model.")
+    said = str(refused_recipe(home, _distilled(setting), "missing-weights"))
+    assert f"{home / 'other'}: " in said
     assert said.count("other") == 1
-    assert "It has graphs (encoder.onnx), which have no weights for torch." in said
+    assert "(encoder.onnx)" in said
     (home / "other").unlink()
     (home / "other").touch()
-    said = refused(home, _distilled(setting), f"{home / 'other'}: not a folder; expected a model's folder")
+    said = str(refused_recipe(home, _distilled(setting), "not-a-folder"))
+    assert f"{home / 'other'}: " in said
     assert "hub" not in said  # from where only `model:` is fetched
 
 
 def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
-    said = refused(home, _distilled("teacher: m"), "distill.teacher: no earlier step 'm'.")
-    assert "A model in a folder is named as `{model: m}`." in said
-    several = refused(home, _distilled("teacher: [model, m]"), "no earlier step 'm'")
-    assert "A model in a folder is named as `{model: m}`." in several
+    for teacher, place in (("m", ""), ("[model, m]", "[1]")):
+        error = refused_recipe(home, _distilled(f"teacher: {teacher}"), "unknown-step")
+        assert [one.setting for one in error.found] == [f"stages[1].distill.teacher{place}"]
+        assert "`{model: m}`" in str(error)
     (home / "graphs").mkdir()  # an artifact without weights for torch, which teaches nobody
     (home / "graphs" / "config.json").write_text((home / "m" / "config.json").read_text())
     for other in ("nobody", "data.jsonl", "graphs"):
-        told = refused(home, _distilled(f"teacher: {other}"), f"no earlier step '{other}'")
-        assert "A model in a folder" not in told
+        told = str(refused_recipe(home, _distilled(f"teacher: {other}"), "unknown-step"))
+        assert f"'{other}'" in told
+        assert "`{model: " not in told
 
 
 def _written(home, recipe):
@@ -211,19 +227,14 @@ def _written(home, recipe):
     return path
 
 
-@pytest.mark.parametrize(
-    ("values", "word"),
-    [
-        ({"num_attention_heads": 5}, "multiple of the number of attention heads"),
-        ({"hidden_size": "wide"}, "config.json"),
-    ],
-)
-def test_configs_that_transformers_makes_nothing_of(home, values, word):
+@pytest.mark.parametrize("values", [{"num_attention_heads": 5}, {"hidden_size": "wide"}])
+def test_configs_that_transformers_makes_nothing_of(home, values):
     _config(**values)(home)
-    refused(home, None, "config.json", word, command="run")
+    assert "config.json" in str(refused_recipe(home, None, "wrong-config", command="run"))
 
 
 def test_a_config_that_names_no_class_of_models_is_refused(home):
     path = home / "t" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["pipeline"]}))
-    refused(home, TRANSLATE, "'architectures' is ['pipeline']; expected one class", command="run")
+    error = refused_recipe(home, TRANSLATE, "unknown-architecture", command="run")
+    assert "['pipeline']" in str(error)

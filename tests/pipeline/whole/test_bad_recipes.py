@@ -7,9 +7,10 @@ import time
 import every_family
 import harness
 import pytest
-from refusals import HEAD, RECIPE, refused
+from refusals import error_of, places
+from refused_recipes import HEAD, RECIPE, refused_recipe
 
-pytest_plugins = ["refusals"]
+pytest_plugins = ["refused_recipes"]
 
 # Nine lines that stand for a billion words.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -18,88 +19,98 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("stages", "words"),
+    ("stages", "code", "setting", "named"),
     [
-        ("[prnue]", ("recipe.yaml:4: ", "unknown stage 'prnue'", "Did you mean 'prune'?")),
-        ("[{prune: {kep: 1}}]", ("stages[0].prune.kep: unknown", "Did you mean 'keep'?")),
-        ("[{prune: {keep: half}}]", ("expected a number", "read 'half'")),
-        ("[{prune: {keep: 1.5}}]", ("read 1.5",)),
-        ("[{prune: [1]}]", ("expected a mapping of settings",)),
-        ("[onnx, prune]", ("prune works on torch models, but its parent step 'onnx' gives onnx",)),
-        ("[tensorrt]", ("tensorrt works on onnx models", "put one of these before it: onnx")),
-        ("[quantize, factorize]", ("factorize cannot work after 'quantize'",)),
-        ("prune", ("expected a list of stages",)),
-        ("[{prune: {}, from: nowhere}]", ("no step 'nowhere'",)),
-    ],
-)
-def test_stages_that_cannot_be(home, stages, words):
-    refused(home, f"{HEAD}stages: {stages}\n", *words)
-
-
-@pytest.mark.parametrize(
-    ("stages", "words"),
-    [
+        ("[prnue]", "unknown-stage", "stages[0].prnue", ("'prnue'", "'prune'?")),
+        ("[{prune: {kep: 1}}]", "unknown-setting", "stages[0].prune.kep", ("'keep'?",)),
+        ("[{prune: {keep: half}}]", "wrong-value", "stages[0].prune.keep", ("'half'",)),
+        ("[{prune: {keep: 1.5}}]", "wrong-value", "stages[0].prune.keep", ("1.5",)),
+        ("[{prune: [1]}]", "wrong-value", "stages[0].prune", ("[1]",)),
+        ("[onnx, prune]", "wrong-model-format", "stages[1].prune", ("'onnx'",)),
+        ("[tensorrt]", "wrong-model-format", "stages[0].tensorrt", ("it: onnx",)),
+        ("[quantize, factorize]", "already-quantized", "stages[1].factorize", ("'quantize'",)),
+        ("prune", "wrong-value", "stages", ("'prune'",)),
+        ("[{prune: {}, from: nowhere}]", "unknown-step", "stages[0].from", ("'nowhere'",)),
         (
             "[{distill: {student: {decoder_layers: 1}}}]",
-            ("stages[0].distill.student.decoder_layers: a bert model has no such stack; it has layers.",),
+            "unknown-stack",
+            "stages[0].distill.student.decoder_layers",
+            ("bert", "layers"),
         ),
-        ("[{distill: {student: {layers: 3}}}]", ("student.layers: the student cannot keep 3 layers of 2.",)),
-        ("[{distill: {student: {layers: [1, 0]}}}]", ("expected rising numbers from 0 to 1, read [1, 0].",)),
+        (
+            "[{distill: {student: {layers: 3}}}]",
+            "more-than-model-has",
+            "stages[0].distill.student.layers",
+            ("3 ", "2"),
+        ),
+        (
+            "[{distill: {student: {layers: [1, 0]}}}]",
+            "wrong-layer-numbers",
+            "stages[0].distill.student.layers",
+            ("[1, 0]",),
+        ),
         (
             "[{distill: {student: {layers: 1}}}, prune, {distill: {student: {layers: 2}}}]",
-            ("stages[2].distill.student.layers: the student cannot keep 2 layers of 1.",),
+            "more-than-model-has",
+            "stages[2].distill.student.layers",
+            ("2 ", "1"),
         ),
     ],
 )
-def test_stages_that_do_not_fit_the_model(home, stages, words):
-    refused(home, f"{HEAD}stages: {stages}\n", "recipe.yaml:4: ", *words)
+def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setting, named):
+    error = refused_recipe(home, f"{HEAD}stages: {stages}\n", code)
+    assert places(error.found) == [(code, setting, 4)]
+    assert [value for value in named if value not in str(error)] == []
 
 
 @pytest.mark.parametrize(
-    ("family", "stages", "words"),
+    ("family", "stages", "code", "setting", "named"),
     [
-        (
-            "mpnet",
-            "[{prune: {what: [heads]}}]",
-            "stages[0].prune.what: the heads of an mpnet model cannot be",
-        ),
+        ("mpnet", "[{prune: {what: [heads]}}]", "fixed-heads", "stages[0].prune.what", ("mpnet",)),
         (
             "modernbert",
             "[{distill: {student: {layers: [1]}}}]",
-            "stages[0].distill.student.layers: a modernbert student keeps the first layer",
+            "first-layer-required",
+            "stages[0].distill.student.layers",
+            ("modernbert",),
         ),
         (
             "bert",
             "[{prune: {budget: {operations: 0.6, length: 4000}}}]",
-            "stages[0].prune.budget.length: 4,000 tokens, and the model has places for 32.",
+            "longer-than-model",
+            "stages[0].prune.budget.length",
+            ("4,000", "32"),
         ),
     ],
 )
-def test_stages_that_do_not_fit_the_family(home, family, stages, words):
+def test_stages_that_do_not_fit_the_family(home, family, stages, code, setting, named):
     shutil.copytree(every_family.of_layers(family, 1 if family == "bert" else 2), home / "other")
     recipe = f"{HEAD}stages: {stages}\n".replace("model: m", "model: other")
-    refused(home, recipe, "recipe.yaml:4: ", words)
+    error = refused_recipe(home, recipe, code)
+    assert places(error.found) == [(code, setting, 4)]
+    assert [value for value in named if value not in str(error)] == []
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "codes", "named"),
     [
-        (RECIPE + "modle: m\n", ("modle: unknown key", "Did you mean 'model'?")),
-        (RECIPE + "seed: soon\n", ("recipe.yaml:6: seed: expected a whole number", "read 'soon'")),
-        (RECIPE.replace("text-cl", "txt-cl"), ("Did you mean 'text-classification'?",)),
-        (RECIPE.replace("test: data", "test: date"), ("no such file", "Did you mean 'data.jsonl'?")),
-        (RECIPE.replace("model: m", "model: n"), ("no such folder",)),
-        ("model: [", ("not valid YAML",)),
-        ("", ("expected a recipe", "an empty file")),
-        ("#" * 10_000_000, ("larger than 1,000,000 bytes",)),
-        ("\0", ("the character '\\x00' is not allowed",)),
-        (BOMB, ("more than 20,000 values once its aliases (*name) are expanded",)),
-        ("[" * 100_000, ("nested more than 40 levels",)),
+        (RECIPE + "modle: m\n", ("unknown-setting",), ("'model'?",)),
+        (RECIPE + "seed: soon\n", ("wrong-value",), ("recipe.yaml:6: seed: ", "'soon'")),
+        (RECIPE.replace("text-cl", "txt-cl"), ("unknown-task",), ("'text-classification'?",)),
+        (RECIPE.replace("test: data", "test: date"), ("missing-file",), ("'data.jsonl'?",)),
+        (RECIPE.replace("model: m", "model: n"), ("missing-folder",), ()),
+        ("model: [", ("invalid-yaml",), ()),
+        ("", ("not-a-recipe",), ("an empty file",)),
+        ("#" * 10_000_000, ("recipe-too-large",), ("1,000,000",)),
+        ("\0", ("invalid-yaml",), ("'\\x00'",)),
+        (BOMB, ("recipe-too-large",), ("20,000",)),
+        ("[" * 100_000, ("recipe-too-deep",), ("40",)),
     ],
-)  # fmt: skip
-def test_recipes_that_are_none(home, recipe, words):
+)
+def test_recipes_that_are_none(home, recipe, codes, named):
     started = time.process_time()
-    refused(home, recipe, *words)
+    error = refused_recipe(home, recipe, *codes)
+    assert [value for value in named if value not in str(error)] == []
     assert time.process_time() - started < 3
 
 
@@ -142,41 +153,44 @@ threads: many
 """
 
 
-# By the line that each stands in: a part of the message.
+# Code and setting of each, by the line that it stands in.
 ITS_MISTAKES = [
-    (1, "modle: unknown key"),
-    (2, "no tokenizer; expected tokenizer.json or vocab.txt"),
-    (5, "train.csv:3: the label 'seven' is not one of the model's 2 labels"),
-    (6, "validation.jsonl:2: column 'text' must be text, read 7"),
-    (6, "validation.jsonl:3: broken JSON"),
-    (7, "no such file (data for 'test'). Did you mean 'data.jsonl'?"),
-    (8, "data.split.test: expected a number between 0 and 1"),
-    (9, "data.windows: is for language-modeling"),
-    (11, "stages[0].prune.keep: expected a number between 0 and 1 (0 excluded), read 2."),
-    (11, "stages[0].prune.importnce: unknown"),
-    (12, "stages[1].distill.student.decoder_layers: a bert model has no such stack"),
-    (12, "stages[1].distill.epochs: expected a number above 0, read 'half'."),
-    (12, "stages[1].distill.teacher: no earlier step 'nobody'."),
-    (14, "stages[2].onnx.target: expected one of"),
-    (15, "stages[2].from: no step 'smal'."),
-    (16, "stages[3].prnue: unknown stage 'prnue'."),
-    (17, "stages[4].quantize.scheme: expected one of"),
-    (19, "stages[5].factorize: factorize cannot work after 'quantize', which left quantized codes"),
-    (20, "stages[6].tensorrt: tensorrt works on onnx models, but its parent step 'factorize' gives torch"),
-    (22, "stages[7].name: 'small' is already the name of the step in line 12."),
-    (24, "score.quality[1]: 'f2' is no metric."),
-    (24, "score.quality[2]: 'accuracy' is named twice."),
-    (25, "score.latency.threads: expected a whole number"),
-    (26, "score.generation.beams: expected a whole number"),
-    (27, "baseline: no step 'smal'."),
-    (29, "gates.accuracy.max_drop: expected a number of at least 0, read -1."),
-    (29, "gates.accuracy.at: no step 'nobody'."),
-    (30, "gates.mse.min: does not fit 'mse', which takes max_drop or max."),
-    (31, "gates.speedup.max: does not fit 'speedup', which takes min."),
-    (32, "gates.size_bytes: no limit; give max"),
-    (33, "seed: expected a whole number"),
-    (34, "device: expected one of"),
-    (35, "threads: expected a whole number"),
+    ("unknown-setting", "modle", 1),
+    ("missing-tokenizer", "model", 2),
+    ("unknown-label", "data.train", 5),
+    ("wrong-column-type", "data.validation", 6),
+    ("invalid-json", "data.validation", 6),
+    ("missing-file", "data.test", 7),
+    ("wrong-value", "data.split.test", 8),
+    ("does-not-fit-task", "data.windows", 9),
+    ("wrong-value", "stages[0].prune.keep", 11),
+    ("unknown-setting", "stages[0].prune.importnce", 11),
+    ("unknown-stack", "stages[1].distill.student.decoder_layers", 12),
+    ("wrong-value", "stages[1].distill.epochs", 12),
+    ("unknown-step", "stages[1].distill.teacher", 12),
+    ("wrong-value", "stages[2].onnx.target", 14),
+    ("unknown-step", "stages[2].from", 15),
+    ("unknown-stage", "stages[3].prnue", 16),
+    ("wrong-value", "stages[4].quantize.scheme", 17),
+    ("already-quantized", "stages[5].factorize", 19),
+    ("wrong-model-format", "stages[6].tensorrt", 20),
+    ("duplicate-step", "stages[7].name", 22),
+    ("unknown-metric", "score.quality[1]", 24),
+    ("duplicate-metric", "score.quality[2]", 24),
+    ("wrong-value", "score.latency.threads", 25),
+    ("wrong-value", "score.generation.beams", 26),
+    ("unknown-step", "baseline", 27),
+    ("wrong-value", "gates.accuracy.max_drop", 29),
+    ("unknown-step", "gates.accuracy.at", 29),
+    ("does-not-fit-metric", "gates.mse.min", 30),
+    ("does-not-fit-metric", "gates.speedup.max", 31),
+    ("missing-setting", "gates.size_bytes", 32),
+    ("wrong-value", "seed", 33),
+    ("wrong-value", "device", 34),
+    ("wrong-value", "threads", 35),
+    ("invalid-override", "--set prune.x", None),
+    ("unknown-setting", "--set nobody.keep=1", None),
+    ("unknown-step", "--until", None),
 ]
 
 
@@ -190,44 +204,40 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
     result = harness.smelt(
         "plan", home / "recipe.yaml", "--until", "nowhere", "--set", "prune.x", "--set", "nobody.keep=1"
     )  # fmt: skip
-    assert result.exit_code == 2
-    said = result.output.removeprefix("error: ").splitlines()
-    for line, words in ITS_MISTAKES:
-        start = f"{home / 'recipe.yaml'}:{line}: "
-        found = [text for text in said if text.startswith(start) and words in text]
-        assert found, f"line {line}: {words}"
-        said.remove(found[0])
-    assert [text.split(": ")[0] for text in said] == ["--set prune.x", "--set nobody.keep=1", "--until"]
+    error = error_of(result)
+    assert (result.exit_code, error.code) == (2, "several-mistakes")
+    assert sorted(places(error.found), key=str) == sorted(ITS_MISTAKES, key=str)
+    lines = [line for _, _, line in places(error.found) if line is not None]
+    assert lines == sorted(lines)
+    said = result.output.removeprefix("error[several-mistakes]: ").splitlines()
+    assert said == [str(found) for found in error.found]
 
 
 @pytest.mark.parametrize(
-    ("stage", "words"),
+    ("stage", "code", "named"),
     [
-        (
-            "prune: {what: [ffn], keep_heads: 0.5}",
-            "means nothing where what does not name heads; it is [ffn].",
-        ),
-        ("factorize: {include: []}", "include: expected a list of at least 1 (each a text), read []."),
-        (
-            "factorize: {rank: 4, ratio: 0.5}",
-            "give one of energy, rank, ratio and budget, not rank and ratio.",
-        ),
-        ("sparsify: {pattern: '4:2'}", 'sparsify.pattern: expected "n:m" with 1 <= n < m'),
-        ("sparsify: {pattern: '2:4', sparsity: 0.5}", "give one of sparsity and pattern, not both."),
-        ("distill: {layer_map: last}", "layer_map means nothing without one of the losses hidden, "),
-        ("distill: {relation_heads: 2}", "relation_heads means nothing without the loss relations."),
-        ("distill: {losses: {hidden: 1}, layer_map: {1: 9}}", "layer_map: the teacher has the states 0 (its"),
+        ("prune: {what: [ffn], keep_heads: 0.5}", "unused-setting", ("[ffn]",)),
+        ("factorize: {include: []}", "wrong-value", ("at least 1", "[]")),
+        ("factorize: {rank: 4, ratio: 0.5}", "settings-conflict", ("rank and ratio",)),
+        ("sparsify: {pattern: '4:2'}", "wrong-pattern", ("4:2",)),
+        ("sparsify: {pattern: '2:4', sparsity: 0.5}", "settings-conflict", ("sparsity and pattern",)),
+        ("distill: {layer_map: last}", "unused-setting", ("layer_map", "hidden")),
+        ("distill: {relation_heads: 2}", "unused-setting", ("relation_heads", "relations")),
+        ("distill: {losses: {hidden: 1}, layer_map: {1: 9}}", "unknown-layer", ("0 (",)),
         (
             "distill: {phases: [{losses: {logits: 1}}, {losses: {cosine: 1}}], student: {config: thin.json}}",
-            "phases[1].losses.cosine: the teacher's hidden states have 32 numbers, the student's 16",
+            "width-mismatch",
+            ("32", "16"),
         ),
     ],
 )
-def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home, stage, words):
+def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home, stage, code, named):
     config = json.loads((home / "m" / "config.json").read_text())
     (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
-    said = refused(home, RECIPE.replace("prune: {keep: 0.5}", stage), words)
-    assert said.count("recipe.yaml:4: stages[0]") == 1
+    error = refused_recipe(home, RECIPE.replace("prune: {keep: 0.5}", stage), code)
+    [found] = error.found
+    assert found.line == 4
+    assert [value for value in named if value not in found.message] == []
 
 
 def test_mended_recipe_plans(home):
@@ -255,14 +265,11 @@ gates: {accuracy: {max_drop: 1, at: small}, speedup: {min: 3}, size_bytes: {max:
 def test_broken_parts_do_not_hide_each_other(home):
     (home / "data.jsonl").write_text('{"text": "a", "label": 0}\n{"text": \n')
     (home / "m" / "model.safetensors").unlink()
-    refused(
+    refused_recipe(
         home,
         RECIPE.replace("prune", "prnue").replace("test: data", "test: date") + "seed: -1\n",
-        "no weights in this folder", "data.jsonl:2: broken JSON", "Did you mean 'data.jsonl'",
-        "unknown stage 'prnue'", "seed: expected",
+        "missing-weights", "invalid-json", "missing-file", "unknown-stage", "wrong-value",
     )  # fmt: skip
     # without a task the rows cannot be read, but their files can be looked for
-    refused(
-        home, RECIPE.replace("text-cl", "txt-cl").replace("test: data", "test: date"),
-        "unknown task", "Did you mean 'data.jsonl'",
-    )  # fmt: skip
+    broken = RECIPE.replace("text-cl", "txt-cl").replace("test: data", "test: date")
+    refused_recipe(home, broken, "missing-weights", "unknown-task", "missing-file")

@@ -103,25 +103,25 @@ def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "words"),
+    ("method", "answer", "code", "values"),
     [
-        ("infer_shapes", ["x"], r"model\.plan: shapes are unknown for x"),
-        ("infer_shapes", RuntimeError("a shape tensor"), r"shapes of the outputs cannot be found: a shape"),
-        ("get_tensor_shape", (-1, 3), r"the shape \(-1, 3\) of 'y' depends on the data"),
-        ("set_tensor_address", False, r"TensorRT takes no memory for 'x'"),
-        ("execute_async_v3", False, r"the engine failed\. TensorRT said: Cuda failure: an illegal"),
+        ("infer_shapes", ["x"], "unknown-output-shape", (" x.",)),
+        ("infer_shapes", RuntimeError("a shape tensor"), "shape-inference-failed", ("a shape tensor",)),
+        ("get_tensor_shape", (-1, 3), "data-dependent-shape", ("(-1, 3)", "'y'")),
+        ("set_tensor_address", False, "unbound-tensor", ("'x'",)),
+        ("execute_async_v3", False, "engine-failed", ("Cuda failure: an illegal",)),
     ],
 )
-def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, words):
+def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, code, values):
     engine = Engine(trt, graph(tmp_path), stream())
     trt.answers[method] = answer
-    with pytest.raises(RunError, match=words):
+    with refused(code, RunError) as caught:
         engine({"x": torch.ones(1, 4)})
+    assert all(value in str(caught.value) for value in ("model.plan", *values))
 
 
 def test_shape_outside_of_the_profile_names_both_and_the_setting(trt, tmp_path):
     engine = Engine(trt, graph(tmp_path), stream())
-    words = r"'x' has the shape \(9, 4\); the engine was built for \(1, 4\) to \(8, 4\)\..*max_batch_size"
     with refused("engine-limit", RunError) as caught:
         engine({"x": torch.ones(9, 4)})
     assert all(part in str(caught.value) for part in ("'x'", "(9, 4)", "(1, 4)", "(8, 4)", "max_batch_size"))
@@ -148,15 +148,15 @@ def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "words"),
+    ("method", "answer", "code"),
     [
-        ("create_execution_context", None, "no execution context; the GPU's memory may be full"),
-        ("set_optimization_profile_async", False, "the engine's profile cannot be chosen"),
+        ("create_execution_context", None, "no-execution-context"),
+        ("set_optimization_profile_async", False, "unusable-profile"),
     ],
 )
-def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, words):
+def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, code):
     trt.answers[method] = answer
-    with pytest.raises(RunError, match=words):
+    with refused(code, RunError):
         Engine(trt, graph(tmp_path), stream())
 
 

@@ -50,21 +50,22 @@ def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("built", "here", "words"),
+    ("built", "here", "code", "values"),
     [
-        ({}, {"version": "11.5.0"}, r"built by tensorrt 11\.4\.0\.106; here is tensorrt 11\.5\.0\. Build"),
-        ({}, {"package": "tensorrt_rtx", "version": "11.4.0.106"}, "here is tensorrt_rtx"),
-        ({"version_compatible": True}, {"version": "11.3.9"}, r"here is tensorrt 11\.3\.9\. Build it here"),
-        ({}, {"gpu": H200}, r"built for NVIDIA A10 \(compute capability 8\.6\).*here is NVIDIA H200"),
-        ({"hardware_compatibility": "same-cc"}, {"gpu": H200}, "hardware_compatibility: same-cc"),
-        ({"hardware_compatibility": "ampere+"}, {"gpu": T4}, "here is Tesla T4"),
-        ({"size_bytes": 5}, {}, "4 bytes, but 5 were written; the copy is not whole"),
-        ({"weights": "outside"}, {}, r"its weights lie in model\.onnx, which is not beside it"),
+        ({}, {"version": "11.5.0"}, "wrong-engine-version", ("tensorrt 11.4.0.106", "tensorrt 11.5.0.")),
+        ({}, {"package": "tensorrt_rtx", "version": "11.4.0.106"}, "wrong-engine-version", ("tensorrt_rtx",)),
+        ({"version_compatible": True}, {"version": "11.3.9"}, "wrong-engine-version", ("tensorrt 11.3.9.",)),
+        ({}, {"gpu": H200}, "wrong-gpu", ("NVIDIA A10", "8.6", "NVIDIA H200")),
+        ({"hardware_compatibility": "same-cc"}, {"gpu": H200}, "wrong-gpu", ("same-cc",)),
+        ({"hardware_compatibility": "ampere+"}, {"gpu": T4}, "wrong-gpu", ("Tesla T4",)),
+        ({"size_bytes": 5}, {}, "incomplete-file", (" 4 ", " 5 ")),
+        ({"weights": "outside"}, {}, "missing-file", ("model.onnx",)),
     ],
 )  # fmt: skip
-def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, words):
-    with pytest.raises(InputError, match=words):
+def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, code, values):
+    with refused(code, InputError) as caught:
         check(engine(tmp_path, **built), **here)
+    assert all(value in str(caught.value) for value in values)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,22 @@ def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
     assert all(part in str(caught.value) for part in ("model.onnx", "model.plan"))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": 1}', '{"schema_version": 2}', "{}"])
-def test_damaged_sidecar_is_named(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "damaged-file"),
+        ("[]", "damaged-file"),
+        ('{"schema_version": 1}', "damaged-file"),
+        ('{"schema_version": 2}', "wrong-version"),
+        ("{}", "damaged-file"),
+    ],
+)
+def test_damaged_sidecar_is_named(tmp_path, text, code):
     plan = engine(tmp_path)
     sidecar_path(plan).write_text(text)
-    with pytest.raises(InputError, match=r"model\.plan\.json: (cannot be read|written by another version)"):
+    with refused(code, InputError) as caught:
         read_sidecar(plan)
+    assert "model.plan.json" in str(caught.value)
 
 
 def test_fields_are_those_of_the_file(tmp_path):
@@ -111,14 +122,13 @@ def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
     folder.mkdir()
     require_trusted(folder, False)  # no engine in it
     (folder / "model.plan").write_bytes(b"an engine")
-    with pytest.raises(InputError) as error:
+    with refused("untrusted-engine", InputError):
         require_trusted(folder, False)
-    assert error.value.code == "untrusted-engine"
     require_trusted(folder, True)
     note_built(folder / "model.plan")
     require_trusted(folder, False)
     (folder / "model.plan").write_bytes(b"another one in its place")
-    with pytest.raises(InputError):
+    with refused("untrusted-engine", InputError):
         require_trusted(folder, False)
 
 

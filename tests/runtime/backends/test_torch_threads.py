@@ -6,6 +6,7 @@ import threading
 import pytest
 import tiny
 import torch
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends import torch_threads
@@ -54,7 +55,7 @@ def test_a_runner_gives_back_what_it_took(tmp_path):
 def test_a_model_that_does_not_load_changes_nothing(tmp_path):
     folder = tiny.bert(tmp_path / "b")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError):
+    with refused("missing-weights", InputError):
         open_runner(tiny.artifact(folder, "text-classification"), threads=1)
     assert torch.get_num_threads() == 3
 

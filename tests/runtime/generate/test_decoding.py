@@ -73,6 +73,9 @@ def test_the_longest_text(own, config, prompt, expected):
     assert settle(Generation(), runner(own, **config)).longest(prompt) == expected
 
 
+UNSUPPORTED = "unsupported-generation-setting"
+
+
 def test_tokens_that_begin_and_end_a_text():
     assert settle(Generation(), runner({"eos_token_id": [1, 2]})).eos == [1, 2]
     assert settle(Generation(), runner(decoder_start_token_id=None, bos_token_id=7)).start == 7
@@ -83,23 +86,25 @@ def test_tokens_that_begin_and_end_a_text():
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes", "message"),
+    ("own", "wishes", "code", "values"),
     [
-        ({"encoder_no_repeat_ngram_size": 3}, {}, r"encoder_no_repeat_ngram_size is 3.*set it to 0\."),
-        ({"sequence_bias": [[[1], 2.0]]}, {}, r"sequence_bias is .*set it to null\."),
-        ({"typical_p": 0.5}, {"do_sample": True}, r"typical_p is 0.5.*set it to 1.0"),
+        ({"encoder_no_repeat_ngram_size": 3}, {}, UNSUPPORTED, ("encoder_no_repeat_ngram_size", " 3", " 0.")),
+        ({"sequence_bias": [[[1], 2.0]]}, {}, UNSUPPORTED, ("sequence_bias", "null")),
+        ({"typical_p": 0.5}, {"do_sample": True}, UNSUPPORTED, ("typical_p", "0.5", "1.0")),
         (
             {"length_penalty": "long"},
             {"beams": 2},
-            r"m/generation_config.json: length_penalty is 'long': .*number",
+            "wrong-value",
+            ("m/generation_config.json", "length_penalty", "'long'"),
         ),
-        ({"bad_words_ids": [[25]]}, {}, r"m: bad_words_ids names the token 25; .* 0 to 19\."),
-        ({}, {"forced_bos_token_id": 20}, r"forced_bos_token_id names the token 20"),
+        ({"bad_words_ids": [[25]]}, {}, "token-outside-vocabulary", ("bad_words_ids", " 25", " 19.")),
+        ({}, {"forced_bos_token_id": 20}, "token-outside-vocabulary", ("forced_bos_token_id", " 20")),
     ],
 )
-def test_what_cannot_be_done_is_said(own, wishes, message):
-    with pytest.raises(InputError, match=message):
+def test_what_cannot_be_done_is_said(own, wishes, code, values):
+    with refused(code, InputError) as caught:
         settle(Generation(**wishes), runner(own))
+    assert all(value in str(caught.value) for value in values)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +123,8 @@ def test_what_cannot_be_done_is_said(own, wishes, message):
     ids=str,
 )
 def test_a_setting_that_would_change_the_outputs_is_refused(own, wishes):
-    with pytest.raises(InputError) as error:
+    with refused(UNSUPPORTED, InputError):
         settle(Generation(**wishes), runner(own))
-    assert error.value.code == "unsupported-generation-setting"
 
 
 @pytest.mark.parametrize("search", [{}, {"beams": 2}, {"do_sample": True}], ids=str)
@@ -185,14 +189,12 @@ def test_engines_built_for_fewer_tokens_are_the_limit_and_more_is_refused_before
     model.backend = SimpleNamespace(in_all=32)
     assert settle(Generation(), model).longest(1) - 1 == 32
     assert settle(Generation(max_new_tokens=20), model).longest(1) - 1 == 20
-    with pytest.raises(InputError) as error:
+    with refused("engine-limit", InputError):
         settle(Generation(max_new_tokens=33), model)
-    assert error.value.code == "engine-limit"
     model.backend = SimpleNamespace(in_all=None)
     assert settle(Generation(max_new_tokens=33), model).longest(1) - 1 == 33
     alone = runner({}, is_encoder_decoder=False, max_position_embeddings=512)
     alone.backend = SimpleNamespace(in_all=32)  # its runner lowers the config's positions
     assert settle(Generation(max_new_tokens=32), alone).longest(1) - 1 == 32
-    with pytest.raises(InputError) as error:
+    with refused("engine-limit", InputError):
         settle(Generation(max_new_tokens=33), alone)
-    assert error.value.code == "engine-limit"

@@ -45,24 +45,28 @@ def test_what_was_written_is_read(tmp_path: Path):
     assert found.always.tolist() == [0, 3]
 
 
+OTHER = "does-not-fit-model"
+
+
 def test_most_models_have_none(tmp_path: Path):
     assert read_shortlist(tmp_path, CONFIG) is None
     assert vocabularies({"vocab_size": 7}) == (7, 7)
 
 
-@pytest.mark.parametrize(("tensors", "said"), [
-    ({TABLE: TABLE_OF.astype(np.uint16)}, "not a shortlist that this version of smelt reads: KeyError"),
-    ({TABLE: TABLE_OF[:3].astype(np.uint16), ALWAYS: LIST.always}, r"\[3, 2\] and int64 \[2\], which does"),
-    ({TABLE: TABLE_OF.astype(np.int32) + 1, ALWAYS: LIST.always}, "run the stage 'shortlist' again"),
-    ({TABLE: TABLE_OF.astype(np.int32) - 1, ALWAYS: LIST.always}, "belongs to another model"),
-    ({TABLE: TABLE_OF.astype(np.int64), ALWAYS: LIST.always}, "with 4 source and 6 target words"),
-    ({TABLE: TABLE_OF.astype(np.uint16), ALWAYS: np.array([6, 0])}, "belongs to another model"),
-    ({TABLE: TABLE_OF.astype(np.uint16), ALWAYS: np.array([0])}, "belongs to another model"),
+@pytest.mark.parametrize(("tensors", "code", "values"), [
+    ({TABLE: TABLE_OF.astype(np.uint16)}, "damaged-file", ("KeyError",)),
+    ({TABLE: TABLE_OF[:3].astype(np.uint16), ALWAYS: LIST.always}, OTHER, ("[3, 2]", "int64 [2]")),
+    ({TABLE: TABLE_OF.astype(np.int32) + 1, ALWAYS: LIST.always}, OTHER, ()),
+    ({TABLE: TABLE_OF.astype(np.int32) - 1, ALWAYS: LIST.always}, OTHER, ()),
+    ({TABLE: TABLE_OF.astype(np.int64), ALWAYS: LIST.always}, OTHER, (" 4 ", " 6 ")),
+    ({TABLE: TABLE_OF.astype(np.uint16), ALWAYS: np.array([6, 0])}, OTHER, ()),
+    ({TABLE: TABLE_OF.astype(np.uint16), ALWAYS: np.array([0])}, OTHER, ()),
 ])  # fmt: skip
-def test_a_list_of_another_model_is_refused(tensors, said, tmp_path):
+def test_a_list_of_another_model_is_refused(tensors, code, values, tmp_path):
     save_file(tensors, tmp_path / FILE)
-    with pytest.raises(InputError, match=said):
+    with refused(code, InputError) as caught:
         read_shortlist(tmp_path, CONFIG)
+    assert all(value in str(caught.value) for value in values)
 
 
 def test_a_damaged_file_is_an_error_in_words(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from smelt.compress.quantize.coding import quantize_module
@@ -127,10 +128,12 @@ def test_its_edit_makes_room_for_it():
 
 
 @pytest.mark.parametrize(
-    ("module", "signed", "words"),
-    [("a", 1, "signed 1"), ("a", "yes", "signed 'yes'"), ("b", True, "not a quantized Linear")],
+    ("module", "signed", "named"),
+    [("a", 1, "signed 1"), ("a", "yes", "signed 'yes'"), ("b", True, "Linear")],
 )
-def test_an_edit_that_cannot_be_is_refused(module, signed, words):
+def test_an_edit_that_cannot_be_is_refused(module, signed, named):
     model = nn.ModuleDict({"a": quantize_module(nn.Linear(48, 24), "binary"), "b": nn.Linear(4, 4)})
-    with pytest.raises(InputError, match=words):
+    with refused("does-not-fit-model", InputError) as caught:
         apply_edits(model, [{"op": "binary_inputs", "module": module, "signed": signed}])
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert named in str(caught.value.__cause__)

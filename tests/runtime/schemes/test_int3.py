@@ -1,6 +1,7 @@
 import pytest
 import schemes
 import torch
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from smelt.compress.quantize.coding import round_to_nearest
 from smelt.runtime.schemes.int3 import Int3
@@ -15,7 +16,7 @@ def decide(weight, symmetric):
 
 def test_onnx_runtime_has_no_three_bit_product():
     """When it has, its codes need not be spread."""
-    with pytest.raises(Exception, match="Only 2b, 4b and 8b quantization is supported"):
+    with pytest.raises(Fail, check=lambda error: "2b, 4b and 8b" in str(error)):
         schemes.matmul_nbits(schemes.random_affine("int3"), torch.randn(1, 100), bits=3)
 
 

@@ -83,13 +83,18 @@ def test_byte_level_pieces_can_write_what_was_never_seen(tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_what_cannot_be_trained_is_said():
-    assert "no tokenizer can be trained for 'mbart'" in refusal("mbart", "bpe", 300)
-    assert "SentencePiece" in refusal("marian", "wordpiece", 300)
-    assert "byte-level" in refusal("qwen2", "unigram", 300)
-    assert refusal("gpt2", "bpe", 256).endswith(
-        "it needs at least 257: the 256 bytes and the special tokens."
-    )
+def test_what_cannot_be_trained_is_said(tmp_path):
+    for family, kind, size, code, value in (
+        ("mbart", "bpe", 300, "unsupported-family", "'mbart'"),
+        ("marian", "wordpiece", 300, "unsupported-tokenizer", "SentencePiece"),
+        ("qwen2", "unigram", 300, "unsupported-tokenizer", "byte-level"),
+        ("gpt2", "bpe", 256, "vocabulary-too-small", " 257"),
+    ):
+        with refused(code, InputError) as caught:
+            train_tokenizer([], tmp_path, family=family, kind=kind, vocab_size=size, max_length=None)
+        assert caught.value.setting == "model.tokenizer"
+        assert value in str(caught.value)
+        assert refusal(family, kind, size) in str(caught.value)
     assert not refusal("gpt2", "bpe", 257)
 
 

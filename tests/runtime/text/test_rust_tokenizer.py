@@ -58,9 +58,8 @@ def test_an_unknown_token_that_is_no_word_is_an_explained_error(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
     ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
     assert ours.encode_rows(["a"], 9).ids == [[0]]
-    with pytest.raises(InputError) as error:
+    with refused("tokenizer-failed", InputError):
         ours.encode_rows(["b"], 9)
-    assert error.value.code == "tokenizer-failed"
 
 
 @pytest.mark.parametrize("section", ["truncation", "padding"])

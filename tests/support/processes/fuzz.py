@@ -176,7 +176,7 @@ def _end_of(words: tuple[str, ...], work: Path) -> str | None:
     ENDS[result.exit_code] += 1
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return f"{type(result.exception).__name__}: {str(result.exception)[:300]}"
-    if "did not foresee" in result.output or "Traceback" in result.output:
+    if "[unforeseen]" in result.output or "Traceback" in result.output:
         return result.output[-600:]
     return "an error of more than 20,000 characters" if len(result.output) > 20_000 else None
 

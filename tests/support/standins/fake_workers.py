@@ -45,7 +45,7 @@ class Worker:
             return {"peak_bytes": 100}
         self.number += 1
         if self.fails(self.folder, self.number):
-            raise RunError("broke")
+            raise RunError("broke", code="made-up")
         ms *= 1 + 0.004 * (self.number * len(self.folder) % 3)
         load = {"wall_ms": 10 * ms, "processor_ms": 10 * ms * self.used(self.folder, self.number)}
         load |= {"waited_ms": 0.0, "others": 0.2, "stolen": 0.0, "pressure": 0.1}

@@ -16,6 +16,7 @@ from pydantic import Field
 from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.core.stage import Settings, StepName
 from smelt.look import machine
 from smelt.plan.load import load_plan
@@ -102,11 +103,12 @@ def plan(folder: Path, stages: str, *overrides: str, head: str = HEAD, until: st
     return load_plan(path, overrides, until)
 
 
-def mistakes(folder: Path, stages: str, *overrides: str, **more: Any) -> list[str]:
+def mistakes(folder: Path, stages: str, *overrides: str, **more: Any) -> list[Message]:
+    """Return what the plan of a recipe is refused for."""
     with pytest.raises(InputError) as caught:
         plan(folder, stages, *overrides, **more)
     assert caught.value.exit_code == 2
-    return [line.removeprefix(f"{folder / 'recipe.yaml'}:") for line in str(caught.value).splitlines()]
+    return list(caught.value.found)
 
 
 TREE = """

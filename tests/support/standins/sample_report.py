@@ -28,18 +28,12 @@ def sample():
     )
     by_name["openvino"].update(
         status="error",
-        error={
-            "code": "parity-failed",
-            "severity": "error",
-            "message": "the exported decoder differs from its parent by 0.31 (limit 0.001).",
-        },
+        error=message(
+            "the exported decoder differs from its parent by 0.31 (limit 0.001).", "parity-failed", "error"
+        ),
     )
     by_name["small"]["warnings"] = [
-        {
-            "code": "rank-saves-nothing",
-            "severity": "warning",
-            "message": "decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is",
-        }
+        message("decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is")
     ]
     by_name["model"]["status"] = "cached"
     by_name["onnx-int8"]["gates"] = [
@@ -67,6 +61,11 @@ def sample():
         "steps": steps,
         "frontier": frontier(steps, "model"),
     }
+
+
+def message(text, code="made-up", severity="warning"):
+    """A warning or an error as a report has it."""
+    return {"code": code, "severity": severity, "message": text}
 
 
 def step(name, stage, parent, kind, target, bleu, p50, size, parameters):

@@ -13,6 +13,7 @@ import pytest
 import sentences
 import tiny
 import torch
+from refusals import refused
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.objective import distill_objective, kept_teacher
@@ -206,10 +207,11 @@ def test_too_small_a_disk_is_said_before_anything_is_written(tmp_path, monkeypat
     monkeypatch.setattr(said.shutil, "disk_usage", lambda path: usage)
     shop = Shelf(Store(tmp_path / "store"), {}, lambda text: None)
     settings = settings_of(8, "translation", max_steps=2)
-    with pytest.raises(RunError, match=r"keep_logits: .* takes .* MB .* 0\.0 MB are free there"):
+    with refused("disk-full", RunError) as caught:
         harness.run(
             Distill(), settings, tiny.marian(tmp_path / "m"), tmp_path / "o/out", data=rows, files=shop.files
         )
+    assert caught.value.setting == "keep_logits"
     assert list((tmp_path / "store" / "tmp").iterdir()) == []
     assert not list((tmp_path / "store").glob("kept/*"))
 
@@ -229,9 +231,8 @@ def test_labels_of_classes_are_no_part_of_the_key_and_words_are(tmp_path):
 @pytest.mark.parametrize("losses", [{"logits": 0, "labels": 1}, {"logits": 1, "hidden": 1}])
 def test_what_would_save_nothing_is_refused(tmp_path, losses):
     settings = DistillSettings.model_validate({"losses": losses, "keep_logits": {}})
-    ((place, message),) = Distill.check_rows(settings, "translation", {})
-    assert place == "keep_logits"
-    assert "nothing is saved" in message
+    (found,) = Distill.check_rows(settings, "translation", {})
+    assert (found.setting, found.code) == ("keep_logits", "nothing-to-store")
 
 
 def test_the_arrays_are_plain_files_of_numpy(tmp_path, shop):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from smelt.compress.prune.budget.choose import kept_within
@@ -75,6 +76,8 @@ def test_where_time_falls_in_jumps_what_is_left_over_is_filled():
 def test_a_budget_that_leaves_nothing_says_the_least():
     scores = {"a": torch.ones(4), "b": torch.ones(16)}
     costs = costs_of({"a": torch.arange(5), "b": torch.arange(17)}, fixed=20.0)
-    with pytest.raises(InputError, match=r"parameters: 0\.6 of the model's values.*Say at least 0\.725"):
+    with refused("budget-too-small", InputError) as caught:
         kept_within(scores, costs, 0.6, {"a": 1, "b": 8}, "parameters")
+    assert caught.value.setting == "budget.parameters"
+    assert "0.725" in str(caught.value)
     assert kept_within(scores, costs, 0.725, {"a": 1, "b": 8}, "parameters") == {"a": 1, "b": 8}

@@ -4,6 +4,7 @@ import every_family
 import pytest
 import torch
 from matrix import cells
+from refusals import refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -67,5 +68,7 @@ def test_a_text_is_as_long_as_the_model_has_places():
     t5, _ = load_model(every_family.of_layers("t5", 3))
     places = bert.config.max_position_embeddings
     assert (text_length(bert, None), text_length(t5, None)) == (min(128, places), 128)
-    with pytest.raises(InputError, match=f"length: 9999 tokens, and the model has places for {places}"):
+    with refused("longer-than-model", InputError) as caught:
         text_length(bert, 9999)
+    assert caught.value.setting == "budget.length"
+    assert str(places) in str(caught.value)

@@ -6,12 +6,13 @@ import every_family
 import harness
 import pytest
 import torch
-from pydantic import ValidationError
+from refusals import invalid
 
 from smelt.compress.prune.fit import check_units, width_is_fixed
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.structured import Prune
 from smelt.core.data import SIMILARITY, Example, Split
+from smelt.core.messages import codes
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.narrow import width_of
 from smelt.runtime.models.structure import read_edits
@@ -60,33 +61,30 @@ def test_what_norms_make_largest_stays(tmp_path):
 
 def test_keep_that_takes_nothing_warns(tmp_path):
     ctx = run(tmp_path / "out", keep=0.9, importance="magnitude")
-    assert ctx.warnings == [
-        "prune: keep 0.9 of 32 channels, rounded to a multiple of 8, is all of them, so nothing goes."
-    ]
+    assert codes(ctx.warnings) == ["nothing-to-remove"]
     assert ctx.facts["width_after"] == 32
 
 
 def test_keep_below_the_least_that_stays_warns(tmp_path):
     ctx = run(tmp_path / "out", keep=0.01, importance="magnitude")
-    assert ctx.warnings[0] == (
-        "prune: keep 0.01 of 32 channels would be fewer than 8, the least that stays; so 8 stay."
-    )
+    assert ctx.warnings[0].code == "minimum-kept"
     assert ctx.facts["width_after"] == 8
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code", "named"),
     [
-        ({"what": ["width", "ffn"]}, "the width is pruned in a step of its own"),
-        ({"what": ["width"], "budget": {"parameters": 0.5}}, "a budget chooses among heads and neurons"),
-        ({"what": ["width"], "scope": "global"}, "scope: global chooses among heads and neurons"),
-        ({"what": ["width"], "keep_ffn": 0.5}, "keep_ffn means nothing"),
-        ({"what": ["ffn"], "importance": "activation"}, "importance: activation is of the width"),
+        ({"what": ["width", "ffn"]}, "settings-conflict", "width"),
+        ({"what": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
+        ({"what": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
+        ({"what": ["width"], "keep_ffn": 0.5}, "unused-setting", "keep_ffn"),
+        ({"what": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
     ],
 )
-def test_settings_that_mean_nothing(settings, message):
-    with pytest.raises(ValidationError, match=message):
+def test_settings_that_mean_nothing(settings, code, named):
+    with invalid(code) as caught:
         PruneSettings.model_validate(settings)
+    assert named in caught.value.errors()[0]["msg"]
 
 
 def test_what_was_said_before_is_stored_as_before():
@@ -96,16 +94,17 @@ def test_what_was_said_before_is_stored_as_before():
 
 
 def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
-    assert width_is_fixed({"model_type": "resnet"}, "image-classification")
-    assert "are not known. Known: marian" in width_is_fixed({"model_type": "electra"}, "text-classification")
+    fixed = width_is_fixed({"model_type": "resnet"}, "image-classification")
+    strange = width_is_fixed({"model_type": "electra"}, "text-classification")
+    assert codes([fixed, strange]) == ["does-not-fit-model", "unsupported-family"]
     assert width_is_fixed({"model_type": "bert"}, "text-classification") is None
     split = Split("pairs.jsonl", (Example("a"), Example("b")))
     settings = PruneSettings.model_validate({"what": ["width"]})
-    [(place, message)] = Prune.check_rows(settings, SIMILARITY, {"train": split})
-    assert place == "what"
-    assert message.startswith("the vectors of a sentence embedder are its hidden states")
-    [(_, lack)] = check_units(["width"], {"model_type": "resnet"})
-    assert "channels" in lack
+    [found] = Prune.check_rows(settings, SIMILARITY, {"train": split})
+    assert (found.setting, found.code) == ("what", "fixed-width")
+    [lack] = check_units(["width"], {"model_type": "resnet"})
+    assert (lack.setting, lack.code) == ("what", "does-not-fit-model")
+    assert "[channels]" in lack.message
 
 
 def test_the_plan_goes_on_with_the_width_that_is_left():

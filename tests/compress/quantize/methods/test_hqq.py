@@ -61,7 +61,7 @@ def test_two_bits_are_warned_of(tmp_path):
         ctx = every_family.run(
             Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / str(settings)
         )
-        return [text for text in ctx.warnings if "method: hqq fits scales" in text]
+        return [one for one in ctx.warnings if one.code == "hqq-two-bits"]
 
     assert len(warned(scheme="int2")) == 1
     assert warned(scheme="int3") == []

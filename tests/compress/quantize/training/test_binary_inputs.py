@@ -9,6 +9,7 @@ import images
 import pytest
 import tiny
 import torch
+from refusals import invalid, refused
 from safetensors.torch import load_file
 
 import smelt
@@ -25,6 +26,7 @@ from smelt.compress.share.layers import Share
 from smelt.compress.share.settings import ShareSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
+from smelt.core.messages import codes
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.adapted import AdaptedLinear
@@ -130,7 +132,7 @@ def test_a_graph_gives_the_numbers_that_torch_gives(tmp_path):
     tuned = every_family.run(
         Onnx(), OnnxSettings(loop=False, tune=True), made.out, "marian", tmp_path / "tuned"
     )
-    assert any("one-bit inputs keep their operators" in warning for warning in tuned.warnings)
+    assert "operators-fixed" in codes(tuned.warnings)
     assert "tune" not in tuned.facts
     for name, graph in left.facts["graphs"].items():
         assert tuned.facts["graphs"][name]["operators"] == graph["operators"]
@@ -164,7 +166,8 @@ def test_what_no_row_reaches_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(model.bert.pooler, "forward", lambda states: states[:, 0])
     binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx, "finetune")
     (told,) = ctx.warnings
-    assert "no row of x reaches 1 layers (bert.pooler.dense), whose scale begins as 1" in told
+    assert told.code == "uncalibrated-layers"
+    assert "(bert.pooler.dense)" in told.message
 
 
 def test_scale_and_shift_learn_in_parts_of_the_first_scale():
@@ -259,19 +262,20 @@ def test_a_model_of_16_bits_keeps_its_type(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    def refused(source, match):
-        with pytest.raises(InputError, match=match):
-            trained("bert", source, tmp_path / match[:6], **BITS)
+    def refuses(source, code):
+        with refused(code, InputError) as caught:
+            trained("bert", source, tmp_path / f"{source.name}-{code}", **BITS)
+        assert caught.value.setting == "codes.activations"
 
-    refused(coded(tmp_path / "int4", scheme="int4"), "is for layers of scheme binary, and the model has none")
-    refused(every_family.of_layers("bert", 1), "layers of scheme binary, and the model has none")
-    refused(coded(tmp_path / "pair", low_rank={"rank": 2}), "low-rank pair beside its codes")
+    refuses(coded(tmp_path / "int4", scheme="int4"), "no-layer-of-scheme")
+    refuses(every_family.of_layers("bert", 1), "no-layer-of-scheme")
+    refuses(coded(tmp_path / "pair", low_rank={"rank": 2}), "has-low-rank-correction")
 
 
 def test_keys_of_what_was_trained_before_it_came_stay():
     assert "activations" not in FinetuneSettings(codes={"scales": "lsq"}).model_dump()["codes"]
     assert FinetuneSettings(**BITS).model_dump()["codes"]["activations"] == "one-bit"
-    with pytest.raises(ValueError, match="learning_rate is that of scales: lsq and activations: one-bit"):
+    with invalid("unused-setting"):
         CodesSettings(learning_rate=0.1)
 
 
@@ -284,7 +288,7 @@ def test_training_makes_up_for_some_of_it(tmp_path):
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(steps, "done")
-    assert "gains no speed" in " ".join(report["warnings"])
+    assert "one-bit-inputs" in [told["code"] for told in report["warnings"]]
     facts = steps["both"]["facts"]
     assert facts["binary_activations"]["speed_gained"].startswith("none")
     losses = [one["loss"] for one in facts["training"]["validations"]]

@@ -8,6 +8,7 @@ import harness
 import pytest
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.logits import Distill, DistillSettings
@@ -20,6 +21,7 @@ from smelt.core.artifact import LATENTS, Artifact, Manifest
 from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
+from smelt.core.messages import codes
 from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
@@ -124,13 +126,14 @@ def test_weights_of_another_model_are_not_taken_and_that_is_said(coded, first, t
     ctx = harness.context(tmp_path / "out", TASK)
     load_trainable(tiny.artifact(place, TASK), ctx)
     assert ctx.facts["latent_weights"] == "codes"
-    (said,) = ctx.warnings
-    assert "it belongs to another model.safetensors, so the training starts without it" in said
+    (told,) = ctx.warnings
+    assert told.code == "master-weights-outdated"
     shapes = {name: tuple(t.shape) for name, t in load_file(first.out / LATENTS).items()}
     other = dict(shapes) | {"bert.pooler.dense": (32, 16)}
     found, said = read_latents(first.out, other)
     assert found is None
-    assert "not those of this model ('bert.pooler.dense')" in said
+    assert said.code == "master-weights-mismatch"
+    assert "'bert.pooler.dense'" in said.message
     assert read_latents(first.out, shapes | {"more": (1, 1)})[0] is None
 
 
@@ -147,7 +150,7 @@ def test_without_them_a_quantize_step_still_has_its_float_parent(tmp_path):
     ctx = replace(harness.context(tmp_path / "out", TASK), ancestors={"model": parent})
     load_trainable(Artifact(made.out, manifest), ctx)
     assert ctx.facts["latent_weights"] == "model"
-    assert len(ctx.warnings) == 1
+    assert codes(ctx.warnings) == ["master-weights-mismatch"]
 
 
 @pytest.mark.parametrize("length", [0, 5, 200, -1, -4000])
@@ -155,8 +158,9 @@ def test_a_file_that_was_cut_off_is_refused(first, tmp_path, length):
     place = tmp_path / "model"
     shutil.copytree(first.out, place)
     (place / LATENTS).write_bytes((first.out / LATENTS).read_bytes()[:length])
-    with pytest.raises(InputError, match=f"{LATENTS}: not a readable safetensors file.*--fresh"):
+    with refused("damaged-file", InputError) as caught:
         trained(place, tmp_path / "out")
+    assert caught.value.file == str(place / LATENTS)
 
 
 def test_numbers_that_are_none_are_refused_with_the_layer(first, tmp_path):
@@ -165,5 +169,7 @@ def test_numbers_that_are_none_are_refused_with_the_layer(first, tmp_path):
     tensors = load_file(place / LATENTS)
     tensors["bert.pooler.dense"][3, 4] = torch.nan
     save_file(tensors, place / LATENTS, metadata={"model": sha256_of(place / "model.safetensors")})
-    with pytest.raises(InputError, match=r"'bert\.pooler\.dense' are not all finite.*--fresh"):
+    with refused("non-finite-weights", InputError) as caught:
         trained(place, tmp_path / "out")
+    assert caught.value.file == str(place / LATENTS)
+    assert "bert.pooler.dense" in str(caught.value)

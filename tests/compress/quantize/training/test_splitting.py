@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from refusals import refused
 from torch.nn import functional as F
 
 from smelt.compress.distill.logits import Distill, DistillSettings
@@ -174,16 +175,17 @@ def test_a_matrix_that_is_looked_up_stays_ternary(tmp_path):
 def test_what_cannot_be_split_is_refused(tmp_path):
     source = every_family.of_layers("bert", 1)
 
-    def refused(match, **settings):
-        out = tmp_path / match[:6]
+    def refuses(code, **settings):
+        out = tmp_path / code
         made = harness.run(Quantize(), QuantizeSettings(**settings), source, out, "text-classification").out
-        with pytest.raises(InputError, match=match):
+        with refused(code, InputError) as caught:
             trained("bert", made, out / "trained", codes={"split": True})
+        assert caught.value.setting == "codes.split"
 
-    refused("makes two layers of each ternary one, and the model has none", scheme="int4")
-    refused("scale for each row.*granularity: group", scheme="ternary", granularity="row", group_size=32)
-    refused("low-rank pair beside its codes", **TERNARY, low_rank={"rank": 2})
-    with pytest.raises(InputError, match="the model has none"):
+    refuses("no-layer-of-scheme", scheme="int4")
+    refuses("wrong-granularity", scheme="ternary", granularity="row", group_size=32)
+    refuses("has-low-rank-correction", **TERNARY, low_rank={"rank": 2})
+    with refused("no-layer-of-scheme", InputError):
         trained("bert", source, tmp_path / "float", codes={"split": True})
 
 

@@ -7,116 +7,129 @@ from pathlib import Path
 
 import pytest
 from planning import HEAD, mistakes, plan
+from refusals import places
+
+from smelt.core.messages import codes
 
 pytest_plugins = ["planning"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path) -> None:
-    [found] = mistakes(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
-    assert "unknown stage 'onxn'" in found
+    found = mistakes(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
+    assert places(found) == [("unknown-stage", "stages[0].onxn", 5)]
     found = mistakes(
         folder, "\n  - {onxn: {}}\n  - prune\nbaseline: onnx\ngates: {bleu: {min: 1, at: nowhere}}"
     )
-    assert len(found) == 2
-    assert "no step 'nowhere'" in found[1]
+    assert places(found) == [
+        ("unknown-stage", "stages[0].onxn", 5),
+        ("unknown-step", "gates.bleu.at", 8),
+    ]
 
 
 def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
     """A setting that is wrong has its default while the rest is checked; nothing is concluded from that."""
-    assert len(mistakes(folder, "[{onnx: {target: tensort}}, tensorrt]")) == 1
+    assert codes(mistakes(folder, "[{onnx: {target: tensort}}, tensorrt]")) == ["wrong-value"]
     found = mistakes(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep: 7, x: 1}}]")
-    assert [line.split(":")[1] for line in found] == [
-        " stages[1].distill.keep",
-        " stages[1].distill.x",
-        " stages[1].distill.teacher",
+    assert places(found) == [
+        ("wrong-value", "stages[1].distill.keep", 4),
+        ("unknown-setting", "stages[1].distill.x", 4),
+        ("unknown-step", "stages[1].distill.teacher", 4),
     ]
     head = HEAD.replace("train: train.jsonl", "train: [train.jsonl], columns: {source: 3}")
     assert len(mistakes(folder, "[prune]", head=head)) == 2  # no word of missing training data, or columns
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("stages", "place", "named"),
     [
         (
             "[{onnx: {}, name: onnx-int8}, distill]",
-            "4: stages[1].distill: distill works on torch models, but its parent step 'onnx-int8' gives onnx;"
-            " move it before 'onnx-int8', or give `from:` with one of: model.",
+            ("wrong-model-format", "stages[1].distill", 4),
+            ("'onnx-int8'", "of: model."),
         ),
-        (
-            "[tensorrt]",
-            "4: stages[0].tensorrt: tensorrt works on onnx models, but its parent step 'model' gives torch;"
-            " put one of these before it: onnx.",
-        ),
+        ("[tensorrt]", ("wrong-model-format", "stages[0].tensorrt", 4), ("'model'", "it: onnx.")),
         (
             "[prune, quantize, factorize]",
-            "4: stages[2].factorize: factorize cannot work after 'quantize', which left int8-dynamic codes;"
-            " move it before 'quantize', or give `from: prune`.",
+            ("already-quantized", "stages[2].factorize", 4),
+            ("'quantize'", "int8-dynamic", "`from: prune`"),
         ),
         (
             "[quantize, quantize]",
-            "4: stages[1].quantize: quantize cannot work after 'quantize', which left int8-dynamic codes;"
-            " move it before 'quantize', or give `from: model`.",
+            ("already-quantized", "stages[1].quantize", 4),
+            ("'quantize'", "int8-dynamic", "`from: model`"),
         ),
         (
             "[quantize, {onnx: {target: tensorrt}}]",
-            "4: stages[1].onnx.target: TensorRT cannot run the dynamic int8 of 'quantize'; give `from: model`,"  # noqa: E501
-            " or target: ort-cpu, or quantize with int8-static or int4.",
+            ("unsupported-scheme", "stages[1].onnx.target", 4),
+            ("'quantize'", "`from: model`", "target: ort-cpu, ", "int8-static or int4."),
         ),
         (
             "[onnx, tensorrt]",
-            "4: stages[1].tensorrt: tensorrt reads graphs with target tensorrt, but 'onnx' has target ort-cpu;"  # noqa: E501
-            " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
+            ("wrong-target", "stages[1].tensorrt", 4),
+            ("'onnx'", "ort-cpu", "`- onnx: {target: tensorrt}`"),
         ),
         (
             "[prune, {onnx: {}, from: prnue}]",
-            "4: stages[1].from: no step 'prnue'. Earlier steps: model, prune. Did you mean 'prune'?",
+            ("unknown-step", "stages[1].from", 4),
+            ("'prnue'", ": model, prune.", "'prune'?"),
         ),
         (
             "[{prune: {}, from: late}, {prune: {}, name: late}]",
-            "4: stages[0].from: 'late' is not an earlier step. Earlier steps: model.",
+            ("later-step", "stages[0].from", 4),
+            ("'late'", ": model."),
         ),
         (
             "\n  - {prune: {}, name: a}\n  - {prune: {}, name: a}",
-            "6: stages[1].name: 'a' is already the name of the step in line 5.",
+            ("duplicate-step", "stages[1].name", 6),
+            ("'a'", "line 5."),
         ),
         (
             "[prune]\nbaseline: prnue",
-            "5: baseline: no step 'prnue'. Known: model, prune. Did you mean 'prune'?",
+            ("unknown-step", "baseline", 5),
+            ("'prnue'", ": model, prune.", "'prune'?"),
         ),
         (
             "[prune]\ngates: {bleu: {min: 1, at: prnue}}",
-            "5: gates.bleu.at: no step 'prnue'. Known: model, prune. Did you mean 'prune'?",
+            ("unknown-step", "gates.bleu.at", 5),
+            ("'prnue'", ": model, prune.", "'prune'?"),
         ),
-        (
-            "[{prune: {keep: half}}]",
-            "4: stages[0].prune.keep: expected a number between 0 and 1, read 'half'.",
-        ),
+        ("[{prune: {keep: half}}]", ("wrong-value", "stages[0].prune.keep", 4), ("0 and 1", "'half'")),
         (
             "[{prune: {}, name: first}, {distill: {teacher: frist}}]",
-            "4: stages[1].distill.teacher: no earlier step 'frist'. Those are: model, first. Did you mean 'first'?",  # noqa: E501
+            ("unknown-step", "stages[1].distill.teacher", 4),
+            ("'frist'", ": model, first.", "'first'?"),
         ),
         (
             "[{distill: {teacher: late}}, {prune: {}, name: late}]",
-            "4: stages[0].distill.teacher: no earlier step 'late'. Those are: model.",
+            ("later-step", "stages[0].distill.teacher", 4),
+            ("'late'", ": model."),
         ),
         (
             "[onnx, {distill: {teacher: onnx}, from: model}]",
-            "4: stages[1].distill.teacher: 'onnx' gives onnx, and a torch model is wanted. Those are: model.",
+            ("wrong-model-format", "stages[1].distill.teacher", 4),
+            ("'onnx'", ": model."),
         ),
-        ("[{prune: {keep: 1.5}}]", "4: stages[0].prune.keep: expected a number between 0 and 1, read 1.5."),
+        ("[{prune: {keep: 1.5}}]", ("wrong-value", "stages[0].prune.keep", 4), ("0 and 1", "1.5")),
         (
             "[{prune: {kep: 1}}]",
-            "4: stages[0].prune.kep: unknown; known here: keep, student. Did you mean 'keep'?",
+            ("unknown-setting", "stages[0].prune.kep", 4),
+            (": keep, student.", "'keep'?"),
         ),
         (
             "[{onnx: {target: tensort}}]",
-            "4: stages[0].onnx.target: expected one of 'ort-cpu', 'tensorrt', 'openvino', read 'tensort'. Did you mean 'tensorrt'?",  # noqa: E501
+            ("wrong-value", "stages[0].onnx.target", 4),
+            ("'ort-cpu', 'tensorrt', 'openvino'", "'tensort'", "'tensorrt'?"),
         ),
     ],
 )
-def test_one_mistake_gives_one_message(folder: Path, stages: str, message: str) -> None:
-    assert mistakes(folder, stages) == [message]
+def test_one_mistake_gives_one_message(
+    folder: Path, stages: str, place: tuple[str, str, int], named: tuple[str, ...]
+) -> None:
+    """With the values that were read, and those that would do."""
+    [found] = mistakes(folder, stages)
+    assert places([found]) == [place]
+    assert [value for value in named if value not in found.message] == []
 
 
 def test_stages_need_their_data_and_their_task(folder: Path) -> None:
@@ -124,9 +137,9 @@ def test_stages_need_their_data_and_their_task(folder: Path) -> None:
     (folder / "model/config.json").write_text(json.dumps({"model_type": "bert"}))
     (folder / "model/vocab.txt").touch()
     (folder / "labels.csv").write_text("text,label\na,0\nb,1\n")
-    assert mistakes(folder, "[finetune, factorize]", head=head) == [
-        "4: stages[0].finetune: finetune needs train data; name a file with data: {train: FILE}.",
-        "4: stages[1].factorize: factorize does not work on text-classification; it works on translation.",
+    assert places(mistakes(folder, "[finetune, factorize]", head=head)) == [
+        ("missing-data", "stages[0].finetune", 4),
+        ("unsupported-task", "stages[1].factorize", 4),
     ]
 
 
@@ -135,32 +148,30 @@ def test_mistakes_of_all_kinds_come_together(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": \n')
     (folder / "test.jsonl").write_text('{"sorce": "a", "target": "b"}\n')
     found = mistakes(folder, "\n  - prune: {keep: 2}\n  - prnue\n  - onnx\nseed: -1")
-    assert [line.split(":")[0] for line in found] == ["1", "3", "3", "5", "6", "8"]
-    assert "no weights in this folder" in found[0]
-    assert "train.jsonl:2: broken JSON" in found[1]
-    assert "test.jsonl:1: no column 'source'; there are: sorce, target. Did you mean 'sorce'?" in found[2]
-    assert "expected a number between 0 and 1, read 2" in found[3]
-    assert "unknown stage 'prnue'" in found[4]
-    assert "seed: expected a whole number" in found[5]
+    assert places(found) == [
+        ("missing-weights", "model", 1),
+        ("invalid-json", "data.train", 3),
+        ("missing-column", "data.test", 3),
+        ("wrong-value", "stages[0].prune.keep", 5),
+        ("unknown-stage", "stages[1].prnue", 6),
+        ("wrong-value", "seed", 8),
+    ]
+    assert "train.jsonl:2: " in found[1].message
+    assert all(name in found[2].message for name in ("test.jsonl:1: ", "'source'", "'sorce'?"))
 
 
 def test_a_step_after_an_unreadable_one_is_not_blamed(folder: Path) -> None:
-    [found] = mistakes(folder, "\n  - onxn: {}\n  - tensorrt")
-    assert "unknown stage 'onxn'" in found
+    found = mistakes(folder, "\n  - onxn: {}\n  - tensorrt")
+    assert places(found) == [("unknown-stage", "stages[0].onxn", 5)]
 
 
 def test_poor_orders_are_warned_about(folder: Path) -> None:
-    deep = plan(folder, "[prune, depth]")
-    assert deep.warnings == (
-        "line 4: depth: layers that go after prune take part of that work with them; put depth first.",
-    )
-    made = plan(folder, "[factorize, prune, {distill: {student: {decoder_layers: 1}}}]")
-    assert made.warnings == (
-        "line 4: prune: pruning after factorize finds few whole matrices; prune first.",
-        "line 4: distill: choosing a student's layers after factorize and prune throws part of that work away;"  # noqa: E501
-        " distil to fewer layers first.",
-    )
-    made = plan(folder, "[sparsify, factorize]")
-    assert made.warnings == (
-        "line 4: factorize: two thin matrices are dense; the zeros of sparsify are lost.",
-    )
+    def warned(stages: str) -> list[tuple[str, str | None, int | None]]:
+        return [(one.code, one.step, one.line) for one in plan(folder, stages).warnings]
+
+    assert warned("[prune, depth]") == [("poor-order", "depth", 4)]
+    assert warned("[factorize, prune, {distill: {student: {decoder_layers: 1}}}]") == [
+        ("poor-order", "prune", 4),
+        ("poor-order", "distill", 4),
+    ]
+    assert warned("[sparsify, factorize]") == [("poor-order", "factorize", 4)]

@@ -6,20 +6,25 @@ from pathlib import Path
 
 import pytest
 from planning import mistakes
+from refusals import places
 
 pytest_plugins = ["planning"]
 
 
-# settings that are wrong each, which of them, and that alone is to be said of them
+# settings that are wrong each; code and place of the one mistake; what is named in it
 WRONG = [
-    ("{bits: {budget: 3.5, widths: [4, 8]}}", "bits: budget 3.5"),
-    ("{bits: {widths: [4]}}", "a list of at least 2"),
-    ("{bits: 3}", "expected a mapping with budget"),
-    ("{scheme: int4, codebook_inputs: 128}", "codebook_inputs means nothing to scheme int4"),
-    ("{scheme: itn4}", "Did you mean 'int4'?"),
-    ("{schem: int4}", "Did you mean 'scheme'?"),
-    ("{scheme: int4, vocabulary: itn4}", "Did you mean 'int4'?"),
-    ("3", "expected a mapping of settings, read 3"),
+    ("{bits: {budget: 3.5, widths: [4, 8]}}", ("budget-out-of-range", "stages[0].quantize", 4), "3.5"),
+    ("{bits: {widths: [4]}}", ("wrong-value", "stages[0].quantize.bits.widths", 4), "at least 2"),
+    ("{bits: 3}", ("wrong-value", "stages[0].quantize.bits", 4), "budget"),
+    (
+        "{scheme: int4, codebook_inputs: 128}",
+        ("unused-setting", "stages[0].quantize", 4),
+        "codebook_inputs",
+    ),
+    ("{scheme: itn4}", ("wrong-value", "stages[0].quantize.scheme", 4), "'int4'?"),
+    ("{schem: int4}", ("unknown-setting", "stages[0].quantize.schem", 4), "'scheme'?"),
+    ("{scheme: int4, vocabulary: itn4}", ("wrong-value", "stages[0].quantize.vocabulary", 4), "'int4'?"),
+    ("3", ("wrong-value", "stages[0].quantize", 4), "3"),
 ]
 
 
@@ -33,37 +38,41 @@ WRONG = [
         "finetune: {codes: {activations: one-bit}}",
     ],
 )
-@pytest.mark.parametrize(("settings", "message"), WRONG)
+@pytest.mark.parametrize(("settings", "place", "named"), WRONG)
 def test_a_mistake_in_quantize_is_one_mistake(
-    translator: Path, settings: str, message: str, later: str
+    translator: Path, settings: str, place: tuple[str, str, int], named: str, later: str
 ) -> None:
-    [told] = mistakes(translator, f"[quantize: {settings}, {later}]")
-    assert message in told
+    [found] = mistakes(translator, f"[quantize: {settings}, {later}]")
+    assert places([found]) == [place]
+    assert named in found.message
 
 
 def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
-    for settings, _ in WRONG:
-        first, second = mistakes(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
-        assert "stages[0].quantize" in first
-        assert "ONNX Runtime on CUDA cannot run the quantized layers of 'quantize'" in second
+    for settings, place, _ in WRONG:
+        found = mistakes(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
+        assert places(found) == [place, ("unsupported-scheme", "stages[1].onnx.target", 4)]
+    later = ("already-quantized", "stages[1].factorize", 4)
     for settings in ("{bits: 3}", "{scheme: int4, codebook_inputs: 128}", "{scheme: itn4}", "3"):
-        told = mistakes(translator, f"[quantize: {settings}, factorize: {{}}]")
-        assert "factorize cannot work after 'quantize', which left quantized codes" in told[1]
+        found = mistakes(translator, f"[quantize: {settings}, factorize: {{}}]")
+        assert places(found)[1:] == [later]
+        assert "int4" not in found[1].message
     # a scheme that is known is named, whatever is wrong beside it
-    told = mistakes(translator, "[quantize: {scheme: int4, vocabulary: itn4}, factorize: {}]")
-    assert "which left int4 codes" in told[1]
+    found = mistakes(translator, "[quantize: {scheme: int4, vocabulary: itn4}, factorize: {}]")
+    assert places(found)[1:] == [later]
+    assert "int4" in found[1].message
 
 
 def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(translator: Path) -> None:
     one, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
-    assert "restrict an output layer of bnb-nf4 codes" in mistakes(translator, f"{one}{two}")[0]
-    [told] = mistakes(translator, f"{one}, vocabulary: itn4{two}")
-    assert "Did you mean 'int4'?" in told
+    found = mistakes(translator, f"{one}{two}")
+    assert places(found) == [("unsupported-scheme", "stages[2].onnx", 4)]
+    found = mistakes(translator, f"{one}, vocabulary: itn4{two}")
+    assert places(found) == [("wrong-value", "stages[1].quantize.vocabulary", 4)]
 
 
 def test_other_steps_are_judged_by_codes_that_are_known(translator: Path) -> None:
     """A mistake in one `quantize` hides nothing of another."""
     again = "{quantize: {}, name: second, from: model}, finetune: {codes: {split: true}}"
-    told = mistakes(translator, f"[quantize: {{scheme: itn4}}, {again}]")
-    assert len(told) == 2
-    assert "those before it are int8-dynamic" in told[1]
+    found = mistakes(translator, f"[quantize: {{scheme: itn4}}, {again}]")
+    assert places(found)[1:] == [("unsupported-scheme", "stages[2].finetune", 4)]
+    assert "int8-dynamic" in found[1].message

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from planning import plan
 
+from smelt.core.messages import codes
+
 pytest_plugins = ["planning"]
 
 
@@ -21,4 +23,4 @@ pytest_plugins = ["planning"]
 )
 def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) -> None:
     notes = plan(translator, f"[quantize: {{{settings}}}]").notes
-    assert any("method: hqq fits scales" in note for note in notes) == noted
+    assert ("hqq-two-bits" in codes(notes)) == noted

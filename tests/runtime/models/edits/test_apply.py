@@ -113,17 +113,19 @@ def test_a_convolution_and_its_norm_lose_channels():
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("edit", "code", "named"),
     [
-        ({"op": "low_rnak", "module": "x"}, "Did you mean 'low_rank'"),
-        ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does not fit the model"),
+        ({"op": "low_rnak", "module": "x"}, "unknown-edit", "'low_rank'"),
+        ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does-not-fit-model", "model.nothing"),
         (
             {"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3},
-            "does not fit the model",
+            "does-not-fit-model",
+            "'forward'",
         ),
     ],
 )
-def test_edits_that_fit_no_model_are_explained(tmp_path, edit, message):
+def test_edits_that_fit_no_model_are_explained(tmp_path, edit, code, named):
     model, _ = load_model(tiny.marian(tmp_path / "m"))
-    with pytest.raises(InputError, match=message):
+    with refused(code, InputError) as caught:
         apply_edits(model, [edit])
+    assert named in str(caught.value)

@@ -92,8 +92,9 @@ def test_the_rooms_of_support_can_be_imported_from() -> None:
 
 def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nowhere.yaml" in harness.smelt("plan", "nowhere.yaml", code=2).output
-    with pytest.raises(AssertionError, match=r"nowhere\.yaml"):
+    with pytest.raises(AssertionError) as caught:
         harness.smelt("plan", "nowhere.yaml", code=0)
+    assert "nowhere.yaml" in str(caught.value)
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
@@ -171,7 +172,8 @@ def test_what_is_made_once_is_not_made_again_unless_making_failed(
         if len(made) == 1:
             raise OSError("the disk is full")
 
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(OSError) as caught:
         once.made_once("a b", make)
+    assert caught.value.args == ("the disk is full",)
     assert once.made_once("a b", make) == once.made_once("a b", make)
     assert len(made) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from smelt.core.errors import SettingError, SmeltError
+from smelt.core.errors import UNNAMED, SettingError, SmeltError
 from smelt.core.messages import Message
 
 
@@ -40,7 +40,7 @@ def error_of(result: Any) -> SmeltError:
     """Return the error that a command of `harness.smelt` ended with; it is on the terminal with its code."""
     error: SmeltError | None = result.error
     assert error is not None, result.output
-    assert f"error[{error.code}]: " in result.output, result.output
+    assert f"error[{error.code or UNNAMED}]: " in result.output, result.output
     return error
 
 

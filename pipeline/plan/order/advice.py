@@ -90,5 +90,5 @@ def lost_work(drafts: Mapping[str, Draft], lines: Mapping[str, Sequence[Draft]])
         above = [found for d in lines[draft.name] if (found := done(d))]
         later = [drafts[name] for name, line in lines.items() if draft in line]
         below = [found for d in later if (found := done(d))]
-        for text in lost_by(step, above, below):
-            yield warning("lost-work", text, step=draft.name, line=draft.entry.line)
+        for code, text in lost_by(step, above, below):
+            yield warning(code, text, step=draft.name, line=draft.entry.line)

@@ -19,8 +19,8 @@ def left_by(step: Done) -> frozenset[str]:
     return found
 
 
-def lost_by(step: Done, above: Sequence[Done], below: Collection[Done]) -> list[str]:
-    """Return what to say of the work of steps above that is lost in `step`.
+def lost_by(step: Done, above: Sequence[Done], below: Collection[Done]) -> list[tuple[str, str]]:
+    """Return code and text of each work of steps above that is lost in `step`.
 
     What a step below makes anew is not lost.
 
@@ -37,5 +37,5 @@ def lost_by(step: Done, above: Sequence[Done], below: Collection[Done]) -> list[
     for word, text in spoils.items():
         maker = next((earlier for earlier in above if word in left_by(earlier)), None)
         if maker is not None and word not in anew:
-            found.append(text.format(step=maker[0]) + ".")
+            found.append((f"{word}-lost", text.format(step=maker[0]) + "."))
     return found

@@ -6,6 +6,7 @@ import classifiers
 import harness
 import pytest
 import tiny
+from refusals import error_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
@@ -177,7 +178,8 @@ def test_a_bare_encoder_gets_the_outputs_that_the_labels_ask_for(tmp_path):
     config = json.loads((folder / "run" / "artifacts" / "quantize" / "config.json").read_text())
     assert config["problem_type"] == MULTI
     assert config["id2label"] == {"0": "angry", "1": "calm", "2": "glad"}
-    assert "for 3 labels was added" in " ".join(steps_of(folder)["model"]["warnings"])
+    [added] = [one for one in steps_of(folder)["model"]["warnings"] if one["code"] == "new-classifier"]
+    assert "3 labels" in added["message"]
 
 
 def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
@@ -196,61 +198,55 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
     folder = home(tmp_path, "bert", SINGLE, SHORT)
     BertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
     (folder / "data.jsonl").write_text('{"text": "a man", "label": "calm"}\n')
-    result = harness.smelt("plan", folder / "recipe.yaml")
-    assert result.exit_code == 2
-    assert "all rows have the same label; a classifier needs two." in " ".join(result.output.split())
+    assert error_of(harness.smelt("plan", folder / "recipe.yaml", code=2)).code == "one-label"
 
 
 @pytest.mark.parametrize(
-    ("labels", "config", "score", "message"),
+    ("labels", "config", "score", "code", "setting", "named"),
     [
         (
             ['"calm"', '"agry"', '"x"'],
             {},
             "",
-            "recipe.yaml:4: data.test: data.jsonl:2: the label 'agry' is not one of the model's 3"
-            " labels: calm, angry, glad or 0 to 2. Did you mean 'angry'? Likewise line 3.",
+            "unknown-label",
+            "data.test",
+            ("data.jsonl:2: ", "'agry'", "calm, angry, glad", "'angry'?", "line 3."),
         ),
-        (
-            ['["calm"]', '["glad", "sad"]'],
-            {},
-            "",
-            "data.jsonl:2: the label 'sad' is not one of the model's 3 labels",
-        ),
-        (["0", "3"], {}, "", "data.jsonl:2: the label 3 is not one of the model's 3 labels"),
-        (["0.5"], {}, "", "data.jsonl:1: the label 0.5 is not one of the model's 3 labels"),
+        (['["calm"]', '["glad", "sad"]'], {}, "", "unknown-label", "data.test", ("data.jsonl:2: ", "'sad'")),
+        (["0", "3"], {}, "", "unknown-label", "data.test", ("data.jsonl:2: ", " 3 ")),
+        (["0.5"], {}, "", "unknown-label", "data.test", ("data.jsonl:1: ", "0.5")),
         (
             ['["calm"]'],
             {"problem_type": SINGLE},
             "",
-            "data.jsonl:1: the label ['calm'] is a list, and the model gives one label to a text",
+            "several-labels",
+            "data.test",
+            ("data.jsonl:1: ", "['calm']"),
         ),
         (
             ['"good"'],
             {"id2label": {i: f"LABEL_{i}" for i in range(3)}},
             "",
-            "no names: write them in their order as id2label into its config.json",
+            "unknown-label",
+            "data.test",
+            ("id2label",),
         ),
         (
             ["0", "1"],
             {},
             "quality: [f1_micro]",
-            "score.quality[0]: 'f1_micro' is for multi_label_classification, and the model and the data are"
-            " single_label_classification. Known for that: accuracy, f1.",
+            "does-not-fit-labels",
+            "score.quality[0]",
+            ("'f1_micro'", "multi_label_classification", "single_label_classification", ": accuracy, f1."),
         ),
-        (['["calm"]'], {}, "quality: [accuracy]", "'accuracy' is for single_label_classification"),
-        (
-            ["0", "1"],
-            {},
-            "gate: mse",
-            "gates.mse: 'mse' is for regression, and the model and the data are single_label_classification.",
-        ),
-        (["0"], {"problem_type": "regression"}, "", "problem_type is regression and the model has 3 outputs"),
+        (['["calm"]'], {}, "quality: [accuracy]", "does-not-fit-labels", "score.quality[0]", ("'accuracy'",)),
+        (["0", "1"], {}, "gate: mse", "does-not-fit-labels", "gates.mse", ("'mse'", "regression")),
+        (["0"], {"problem_type": "regression"}, "", "too-many-outputs", "model", ("regression", "3 ")),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
-    tmp_path, labels, config, score, message, command
+    tmp_path, labels, config, score, code, setting, named, command
 ):
     recipe = SHORT
     if score.startswith("quality"):
@@ -261,9 +257,10 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
     lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
     (folder / "data.jsonl").write_text("\n".join(lines))
     arguments = ["--out", folder / "run", "--quiet"] if command == "run" else []
-    result = harness.smelt(command, folder / "recipe.yaml", *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.split())
+    error = error_of(harness.smelt(command, folder / "recipe.yaml", *arguments, code=2))
+    [found] = [one for one in error.found if one.code == code]
+    assert found.setting == setting
+    assert [value for value in named if value not in found.message] == []
     assert not (folder / "run").exists()
 
 
@@ -274,7 +271,8 @@ def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_
     assert harness.smelt("plan", folder / "recipe.yaml").exit_code == 0
     result = run(folder)
     assert result.exit_code == 2
-    assert "score.quality: 'f1' is for single_label_classification" in " ".join(result.output.split())
+    assert error_of(result).code == "does-not-fit-labels"
+    assert all(value in str(error_of(result)) for value in ("score.quality: ", "'f1'"))
     (folder / "recipe.yaml").write_text(SHORT)
     assert run(folder).exit_code == 0
     assert tuple(steps_of(folder)["model"]["quality"]) == METRICS_OF[MULTI]
@@ -286,8 +284,10 @@ def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
     wrong = "mse" if problem != REGRESSION else "accuracy"
     result = harness.smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong)
     assert result.exit_code == 2
-    assert "Known for that" in result.output
+    assert error_of(result).code == "does-not-fit-labels"
+    assert f"'{wrong}'" in str(error_of(result))
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
     result = harness.smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
     assert result.exit_code == 2
-    assert "x.jsonl:1: the label 'nobody'" in result.output
+    assert error_of(result).code == ("non-finite-label" if problem == REGRESSION else "unknown-label")
+    assert all(value in str(error_of(result)) for value in ("x.jsonl:1: ", "'nobody'"))

@@ -13,9 +13,11 @@ import onnx
 import pytest
 import sentences
 import tiny
+from refusals import error_of
 
 import smelt
 from smelt.core.artifact import read_artifact
+from smelt.core.messages import codes
 from smelt.export.package.form import Origin
 from smelt.export.package.optimum import Optimum
 from smelt.export.package.write import write_package
@@ -68,45 +70,51 @@ def test_it_writes_what_the_artifact_wrote_and_is_scored_and_made_smaller(
     assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == wanted
     assert len(generated("runs/r/artifacts/quantize")) == len(TEXTS)
     harness.smelt("package", "runs/r/artifacts/model", "--for", "optimum", "--out", "again", code=0)
-    told = harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2).output
-    assert "start from the folder with weights" in " ".join(told.split())
+    error = error_of(harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2))
+    assert error.code == "missing-graph"
 
 
 @pytest.mark.parametrize(
-    ("remove", "task", "said"),
+    ("remove", "task", "code", "named"),
     [
         (
             ("decoder_with_past_model.onnx", "decoder_model_merged.onnx"),
             "translation",
-            "without caches from step",
+            "incomplete-generator",
+            "decoder_with_past_model",
         ),
-        (("encoder_model.onnx",), "translation", "laid out language models before 1.14"),
-        (("config.json",), "translation", "there is no config.json"),
-        (("vocab.json",), "translation", "vocab.json"),
-        ((), "language-modeling", "a marian model is not supported for language-modeling"),
-        ((), "text-classification", "graphs that generate text"),
+        (("encoder_model.onnx",), "translation", "incomplete-generator", ""),
+        (("config.json",), "translation", "missing-config", ""),
+        (("vocab.json",), "translation", "missing-tokenizer", "vocab.json"),
+        ((), "language-modeling", "unsupported-task", "marian"),
+        ((), "text-classification", "generator-graphs", ""),
     ],
 )
 def test_what_is_missing_is_said_before_any_work(
-    remove: tuple[str, ...], task: str, said: str, tmp_path: Path
+    remove: tuple[str, ...], task: str, code: str, named: str, tmp_path: Path
 ) -> None:
     recipe = write(tmp_path, "translator", "translation")
     for name in remove:
         (tmp_path / "p" / name).unlink()
     recipe.write_text(recipe.read_text().replace("task: translation", f"task: {task}"))
-    assert said in " ".join(harness.smelt("plan", recipe, code=2).output.split())
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    found = [one for one in error.found if one.code == code]
+    assert len(found) == 1, str(error)
+    assert named in found[0].message
 
 
 def test_one_graph_of_several_is_no_model(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation")
     recipe.write_text(recipe.read_text().replace("model: p", "model: p/encoder_model.onnx"))
-    assert "Name their folder" in " ".join(harness.smelt("plan", recipe, code=2).output.split())
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert "part-of-generator" in codes(error.found)
+    assert f"model: {tmp_path / 'p'}." in str(error)
 
 
 def test_no_engine_is_promised(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation", "[simplify, tensorrt]")
-    told = " ".join(harness.smelt("plan", recipe, code=2).output.split())
-    assert "no engine is built of graphs that generate" in told
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert [(one.code, one.setting) for one in error.found] == [("unsupported-graph", "stages[1].tensorrt")]
 
 
 def test_hidden_states_are_pooled_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +132,9 @@ def test_hidden_states_are_pooled_as_the_recipe_says(tmp_path: Path, monkeypatch
     text = RECIPE.replace("MODEL", "p").replace("TASK", sentences.TASK).replace("STAGES", "[]")
     text = text.replace("DATA", data.name).replace(", generation: {max_new_tokens: 6}", "")
     (tmp_path / "r.yaml").write_text(text)
-    told = harness.smelt("plan", tmp_path / "r.yaml", code=2).output
-    assert "Name it: embedding: {pooling: mean | cls | max}" in " ".join(told.split())
+    error = error_of(harness.smelt("plan", tmp_path / "r.yaml", code=2))
+    assert error.code == "missing-pooling"
+    assert "embedding: {pooling: mean | cls | max}" in str(error)
     (tmp_path / "r.yaml").write_text(f"{text}embedding: {{pooling: mean, normalize: true}}\n")
     harness.smelt("run", tmp_path / "r.yaml", code=0)
     with smelt.load("runs/r/artifacts/model") as one, smelt.load(source) as other:

@@ -11,6 +11,7 @@ import once
 import onnx
 import pytest
 import tiny
+from refusals import error_of
 
 import smelt
 
@@ -93,19 +94,16 @@ def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("exported.onnx", "there is no config.json beside it"),
-        ("exported.onnx\ntokenizer: nowhere", "no config.json in this folder"),
-    ],
+    ("model", "setting"),
+    [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")],
 )
-def test_what_is_missing_is_said(here: Path, model: str, said: str) -> None:
-    assert said in " ".join(harness.smelt("plan", write(here, model), code=2).output.split())
+def test_what_is_missing_is_said(here: Path, model: str, setting: str) -> None:
+    error = error_of(harness.smelt("plan", write(here, model), code=2))
+    assert ("missing-config", setting) in [(one.code, one.setting) for one in error.found]
 
 
 def test_graphs_of_another_kind_are_refused_with_the_way_out(here: Path) -> None:
     recipe = write(here, "exported.onnx\ntokenizer: hub")
     recipe.write_text(recipe.read_text().replace("text-classification", "language-modeling"))
-    told = " ".join(harness.smelt("plan", recipe, code=2).output.split())
-    assert "it takes no caches" in told
-    assert "a bert model is not supported for language-modeling" in told
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert {one.code for one in error.found} >= {"unsupported-graph", "unsupported-task"}

@@ -5,6 +5,7 @@ import json
 import harness
 import pytest
 import tiny
+from sample_report import message
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from smelt.core.errors import RunError
@@ -127,13 +128,14 @@ def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monke
 
     def failing(self, name, artifact, on_test=False):
         if on_test and name == "small":
-            raise RunError("no score today")
+            raise RunError("no score today", code="made-up")
         return own(self, name, artifact, on_test)
 
     monkeypatch.setattr(run._Run, "_score", failing)
     report, steps = _report(home, "validation", tmp_path / "v", 1, monkeypatch)
     assert report["status"] == "error"
-    assert steps["small"]["error"].startswith("on test: ")
+    assert steps["small"]["error"]["code"] == "made-up"
+    assert steps["small"]["error"]["message"] == "on test: no score today"
     assert (steps["small"]["test"], steps["small"]["status"] in ("done", "cached")) == (None, True)
     assert steps["model"]["test"] is not None
     assert [step["error"] for name, step in steps.items() if name != "small"] == [None] * 3
@@ -144,11 +146,11 @@ def test_what_scoring_on_test_says_is_a_warning_of_the_step(home, tmp_path, monk
 
     def told(self, name, artifact, on_test=False):
         found = own(self, name, artifact, on_test)
-        return found | {"warnings": ["one was cut"]} if on_test else found
+        return found | {"warnings": [message("one was cut")]} if on_test else found
 
     monkeypatch.setattr(run._Run, "_score", told)
     _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
-    assert "on test: one was cut" in steps["small"]["warnings"]
+    assert message("on test: one was cut") in steps["small"]["warnings"]
 
 
 def test_the_terminal_tells_what_was_chosen_scores_on_test(home, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import fake_workers
 import forked_workers
 import harness
 import pytest
+from refusals import error_of
 
 RECIPE = """
 model: m
@@ -47,9 +48,8 @@ def report(home):
 
 
 def test_few_windows_are_warned_of(report):
-    assert (
-        len([text for text in report["warnings"] if re.match(r"test has \d\d windows; below 100", text)]) == 1
-    )
+    [few] = [one["message"] for one in report["warnings"] if one["code"] == "few-windows"]
+    assert re.search(r"\b\d\d windows", few)
 
 
 def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report):
@@ -149,23 +149,21 @@ def test_eval_cuts_the_text_as_it_is_told(home, report):
     assert apart["signature"] != sliding["signature"]
     result = harness.smelt("eval", folder, *rows, "--window", 4, "--stride", 5)
     assert result.exit_code == 2
-    assert "--stride 5 would leave out text" in result.output
+    assert error_of(result).code == "settings-conflict"
+    assert all(value in str(error_of(result)) for value in ("--stride 5", "4 tokens"))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "code", "setting", "named"),
     [
-        ({"windows": "length: 100"}, "more than the 64 tokens that the model takes"),
-        ({"windows": "length: 8, stride: 9"}, "stride 9 would leave out text"),
-        (
-            {"task": "translation"},
-            "a gpt2 model is not supported for translation by this version; it is for language",
-        ),
-        ({"limit": "min: 3"}, "does not fit 'perplexity', which takes max_drop or max"),
-        ({"metric": "bleu"}, "'bleu' belongs to"),
+        ({"windows": "length: 100"}, "window-too-long", "data.windows.length", ("100", "64")),
+        ({"windows": "length: 8, stride: 9"}, "settings-conflict", "data.windows", ("9", "8")),
+        ({"task": "translation"}, "unsupported-task", "model", ("gpt2", "language-modeling")),
+        ({"limit": "min: 3"}, "does-not-fit-metric", "gates.perplexity.min", ("max_drop or max",)),
+        ({"metric": "bleu"}, "does-not-fit-task", "score.quality[0]", ("'bleu'",)),
     ],
 )
-def test_recipe_is_refused_when_it_does_not_fit(home, change, said):
+def test_recipe_is_refused_when_it_does_not_fit(home, change, code, setting, named):
     text = RECIPE.replace("length: 32, stride: 16", change.get("windows", "length: 32"))
     text = text.replace("language-modeling", change.get("task", "language-modeling"))
     text = text.replace("max: 1.5", change.get("limit", "max: 1.5"))
@@ -173,8 +171,10 @@ def test_recipe_is_refused_when_it_does_not_fit(home, change, said):
         text = text.replace("score:", f"score:\n  quality: [{change['metric']}]").split("gates:")[0]
     path = home / "bad.yaml"
     path.write_text(text)
-    result = harness.smelt("plan", path)
-    assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
+    error = error_of(harness.smelt("plan", path, code=2))
+    found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
+    assert len(found) == 1, str(error)
+    assert [value for value in named if value not in found[0].message] == []
 
 
 def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tmp_path):
@@ -189,8 +189,6 @@ def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tm
     path.write_text(json.dumps(config))
     causal.lines(tmp_path / "t.txt", 1)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    result = harness.smelt("plan", tmp_path / "recipe.yaml")
-    said = " ".join(result.output.split())
-    assert result.exit_code == 2
-    for words in ("type 'yarn' are not supported", "ends in ForCausalLM"):
-        assert words in said, said
+    error = error_of(harness.smelt("plan", tmp_path / "recipe.yaml", code=2))
+    assert {one.code for one in error.found} >= {"unsupported-config", "unsupported-architecture"}
+    assert "'yarn'" in str(error)

@@ -8,6 +8,7 @@ import images
 import pytest
 import sentences
 import tiny
+from refusals import error_of, places
 from safetensors.torch import load_file, save_file
 
 import smelt
@@ -60,29 +61,30 @@ def test_a_bare_encoder_teaches_no_classifier(tmp_path):
     recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
     config = tmp_path / "other" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["BertModel"]}))
-    said = harness.smelt("plan", recipe, code=2).output
-    assert f"{tmp_path / 'other'}: its model has no classifier, so it cannot teach one." in said
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert error.code == "no-classifier"
+    assert str(tmp_path / "other") in str(error)
 
 
 def test_a_student_of_another_family_is_refused_once(tmp_path):
     recipe = home(tmp_path, "text-classification", "student: {model: other}")
     shutil.rmtree(tmp_path / "other")
     tiny.marian(tmp_path / "other")
-    said = harness.smelt("plan", recipe, code=2).output
-    assert said.count("recipe.yaml:4:") == 1
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert [one.line for one in error.found] == [4]
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "code", "place"),
     [
-        ("teacher: {model: ''}", "distill.teacher.model: expected a text that is not empty, read ''."),
-        ("student: {model: ''}", "distill.student.model: expected a text that is not empty, read ''."),
-        ("teacher: {folder: other}", "distill.teacher.model: missing."),
+        ("teacher: {model: ''}", "empty-text", "teacher.model"),
+        ("student: {model: ''}", "empty-text", "student.model"),
+        ("teacher: {folder: other}", "missing-setting", "teacher.model"),
     ],
 )
-def test_a_name_that_names_nothing_is_no_folder(setting, message, tmp_path):
-    said = harness.smelt("plan", home(tmp_path, "translation", setting), code=2).output
-    assert message in said, said
+def test_a_name_that_names_nothing_is_no_folder(setting, code, place, tmp_path):
+    error = error_of(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
+    assert (code, f"stages[0].distill.{place}") in [(one.code, one.setting) for one in error.found]
 
 
 @pytest.mark.parametrize("place", ["teacher: {model: ~/other}", "student: {model: ~/other}"])
@@ -101,20 +103,22 @@ def changed(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize(("who", "place"), [("teacher", "teacher: "), ("student", "student.model: ")])
+@pytest.mark.parametrize(("who", "place"), [("teacher", "teacher"), ("student", "student.model")])
 def test_models_that_take_other_images_are_refused_before_any_work(who, place, tmp_path):
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     changed(tmp_path / "other", image_size=64)
-    said = harness.smelt("plan", recipe, code=2).output
-    assert f"distill.{place}it takes images of 64 pixels, the model " in said
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert [(one.code, one.setting) for one in error.found] == [("CODE_N1", f"stages[0].distill.{place}")]
+    assert "64 pixels" in str(error)
 
 
 def test_a_teacher_of_fewer_positions_wants_texts_that_are_cut(tmp_path):
     recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
     shutil.rmtree(tmp_path / "other")
     tiny.bert(tmp_path / "other", max_position_embeddings=8)
-    said = harness.smelt("plan", recipe, code=2).output
-    assert "distill.teacher: it has 8 positions, texts have up to " in said
+    error = error_of(harness.smelt("plan", recipe, code=2))
+    assert [(one.code, one.setting) for one in error.found] == [("CODE_N2", "stages[0].distill.teacher")]
+    assert "8 positions" in str(error)
     recipe.write_text(recipe.read_text().replace("max_steps: 1", "max_steps: 1, max_length: 8"))
     assert smelt.run(recipe, out=tmp_path / "run").exit_code == 0
 
@@ -127,27 +131,28 @@ def test_weights_that_do_not_fit_are_told_under_the_name_that_was_given(who, tmp
     name = next(name for name in tensors if "position_embeddings" in name)
     tensors[name] = tensors[name][:, :-1].contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
-    told = smelt.run(recipe, out=tmp_path / "run").report["steps"][-1]["error"]
-    assert f"{tmp_path / 'other'}: " in told
-    assert ".store" not in told
+    error = smelt.run(recipe, out=tmp_path / "run").report["steps"][-1]["error"]
+    assert error["code"] == "shape-mismatch"
+    assert f"{tmp_path / 'other'}: " in error["message"]
+    assert ".store" not in error["message"]
 
 
 LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "code", "place"),
     [
-        ("teacher: {model: ~no-such-user/x}", "distill.teacher.model: "),
-        (f"teacher: {{model: {LONG}}}", "distill.teacher.model: "),
-        (f"student: {{model: {LONG}}}", "distill.student.model: "),
-        (f"student: {{config: {LONG}}}", "distill.student.config: "),
-        (f"teacher: {LONG}", "distill.teacher: no earlier step"),
-        ("teacher: [model, ~no-such-user]", "distill.teacher[1]: no earlier step"),
-        ("teacher: [model, {model: nowhere}]", "distill.teacher[1].model: "),
-        ("teacher: ''", "distill.teacher: no earlier step ''. Those are: model.\n"),
+        ("teacher: {model: ~no-such-user/x}", "missing-file", "teacher.model"),
+        (f"teacher: {{model: {LONG}}}", "missing-file", "teacher.model"),
+        (f"student: {{model: {LONG}}}", "missing-file", "student.model"),
+        (f"student: {{config: {LONG}}}", "missing-file", "student.config"),
+        (f"teacher: {LONG}", "unknown-step", "teacher"),
+        ("teacher: [model, ~no-such-user]", "unknown-step", "teacher[1]"),
+        ("teacher: [model, {model: nowhere}]", "missing-file", "teacher[1].model"),
+        ("teacher: ''", "unknown-step", "teacher"),
     ],
 )
-def test_names_that_no_folder_can_have_are_told_with_their_place(setting, message, tmp_path):
-    said = harness.smelt("plan", home(tmp_path, "translation", setting), code=2).output
-    assert f"recipe.yaml:4: stages[0].{message}" in said, said
+def test_names_that_no_folder_can_have_are_told_with_their_place(setting, code, place, tmp_path):
+    error = error_of(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
+    assert places(error.found) == [(code, f"stages[0].distill.{place}", 4)]

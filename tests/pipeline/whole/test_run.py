@@ -99,7 +99,8 @@ def test_until_may_stop_before_the_baseline(home, tmp_path):
     assert result.exit_code == 0, result.output
     report = _report(tmp_path / "r")
     assert report["baseline"] is None
-    assert "the baseline 'quantize' is left out, so nothing is compared with it." in report["warnings"]
+    [found] = [one for one in report["warnings"] if one["code"] == "no-comparison"]
+    assert "'quantize'" in found["message"]
     assert [s["against_baseline"] for s in report["steps"]] == [{}, {}]
     assert _run(home, *places).exit_code == 0
     report = _report(tmp_path / "r")
@@ -167,14 +168,19 @@ def test_an_error_in_a_stage_is_reported_on_its_step_and_keeps_the_others(home, 
 
     def fail(self, src, settings, ctx):
         (ctx.out / "half").write_text("x")
-        raise RunError("the loss is not a number")
+        raise RunError("the loss is not a number", code="made-up")
 
     monkeypatch.setattr(Finetune, "__call__", fail)
     result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s")
     assert result.exit_code == 1
     steps = {s["name"]: s for s in _report(tmp_path / "r")["steps"]}
     assert steps["prune"]["status"] == "done"
-    assert (steps["finetune"]["status"], steps["finetune"]["error"]) == ("error", "the loss is not a number")
+    assert steps["finetune"]["status"] == "error"
+    assert steps["finetune"]["error"] == {
+        "code": "made-up",
+        "severity": "error",
+        "message": "the loss is not a number",
+    }
     assert steps["quantize"]["status"] == "not-reached"
     assert len(list((tmp_path / "s" / "artifacts").iterdir())) == 2
     assert not list((tmp_path / "s" / "tmp").iterdir())

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import sentences
 import tiny
+from refusals import error_of, refused
 
 import smelt
+from smelt.plan.load import load_plan
 
 CHAIN = """
 model: m
@@ -80,27 +82,32 @@ def test_eval_gives_the_scores_of_the_report(chain):
     assert json.loads(found.stdout) == steps_of(chain)["onnx"]["quality"]
     alone = json.loads(harness.smelt("eval", artifacts / "onnx", *arguments).stdout)
     assert list(alone) == ["spearman", "pearson"]
-    for metric, lack in (("agreement", "--baseline ARTIFACT"), ("accuracy", "not a metric")):
-        wrong = harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric)
-        assert wrong.exit_code == 2
-        assert lack in words(wrong)
+    for metric, code, named in (
+        ("agreement", "missing-data", "--baseline ARTIFACT"),
+        ("accuracy", "unknown-metric", "accuracy"),
+    ):
+        error = error_of(harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric, code=2))
+        assert (error.code, named in str(error)) == (code, True)
 
 
 def test_load_embeds_texts_in_their_order(chain):
     texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES * 2)]
     with smelt.load(chain / "run" / "artifacts" / "model") as model:
-        with pytest.warns(smelt.TruncationWarning, match=f"1 of {len(texts)} texts"):
+        with pytest.warns(smelt.TruncationWarning) as warned:
             found = model.embed(texts, batch_size=2)
+        assert [one.message.count for one in warned] == [1]
+        assert f"1 of {len(texts)} texts" in str(warned[0].message)
         assert (found.dtype, found.shape) == (np.float32, (len(texts), 32))
         assert model.embed([]).shape == (0, 32)
         expected = sentences.by_hand(chain / "run" / "artifacts" / "model", texts)
         assert np.abs(found - expected).max() < 2e-6
-        with pytest.raises(smelt.InputError, match="this model is for sentence-similarity; use embed"):
+        with refused("does-not-fit-task", smelt.InputError):
             model.generate(texts)
-        with pytest.raises(smelt.InputError, match="this model is for sentence-similarity; use embed"):
+        with refused("does-not-fit-task", smelt.InputError):
             model.predict(texts)
-        with pytest.raises(smelt.InputError, match=r"texts\[0\]: expected a text"):
+        with refused("pairs-not-taken", smelt.InputError) as caught:
             model.embed([("a", "b")])
+        assert caught.value.setting == "texts[0]"
 
 
 def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
@@ -186,12 +193,10 @@ def test_a_plain_encoder_makes_vectors_as_the_recipe_says(tmp_path):
 
 def test_a_plain_encoder_without_a_word_is_pooled_by_the_mean_and_the_plan_warns(tmp_path):
     folder = home(tmp_path, SHORT, rules=False)
-    plan = words(harness.smelt("plan", folder / "recipe.yaml"))
-    assert (
-        "the model has no modules.json, which would say how it makes vectors: the mean of the tokens is taken"
-        in plan
-    )
-    assert "Choose with embedding: {pooling: ...}: mean, cls, max." in plan
+    [found] = [one for one in load_plan(folder / "recipe.yaml").warnings if one.code == "pooling-assumed"]
+    assert found.setting == "embedding.pooling"
+    assert all(value in found.message for value in ("mean", "mean, cls, max."))
+    assert found.message in words(harness.smelt("plan", folder / "recipe.yaml"))
 
 
 def test_init_writes_a_recipe_that_runs(tmp_path):
@@ -212,84 +217,97 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "setting", "named"),
     [
-        ({"recipe": SHORT + "embedding: {pooling: middle}\n"}, "recipe.yaml:9: embedding.pooling:"),
+        (
+            {"recipe": SHORT + "embedding: {pooling: middle}\n"},
+            "wrong-value",
+            "embedding.pooling",
+            ("'middle'",),
+        ),
         (
             {
                 "recipe": SHORT.replace("sentence-similarity", "text-classification")
                 + "embedding: {pooling: cls}\n"
             },
-            "embedding: is for sentence-similarity; a model for text-classification makes no vectors.",
+            "does-not-fit-task",
+            "embedding",
+            ("text-classification",),
         ),
         (
             {
                 "recipe": SHORT.replace("latency: false", "latency: false, quality: [spearman]"),
                 "scores": False,
             },
-            "score.quality[0]: 'spearman' needs scores of pairs, and the test rows have none (column"
-            " 'label'); without them there is agreement.",
+            "missing-scores",
+            "score.quality[0]",
+            ("'spearman'", "test rows", "'label'", "agreement"),
         ),
         (
             {"recipe": SHORT + "gates: {pearson: {min: 50}}\n", "scores": False},
-            "gates.pearson: 'pearson' needs scores of pairs",
+            "missing-scores",
+            "gates.pearson",
+            ("'pearson'",),
         ),
-        (
-            {"recipe": CHAIN, "scores": False},
-            "stages[2].finetune: the rows of data.jsonl have no scores",
-        ),
-        ({"recipe": CHAIN, "scores": False}, "importance: the rows of data.jsonl have no scores"),
+        ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[2].finetune", ("data.jsonl",)),
+        ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[0].prune.importance", ("data.jsonl",)),
         (
             {"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)},
-            "losses.logits: is no part of the loss of sentence-similarity; those are attention, cosine,"
-            " embedding, embeddings, hidden, relations, scores, similarity.",
+            "CODE_SE",
+            "stages[1].distill.losses.logits",
+            ("attention, cosine, embedding, embeddings, hidden, relations, scores, similarity",),
         ),
-        ({"recipe": CHAIN.replace("select: spearman", "select: agreement")}, "'agreement' is not scored"),
+        (
+            {"recipe": CHAIN.replace("select: spearman", "select: agreement")},
+            "metric-not-scored",
+            "stages[2].finetune.select",
+            ("'agreement'",),
+        ),
         (
             {"recipe": SHORT.replace("jsonl}", "jsonl, prefix: 'q: ', source_language: de}")},
-            "source_language: fits",
+            "does-not-fit-task",
+            "data",
+            ("source_language",),
         ),
     ],
 )
-def test_a_mistake_is_named_before_any_work(change, message, tmp_path):
+def test_a_mistake_is_named_before_any_work(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
-    result = harness.smelt("plan", folder / "recipe.yaml")
-    assert result.exit_code == 2, result.output
-    assert message in words(result)
+    error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
+    assert len(found) == 1, [(one.code, one.setting) for one in error.found]
+    assert [value for value in named if value not in found[0].message] == []
 
 
 def test_a_classifier_is_refused_before_its_head_is_lost(tmp_path):
     folder = home(tmp_path, SHORT)
     tiny.bert(folder / "m")
-    result = harness.smelt("plan", folder / "recipe.yaml")
-    assert result.exit_code == 2
-    assert "'architectures' is ['BertForSequenceClassification']: a classifier makes no vectors" in words(
-        result
-    )
+    error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    assert error.code == "unsupported-architecture"
+    assert "['BertForSequenceClassification']" in str(error)
 
 
 def test_rows_are_all_of_one_kind(tmp_path):
     folder = home(tmp_path, SHORT)
     rows = (folder / "data.jsonl").read_text()
-    for line, message in (
-        ('{"text": "a"}', "row 1 has a second text (column 'text_b') and row 9 has none"),
-        ('{"text": "a", "text_b": "b"}', "row 1 has a score (column 'label') and row 9 has none"),
-        ('{"text": "a", "label": 1}', "data.jsonl:9: a score ('label') says how similar two texts are"),
-        ('{"text": "a", "text_b": "b", "label": "x"}', "data.jsonl:9: column 'label' must be a number"),
+    for line, code, named in (
+        ('{"text": "a"}', "partly-missing-column", ("row 1 ", "'text_b'", "row 9 ")),
+        ('{"text": "a", "text_b": "b"}', "partly-missing-column", ("row 1 ", "'label'", "row 9 ")),
+        ('{"text": "a", "label": 1}', "missing-column", ("data.jsonl:9: ", "'label'")),
+        ('{"text": "a", "text_b": "b", "label": "x"}', "wrong-column-type", ("data.jsonl:9: ", "'label'")),
     ):
         (folder / "data.jsonl").write_text(f"{rows}{line}\n")
-        result = harness.smelt("plan", folder / "recipe.yaml")
-        assert result.exit_code == 2
-        assert message in words(result)
+        error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+        assert error.code == code
+        assert [value for value in named if value not in str(error)] == []
 
 
 def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
     folder = home(tmp_path, SHORT)
     said = {"prompts": {"q": "a red "}, "default_prompt_name": "q"}
     (folder / "m" / "config_sentence_transformers.json").write_text(json.dumps(said))
-    result = harness.smelt("plan", folder / "recipe.yaml")
-    assert result.exit_code == 2
-    assert "puts the prompt 'a red ' before every text" in words(result)
+    error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    assert (error.code, "'a red '" in str(error)) == ("missing-prompt", True)
     recipe = SHORT.replace("test: data.jsonl", 'test: data.jsonl, prefix: "a red "')
     (folder / "recipe.yaml").write_text(recipe)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0

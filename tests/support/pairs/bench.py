@@ -21,6 +21,7 @@ from paired_techniques import MODELS, TECHNIQUES, chain, write_recipe
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, codes
 from smelt.plan.plan import Plan, Step
 
 
@@ -58,14 +59,14 @@ class Bench:
             made[step.name] = new = self._step(step, above)
             found.append(new)
             if stage in TECHNIQUES:
-                lost = [text for text in plan.warnings if text.startswith(f"line {step.line}:")]
+                lost = codes(found for found in plan.warnings if found.line == step.line)
                 promises.promises(TECHNIQUES[stage], made[step.parent], new, self._seen, lost)
         return found[len(whole) - len(stages) :]
 
     def foretold(self, *stages: str) -> list[str]:
         """Return what the plan says of the last of these techniques: a poor order, work that is lost."""
         plan = self.plan(*stages)
-        return [text for text in plan.warnings if text.startswith(f"line {plan.steps[-1].line}:")]
+        return [str(found) for found in plan.warnings if found.line == plan.steps[-1].line]
 
     def forget(self, *artifacts: Artifact) -> None:
         """Remove what was made."""
@@ -109,10 +110,10 @@ class Bench:
         return artifact
 
 
-def refused(bench: Bench, *stages: str) -> str | None:
-    """Return what the plan says against these techniques; None where it takes them."""
+def refused(bench: Bench, *stages: str) -> list[Message]:
+    """Return what the plan says against these techniques; nothing where it takes them."""
     try:
         bench.plan(*stages)
     except InputError as error:
-        return str(error).replace(f"{bench.folder}/", "")
-    return None
+        return list(error.found)
+    return []

@@ -94,10 +94,10 @@ def _tell(bench: Bench, cell: Cell, possible: bool) -> dict[str, Any]:
     began = time.process_time()
     said: dict[str, Any] = {}
     try:
-        against = refused(bench, first, second)
-        if against is not None:
-            said["refused"] = against
-            assert not possible, f"the plan refuses what the stages take: {against}"
+        against = [str(found).replace(f"{bench.folder}/", "") for found in refused(bench, first, second)]
+        if against:
+            said["refused"] = "\n".join(against)
+            assert not possible, f"the plan refuses what the stages take: {said['refused']}"
         else:
             assert possible, "the plan takes what the stages refuse"
             _do(bench, cell, said)

@@ -5,7 +5,7 @@ Looked at from outside: the folder that a stage left is read, and counted.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,14 @@ from typing import Any
 from paired_techniques import Technique
 
 from smelt.core.artifact import Artifact
+from smelt.core.messages import codes
 
 NEAR = 1e-5  # between a model in memory and the same read from its folder, relative to its outputs
-GAINS_NOTHING = r"alone|none goes|stay apart|nothing|stay where|stay, and not"
+GAINS_NOTHING = {
+    *("already-factorized", "already-shared", "minimum-kept", "more-kept-than-asked", "no-part-in-common"),
+    *("no-rank-saves", "no-size-reduction", "nothing-to-remove", "nothing-to-trim", "single-layer-groups"),
+    "shape-mismatch",  # of the layers that `share` leaves apart
+}
 """What a stage says that leaves a model as it is."""
 NO_ZEROS = {"factorize", "quantize"}
 """Stages that make other matrices of those that had zeros: the docstring of `sparsify` says so."""
@@ -152,10 +157,10 @@ def _two_of_four(weight: Any) -> bool:
     return bool(((groups != 0).sum(-1) <= 2).all())
 
 
-def check(technique: Technique, before: Seen, after: Seen, warned: str) -> None:
+def check(technique: Technique, before: Seen, after: Seen, warned: Collection[str]) -> None:
     """Compare what a technique was given with what it left.
 
-    warned: what it said; a stage that gains nothing leaves a model alone and says so.
+    warned: the codes of its warnings; a stage that gains nothing leaves a model alone and says so.
     """
     import torch
 
@@ -166,7 +171,7 @@ def check(technique: Technique, before: Seen, after: Seen, warned: str) -> None:
     empty = fewer and len(after.units) == len(before.units)  # what went had no parts any more
     thin = "student" in settings and 1 in before.layers.values()  # as it is to be
     shared = word == "depth" and before.distinct < 1  # what goes may still be used elsewhere
-    if technique.shrinks and not re.search(GAINS_NOTHING, warned):
+    if technique.shrinks and GAINS_NOTHING.isdisjoint(warned):
         grown = size[0] > size[1] if thin or empty or shared else size[0] >= size[1]
         assert not grown, f"{size[1]:,} became {size[0]:,}"
     if word in ("finetune", "distill") and "masks" not in settings and "student" not in settings:
@@ -185,10 +190,10 @@ def check(technique: Technique, before: Seen, after: Seen, warned: str) -> None:
         assert torch.equal(after.outputs, before.outputs)
 
 
-def check_lasting(stage: str, before: Seen, after: Seen, lost: str) -> None:
+def check_lasting(stage: str, before: Seen, after: Seen, lost: Collection[str]) -> None:
     """Hold what the model of an earlier step had against what a later one, of the word `stage`, left of it.
 
-    lost: what the plan and the stage said; what they say is lost need not hold.
+    lost: the codes of what the plan and the stage said; what they say is lost need not hold.
     """
     assert after.parameters <= before.parameters or stage in GROWS
     assert before.words is None or after.words <= before.words
@@ -198,13 +203,15 @@ def check_lasting(stage: str, before: Seen, after: Seen, lost: str) -> None:
     assert max(after.units.values(), default=0) <= max(before.units.values(), default=0)
     assert after.coded >= before.coded, "codes are gone"
     assert after.listed >= before.listed, "the shortlist is gone"
-    if stage not in NO_ZEROS and "zeros of" not in lost:
+    if stage not in NO_ZEROS and "zeros-lost" not in lost:
         assert after.zeroed >= before.zeroed, "zeros may be filled from now on"
         # units that go may be those with most zeros, which one matrix feels more than all of them together:
         # half of phi3's channels leave it a fifth of them
         assert after.zeros >= before.zeros * (0.1 if stage in CUTS else 0.99), "zeros are gone"
         assert after.mean_zeros >= before.mean_zeros * (0.5 if stage in CUTS else 0.99), "zeros are gone"
-        assert after.patterned >= before.patterned or "pattern" in lost
+        assert after.patterned >= before.patterned or not {"pattern-lost", "pattern-does-not-fit"}.isdisjoint(
+            lost
+        )
     if stage not in NO_LAYERS:
         assert after.distinct <= before.distinct, "layers that were shared are apart"
         assert after.thin >= before.thin or stage == "share"
@@ -219,12 +226,12 @@ def promises(
 ) -> None:
     """Check what `technique` made of `parent`.
 
-    seen: by key, what was counted before; filled. planned: what the plan said of the step.
+    seen: by key, what was counted before; filled. planned: the codes of what the plan said of the step.
     """
     for artifact in (parent, made):
         if artifact.key not in seen:
             seen[artifact.key] = look(artifact.path)
     before, after = seen[parent.key], seen[made.key]
-    warned = " ".join(made.manifest.warnings)
+    warned = codes(made.manifest.warnings)
     check(technique, before, after, warned)
-    check_lasting(technique.word, before, after, " ".join([warned, *planned]))
+    check_lasting(technique.word, before, after, [*warned, *planned])

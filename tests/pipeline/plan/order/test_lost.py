@@ -14,9 +14,9 @@ def told(*steps):
         stage = load_stage(word)
         done.append((f"{word}-{number}", stage, stage.settings_type.model_validate(settings)))
     return [
-        text
+        found
         for at, step in enumerate(done)
-        for text in lost_by(step, list(reversed(done[:at])), done[at + 1 :])
+        for found in lost_by(step, list(reversed(done[:at])), done[at + 1 :])
     ]
 
 
@@ -32,32 +32,30 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "code", "maker"),
     [
-        ((PATTERN, "prune"), "n:m pattern of 'sparsify-0' no longer holds; prune before 'sparsify-0'."),
-        ((PATTERN, "finetune", "prune"), "n:m pattern of 'sparsify-0'"),
-        (("finetune", "depth"), "what 'finetune-0' trained with them, and nothing trains afterwards"),
-        (("distill", "prune", "depth"), "what 'distill-0' trained"),
-        (("finetune", "distill", "depth"), "what 'distill-1' trained"),
-        (("shortlist", "vocabulary"), "put vocabulary before 'shortlist-0'."),
-        (
-            ("prune", UNEVEN, "finetune", "share"),
-            "'prune-1' leaves layers of different sizes, which stay apart",
-        ),
-        ((MASKS, "share"), "'finetune-0' leaves layers of different sizes"),
-        ((PATTERN, MASKS), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
-        ((PATTERN, NARROWER), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
-        (("sparsify", DIVIDED), "the zeros of 'sparsify-0' are lost; share before 'sparsify-0'."),
-        ((MOVED, DIVIDED), "the zeros of 'finetune-0' are lost; share before 'finetune-0'."),
-        ((PARTS, "prune", "depth"), "take layers away before 'depth-0'."),
-        ((LEARNED_PARTS, "depth", "finetune"), "take layers away before 'finetune-0'."),
-        ((PARTS, ("distill", {"student": {"layers": 1}})), "take layers away before 'depth-0'."),
-        ((GPTQ, "distill"), "those which 'quantize-0' chose with care are lost; train with lora"),
+        ((PATTERN, "prune"), "pattern-lost", "sparsify-0"),
+        ((PATTERN, "finetune", "prune"), "pattern-lost", "sparsify-0"),
+        (("finetune", "depth"), "training-lost", "finetune-0"),
+        (("distill", "prune", "depth"), "training-lost", "distill-0"),
+        (("finetune", "distill", "depth"), "training-lost", "distill-1"),
+        (("shortlist", "vocabulary"), "shortlist-lost", "shortlist-0"),
+        (("prune", UNEVEN, "finetune", "share"), "widths-lost", "prune-1"),
+        ((MASKS, "share"), "widths-lost", "finetune-0"),
+        ((PATTERN, MASKS), "pattern-lost", "sparsify-0"),
+        ((PATTERN, NARROWER), "pattern-lost", "sparsify-0"),
+        (("sparsify", DIVIDED), "zeros-lost", "sparsify-0"),
+        ((MOVED, DIVIDED), "zeros-lost", "finetune-0"),
+        ((PARTS, "prune", "depth"), "parts-lost", "depth-0"),
+        ((LEARNED_PARTS, "depth", "finetune"), "parts-lost", "finetune-0"),
+        ((PARTS, ("distill", {"student": {"layers": 1}})), "parts-lost", "depth-0"),
+        ((GPTQ, "distill"), "codes-lost", "quantize-0"),
     ],
 )
-def test_work_that_is_lost_is_told_once(steps, said):
-    (text,) = told(*steps)
-    assert said in text
+def test_work_that_is_lost_is_told_once(steps, code, maker):
+    ((found, text),) = told(*steps)
+    assert found == code
+    assert f"'{maker}'" in text
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     if not (_constants(bare) or _shared(bare.graph) or scaled(bare.graph) or _opset(bare) < BY_OUTPUT):
         return path, _opset(bare)
     model = read_graph(path)
-    _lift(model)
+    lift_constants(model)
     _part(model.graph)
     fold_factors(model.graph)
     model = _converted(model)
@@ -50,8 +50,8 @@ def _constants(model: Any) -> list[Any]:
     return [node for node in nodes if held & {attribute.name for attribute in node.attribute}]
 
 
-def _lift(model: Any) -> None:
-    """Make initializers of the Constant nodes."""
+def lift_constants(model: Any) -> None:
+    """Make initializers of the Constant nodes of the graph itself."""
     import numpy as np
     from onnx import helper, numpy_helper
 

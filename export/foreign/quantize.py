@@ -16,6 +16,7 @@ from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.export.foreign.comparison import LIMITS, Comparison, require_near
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
 from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
+from smelt.export.foreign.quantizer_names import apart, restore
 from smelt.export.foreign.quantizers import quantize
 from smelt.runtime.schemes.registry import OBSERVING
 
@@ -163,19 +164,25 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
     from smelt.export.graph_files import read_graph, write_graph
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
-        made, apart = Path(folder, path.name), Path(folder, "apart")
-        apart.mkdir()
+        made, ready_in, named_in = Path(folder, path.name), Path(folder, "prepared"), Path(folder, "named")
+        ready_in.mkdir()
+        named_in.mkdir()
         try:
             # it tells every caller that a graph may be prepared first, which `simplify` does
             logging.disable(logging.WARNING)
-            ready, opset = prepared(path, apart)
-            quantize(ready, made, _of_one_scale(opset, settings, ctx), feeds, ctx)
+            ready, opset = prepared(path, ready_in)
+            ready, names = apart(ready, named_in, settings.leave)
+            renamed = {before: after for after, before in names.items()}
+            named = [{renamed.get(name, name): value for name, value in one.items()} for one in feeds]
+            quantize(ready, made, _of_one_scale(opset, settings, ctx), named, ctx)
         except Exception as error:  # a library of many kinds of errors; none leaves a graph
             words = " ".join(str(error).split())[:400]
             raise RunError(f"onnxruntime.quantization failed on {path.name}: {words}") from error
         finally:
             logging.disable(logging.NOTSET)
-        write_graph(read_graph(made), ctx.out / path.name)
+        model = read_graph(made)
+        restore(model, names)
+        write_graph(model, ctx.out / path.name)
 
 
 def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:

@@ -26,6 +26,8 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
       that other values may have. So each of these nodes gets its own.
     - Functions are inlined, weights are no inputs, and inner graphs (If, Loop, Scan) read their weights from
       the outermost graph (`normalized`).
+    - torch.onnx.export writes down the shapes of weights too; that of a matrix which the quantizer transposes
+      is then wrong, and shape inference fails. So they are removed.
     - The quantizers compute Gemm with an alpha and a beta of 1, so both become part of its weights.
     """
     from smelt.export.foreign.gemm import fold_factors, scaled
@@ -33,10 +35,13 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     from smelt.export.graph_files import read_graph, write_graph
 
     bare = read_graph(path, values=False)
-    graph, opset = bare.graph, _opset(bare)
-    if is_normal(bare) and not (_constants(bare) or _shared(graph) or scaled(graph) or opset < BY_OUTPUT):
-        return path, opset
+    graph = bare.graph
+    wrong = _constants(bare) or _shared(graph) or scaled(graph) or _described(graph)
+    if not wrong and is_normal(bare) and _opset(bare) >= BY_OUTPUT:
+        return path, _opset(bare)
     model = normalized(path)
+    for value in _described(model.graph):
+        model.graph.value_info.remove(value)
     lift_constants(model)
     _part(model.graph)
     fold_factors(model.graph)
@@ -79,6 +84,12 @@ def lift_constants(model: Any) -> None:
         model.graph.node.remove(node)
     if lifted:
         model.ir_version = max(4, model.ir_version)  # before it each initializer was an input too
+
+
+def _described(graph: Any) -> list[Any]:
+    """Return the types and shapes that the graph tells of its weights, which tell theirs themselves."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.value_info if value.name in weights]
 
 
 def _shared(graph: Any) -> list[tuple[Any, int]]:

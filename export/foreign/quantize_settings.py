@@ -32,7 +32,7 @@ class QuantizeGraphSettings(Settings):
     biases in float. operators: which to quantize; none: of int8-static Conv, MatMul and Gemm, of int8-dynamic
     all that it can but Conv. leave: names of nodes that stay as they are. max_difference: from the float
     graph, root mean square, in standard deviations of an output; beyond it the step is an error. Without it
-    the limit is that of the scheme (0.3 for int8-dynamic, 0.5 for int8-static), and outputs that choose a
+    the limit is that of the scheme (0.3 for int8-dynamic, 0.6 for int8-static), and outputs that choose a
     class must agree clearly more often than by chance.
     """
 

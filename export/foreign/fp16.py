@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -11,14 +12,19 @@ from pydantic import Field
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
-from smelt.core.errors import InputError, ParityError
+from smelt.core.errors import ParityError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, graphs_in
 
 _NAMED = 3
-# of the scales of Resize, and of what is made from an attribute that says a type
+# of the scales of Resize, what is made from an attribute that says a type, the bits of a float32, and what
+# ONNX Runtime cannot compute in float16 on the CPU though it says so
 _FLOAT_INPUTS = (
     "Resize",
+    "BitCast",
+    "MeanVarianceNormalization",
+    "ScatterElements",
+    "ScatterND",
     "RandomNormal",
     "RandomUniform",
     "RandomNormalLike",
@@ -40,9 +46,9 @@ class Fp16Settings(Settings):
 class Fp16:
     """Store and compute an ONNX model that somebody else exported in float16, for GPUs.
 
-    Inputs and outputs stay float32. So do nodes whose values, on rows of the data, are beyond what float16
-    holds with room to spare, and operators that have no float16. On the CPU ONNX Runtime computes most of
-    it in float32 again: the file is half as large, and not faster.
+    Inputs and outputs stay float32, also those of the bodies of If, Loop and Scan. So do nodes whose values,
+    on rows of the data, are beyond what float16 holds with room to spare, and operators that have no float16.
+    On the CPU ONNX Runtime computes most of it in float32 again: the file is half as large, and not faster.
 
         - fp16: {}
         - fp16: {keep: [Softmax, LayerNormalization]}
@@ -66,6 +72,8 @@ class Fp16:
             ParityError: an output is not finite where it was.
             RunError: ONNX Runtime cannot run what was made.
         """
+        from smelt.export.foreign.normalize import normalized
+        from smelt.export.foreign.prepared import lift_constants
         from smelt.export.foreign.rows import (
             difference,
             note_parity,
@@ -74,12 +82,8 @@ class Fp16:
             rows_of,
             run_graph,
         )
-        from smelt.export.foreign.normalize import normalized
-        from smelt.export.foreign.prepared import lift_constants
         from smelt.export.graph_files import write_graph
         from smelt.export.precision.narrow import narrow
-        from smelt.export.precision.types import key_of
-        from smelt.runtime.foreign.structure import all_nodes
 
         require_one_graph(src, self.name)
         models = {path: normalized(path) for path in graphs_in(src)}
@@ -87,13 +91,10 @@ class Fp16:
         feeds, real = rows_of(src, ctx, settings.rows)
         if not real:
             ctx.warnings.append("values were looked at on made-up rows: there are none but test")
-        always = {*_always_float32(), *settings.keep}
         kept, got, wanted, fed = 0, [], [], []
         for path, model in models.items():
             lift_constants(model)
-            nodes = list(all_nodes(model.graph.node))
-            wide = {key_of(node) for node in nodes if node.op_type in always or _is_unknown(node, model)}
-            wide |= _crashing(nodes)
+            wide = float32_nodes(model, settings.keep)
             large = _too_large(model, path.name, feeds[path.stem], ctx)
             ends = {value.name for value in (*model.graph.input, *model.graph.output)}
             narrow(model, path.name, "fp16", wide | large, ends)
@@ -113,11 +114,22 @@ class Fp16:
         ctx.facts.update(dtype="fp16", kept_float32=kept, nodes=count)
 
 
-def _always_float32() -> set[str]:
-    """Return the operators that have no float16, or some input that is always float32."""
+def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
+    """Return the nodes that stay float32 whatever their values are, by the first value that each gives.
+
+    Args:
+        model: as `normalized` returns it.
+        keep: operators that stay float32 besides.
+    """
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
-    return {*DEFAULT_OP_BLOCK_LIST, *_FLOAT_INPUTS}
+    from smelt.export.precision.types import key_of, opsets_of, slots_of
+    from smelt.runtime.foreign.structure import all_nodes
+
+    always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FLOAT_INPUTS, *keep}, opsets_of(model)
+    nodes = list(all_nodes(model.graph.node))
+    found = {key_of(node) for node in nodes if node.op_type in always or slots_of(node, opsets) is None}
+    return found | _crashing(nodes)
 
 
 def _crashing(nodes: list[Any]) -> set[str]:
@@ -135,13 +147,6 @@ def _crashing(nodes: list[Any]) -> set[str]:
             if len(order) != 2 and order[:1] != [0]:
                 found.add(node.output[0])
     return found
-
-
-def _is_unknown(node: Any, model: Any) -> bool:
-    """Say whether nobody here knows which types the operator of a node takes."""
-    from smelt.export.precision.types import opsets_of, slots_of
-
-    return slots_of(node, opsets_of(model)) is None
 
 
 def _too_large(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:

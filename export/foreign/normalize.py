@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from smelt.export.graph_files import read_graph
-from smelt.runtime.foreign.structure import inner_graphs
+from smelt.runtime.foreign.structure import all_nodes, inner_graphs
 
 _LISTED = 4  # the IR version from which on an initializer need not be an input
 _MATRIX = 2  # dimensions
@@ -33,6 +33,23 @@ def normalized(path: Path) -> Any:
     return model
 
 
+def is_normal(model: Any) -> bool:
+    """Say whether `normalized` would change nothing in a model, which may be read without values."""
+    graph = model.graph
+    listed = {value.name for value in graph.input} & {
+        tensor.name for tensor in graph.initializer if len(tensor.dims) >= _MATRIX
+    }
+    inner = any(inner_graphs(node) for node in graph.node)
+    return not (model.functions or listed or inner or model.ir_version < _LISTED)
+
+
+def nodes_of(model: Any) -> Iterator[Any]:
+    """Yield the nodes of a model, of its inner graphs and of its functions."""
+    yield from all_nodes(model.graph.node)
+    for function in model.functions:
+        yield from all_nodes(function.node)
+
+
 def inlined(path: Path) -> Any:
     """Return the graph in `path` with its weights and without functions, as far as onnx can inline them."""
     from onnx import inliner
@@ -49,16 +66,14 @@ def inlined(path: Path) -> Any:
     return model
 
 
-def unlist_weights(model: Any) -> bool:
-    """Take the weights out of the list of inputs; return whether there were any."""
+def unlist_weights(model: Any) -> None:
+    """Take the weights out of the list of inputs."""
     graph = model.graph
     old = model.ir_version < _LISTED
     weights = {t.name for t in graph.initializer if old or len(t.dims) >= _MATRIX}
-    listed = [value for value in graph.input if value.name in weights]
-    for value in listed:
+    for value in [value for value in graph.input if value.name in weights]:
         graph.input.remove(value)
     model.ir_version = max(_LISTED, model.ir_version)
-    return bool(listed) or old
 
 
 def _defined(graph: Any) -> set[str]:

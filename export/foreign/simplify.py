@@ -145,7 +145,7 @@ def answer(arguments: Sequence[str]) -> str | None:
 
 
 def _give_shapes(model: Any) -> None:
-    """Write down the shapes of outputs that have none, as far as they are known; onnxsim's check asks for them."""
+    """Write down the shapes of outputs that have none, as far as they are known: onnxsim asks for them."""
     import onnx
 
     bare = onnx.ModelProto()

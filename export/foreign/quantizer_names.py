@@ -1,8 +1,8 @@
 """Names that ONNX Runtime's quantizers cannot take for their own.
 
-They call what they make of `x`: `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on, and do not look
-whether the graph has such a name, as one with the inputs `image` and `image_scale` does. The result is then an
-invalid graph, or one that reads another value.
+They call what they make of `x`: `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on. They do not check
+whether the graph has such a name, as one with the inputs `image` and `image_scale` does. The result is then
+an invalid graph, or one that reads another value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from smelt.runtime.foreign.structure import inner_graphs
 
 
 def apart(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple[Path, dict[str, str]]:
-    """Return the graph in `path`, or a copy in `folder` without such names, and the names that `restore` needs.
+    """Return the graph in `path`, or a copy in `folder` without such names, and what `restore` needs.
 
     Args:
         path: an ONNX file; names in its inner graphs are of one value each.

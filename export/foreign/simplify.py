@@ -149,6 +149,6 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
     if not off <= _ALLOWED:
         return f"it computes something else (relative difference {off:.2g})"
     before = ctx.facts.get("parity", {"rows": 0, "relative": 0.0})
-    rows = before["rows"] + sum(rows_in(one) for one in feeds)
+    rows = before["rows"] + sum(rows_in(one, ctx.out) for one in feeds)
     ctx.facts["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
     return None

@@ -69,19 +69,32 @@ def by_row(
     """
     found: list[Outputs] = []
     for rows, outputs in batches(runner, arrays, batch_size, progress):
-        for name, output in outputs.items():
-            if rows > 1 and (output.ndim == 0 or len(output) != rows):
-                raise RunError(
-                    f"{runner.folder}: the output '{name}' is {list(output.shape)} for {rows} rows, so nobody"
-                    " can tell what belongs to which row. Give score: {batch_size: 1}, which runs row by row."
-                )
+        axes = {name: row_axis(runner, name, output, rows) for name, output in outputs.items()}
         for at in range(rows):
-            found.append({name: _row(output, at, rows) for name, output in outputs.items()})
+            found.append({name: _row(output, at, axes[name]) for name, output in outputs.items()})
     return found
 
 
-def _row(output: NDArray[Any], at: int, rows: int) -> NDArray[Any]:
-    """Return the part of an output that belongs to one row; of a call of one row all of it."""
+def row_axis(runner: GraphRunner, name: str, output: NDArray[Any], rows: int) -> int | None:
+    """Return the axis of an output that holds its rows; None where it has none, after a call of one row.
+
+    Raises:
+        RunError: `unclear-rows`, an output of several rows does not have a part for each of them.
+    """
+    axis = next((value.axis for value in runner.signature.outputs if value.name == name), 0)
+    if axis is not None and axis < output.ndim and output.shape[axis] == rows:
+        return axis
     if rows > 1:
-        return np.asarray(output[at])
-    return np.asarray(output[0]) if output.ndim and len(output) == 1 else output
+        raise RunError(
+            f"{runner.folder}: the output '{name}' is {list(output.shape)} for {rows} rows, so it is not"
+            " known which part belongs to which row. Run it row by row: score: {batch_size: 1} in a recipe,"
+            " --batch-size 1 of a command; or name the axis of its rows in the recipe, for example data:"
+            f" {{axes: {{{name}: 1}}}}.",
+            code="unclear-rows",
+        )
+    return None
+
+
+def _row(output: NDArray[Any], at: int, axis: int | None) -> NDArray[Any]:
+    """Return the part of an output that belongs to one row; all of it where no axis holds the rows."""
+    return output if axis is None else np.asarray(np.take(output, at, axis))

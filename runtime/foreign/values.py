@@ -13,6 +13,8 @@ _WORDS = {
     "INT32": "int32", "INT64": "int64", "STRING": "str", "BOOL": "bool", "FLOAT16": "float16",
     "DOUBLE": "float64", "UINT32": "uint32", "UINT64": "uint64",
 }  # fmt: skip
+# what exporters write for an axis that has no name (paddle2onnx a question mark)
+_NAMELESS = ("", "?", "-1", "None")
 
 
 def value_problems(model: Any) -> Iterator[str]:
@@ -37,7 +39,7 @@ def signature_of(model: Any) -> Signature:
     return Signature(
         inputs=tuple(_value(value) for value in _inputs(model)),
         outputs=tuple(_value(value) for value in model.graph.output),
-    )
+    ).with_axes({})
 
 
 def _inputs(model: Any) -> list[Any]:
@@ -54,7 +56,7 @@ def _value(value: Any) -> Value:
 def _size(dimension: Any) -> int | str | None:
     if dimension.HasField("dim_value") and dimension.dim_value > 0:
         return int(dimension.dim_value)
-    return str(dimension.dim_param) or None
+    return None if dimension.dim_param in _NAMELESS else str(dimension.dim_param)
 
 
 def _name(value: Any) -> str:

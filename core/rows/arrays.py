@@ -73,6 +73,13 @@ class Arrays:
             ]
         )
 
+    @property
+    def row_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of what each row holds."""
+        parts = [value for _, value in sorted(self.by_row.items())]
+        rows = (b"".join(value[at].tobytes() for value in parts) for at in range(self.rows))
+        return tuple(hashlib.sha256(row).hexdigest() for row in rows)
+
     def some(self, places: Sequence[int]) -> Arrays:
         """Return the rows at `places`."""
         values = {n: v if self.is_shared(n) else v[list(places)] for n, v in self.values.items()}

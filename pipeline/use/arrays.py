@@ -97,8 +97,8 @@ def _joined(
         other = next(part for part in parts if part.shape != first.shape)
         raise RunError(
             f"{runner.folder}: the output '{name}' is {list(first.shape)} for some rows and"
-            f" {list(other.shape)} for others, which cannot be put one behind the other. Give fewer rows"
-            " in a call, or a larger batch_size."
+            f" {list(other.shape)} for others, which cannot be put one after the other. Give fewer rows"
+            " in a call, or a larger batch size; `smelt predict` without --out prints each row's."
         )
     return np.stack(parts) if axis is None else np.concatenate(parts, axis)
 

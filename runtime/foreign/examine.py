@@ -6,6 +6,7 @@ Only what is right so far is then opened as a session, which may fold constants 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,8 +190,10 @@ def _files(model: Any) -> list[str]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
+    from smelt.runtime.foreign.structure import all_nodes
     from smelt.runtime.foreign.tensors import codes, parameters, stored_floats
 
+    operators = Counter(node.op_type for node in all_nodes(model.graph.node))
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
@@ -198,6 +201,7 @@ def _facts(model: Any) -> dict[str, Any]:
         "nodes": len(model.graph.node),
         "parameters": parameters(model),
         "producer": producer[:80],
+        "operators": dict(operators.most_common()),
         "codes": codes(model),
         "floats": stored_floats(model),
     }

@@ -49,14 +49,31 @@ def batches(
 ) -> Iterator[tuple[int, Outputs]]:
     """Yield the outputs of one batch after another, each with the number of its rows.
 
-    A graph whose batch is fixed gets as many rows as it takes.
+    A graph whose batch is fixed gets as many rows as it takes: after the last one that again.
     """
-    size = runner.signature.batch or batch_size
+    fixed = runner.signature.batch
+    size = fixed or batch_size
     for begin in range(0, arrays.rows, size):
         end = min(begin + size, arrays.rows)
-        found = runner.run(runner.signature.feeds(arrays, begin, end))
+        if fixed and end - begin < fixed:
+            found = _filled(runner, arrays.some(range(begin, end)), fixed)
+        else:
+            found = runner.run(runner.signature.feeds(arrays, begin, end))
         progress(end, arrays.rows, "rows")
         yield end - begin, found
+
+
+def _filled(runner: GraphRunner, arrays: Arrays, size: int) -> Outputs:
+    """Return the outputs for fewer rows than the `size` that the graph takes, the last one repeated.
+
+    Raises:
+        RunError: an output does not have a part for each row.
+    """
+    places = [*range(arrays.rows), *[arrays.rows - 1] * (size - arrays.rows)]
+    found = runner.run(runner.signature.feeds(arrays.some(places), 0, size))
+    axes = {name: row_axis(runner, name, output, size) for name, output in found.items()}
+    kept = range(arrays.rows)
+    return {name: np.take(output, kept, axes[name]) for name, output in found.items()}
 
 
 def by_row(
@@ -86,13 +103,21 @@ def row_axis(runner: GraphRunner, name: str, output: NDArray[Any], rows: int) ->
         return axis
     if rows > 1:
         raise RunError(
-            f"{runner.folder}: the output '{name}' is {list(output.shape)} for {rows} rows, so it is not"
-            " known which part belongs to which row. Run it row by row: score: {batch_size: 1} in a recipe,"
-            " --batch-size 1 of a command; or name the axis of its rows in the recipe, for example data:"
-            f" {{axes: {{{name}: 1}}}}.",
+            f"the output '{name}' is {list(output.shape)} for {rows} rows, so it is not known which part"
+            f" belongs to which row. {_instead(runner, name, output, rows)}",
             code="unclear-rows",
         )
     return None
+
+
+def _instead(runner: GraphRunner, name: str, output: NDArray[Any], rows: int) -> str:
+    """Return what to do about an output without an axis of rows."""
+    alone = "Run it row by row: score: {batch_size: 1} in a recipe, --batch-size 1 of a command."
+    if runner.signature.batch not in (None, 1):
+        alone = "Export the graph with a batch of any size, or without this output."
+    axis = next((at for at, size in enumerate(output.shape) if size == rows), None)
+    named = "" if axis is None else f" If axis {axis} holds them, write data: {{axes: {{{name}: {axis}}}}}."
+    return alone + named
 
 
 def _row(output: NDArray[Any], at: int, axis: int | None) -> NDArray[Any]:

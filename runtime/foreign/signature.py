@@ -116,10 +116,10 @@ class Signature(BaseModel):
             ),
             0,
         )
-        if self.batch and rows % self.batch:
+        if self.batch and 0 < rows < self.batch:
             yield (
-                f"{rows:,} rows, and the graph takes exactly {self.batch} in a call: give a multiple of that,"
-                " or export the graph with a dynamic batch."
+                f"{rows:,} rows, and the graph takes exactly {self.batch} in a call: give as many, or export"
+                " the graph with a dynamic batch."
             )
 
     def unread(self, names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
 from smelt.families.registry import FAMILIES
-from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
+from smelt.look.foreign import OTHER_FLOATS, ForeignModel, examined, find_graph, is_onnx, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config
 from smelt.plan.foreign.generators import GENERATES, check_generator
 from smelt.recipe.errors import Mistakes, touches
@@ -108,8 +108,8 @@ def check_floats(
     if codes:
         weights = f"{codes:,} weight{'s' * (codes > 1)} of 8 bits or fewer"
         why = f"this file is quantized already: {weights}. Start from the float32 file"
-    elif floats in ("float16", "bfloat16"):
-        why = f"the weights of this file are {floats}. Start from the float32 file"
+    elif floats in OTHER_FLOATS:
+        why = f"the weights of this file are {floats}. Start from a float32 file"
     else:
         return
     for step in steps:
@@ -165,8 +165,6 @@ def _check_arrays(
     for name in _OF_TEXTS:
         if getattr(data, name) is not None:
             mistakes.add(("data", name), f"is for texts; task: {TENSORS} reads arrays.")
-    if data.split.given():
-        mistakes.add(("data", "split"), f"is for rows of text; give task: {TENSORS} a file for each split.")
     if "columns" in data.model_fields_set:
         mistakes.add(("data", "columns"), "is for rows of text; arrays are found by the names of the inputs.")
     for name, origin in data.files().items():

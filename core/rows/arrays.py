@@ -80,6 +80,11 @@ class Arrays:
         rows = (b"".join(value[at].tobytes() for value in parts) for at in range(self.rows))
         return tuple(hashlib.sha256(row).hexdigest() for row in rows)
 
+    def filled(self, size: int) -> Arrays:
+        """Return at least `size` rows: behind the last one that again."""
+        lacking = size - self.rows
+        return self if lacking <= 0 else self.some([*range(self.rows), *[self.rows - 1] * lacking])
+
     def some(self, places: Sequence[int]) -> Arrays:
         """Return the rows at `places`."""
         values = {n: v if self.is_shared(n) else v[list(places)] for n, v in self.values.items()}

@@ -22,15 +22,18 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
       quantization/onnx_model.py, replace_gemm_with_matmul): an embedding that is the output layer too would
       be read by its columns from then on. Of a bias that several nodes read it makes copies, under names
       that other values may have. So each of these nodes gets its own.
+    - The quantizers compute Gemm with an alpha and a beta of 1, so both become part of its weights.
     """
+    from smelt.export.foreign.gemm import fold_factors, scaled
     from smelt.export.graph_files import read_graph, write_graph
 
     bare = read_graph(path, values=False)
-    if not (_constants(bare) or _shared(bare.graph) or _opset(bare) < BY_OUTPUT):
+    if not (_constants(bare) or _shared(bare.graph) or scaled(bare.graph) or _opset(bare) < BY_OUTPUT):
         return path, _opset(bare)
     model = read_graph(path)
     _lift(model)
     _part(model.graph)
+    fold_factors(model.graph)
     model = _converted(model)
     write_graph(model, folder / path.name)
     return folder / path.name, _opset(model)

@@ -77,7 +77,9 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         return {"problems": [str(error)]}
     problems = list(dict.fromkeys(_looked(model, path))) or list(_endless(model))
     if not problems:
-        problems += _opened(path)
+        from smelt.runtime.foreign.tensors import stored_floats
+
+        problems += _opened(path, stored_floats(model))
     if problems:
         more = len(problems) - _SHOWN
         return {"problems": problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])}
@@ -167,8 +169,8 @@ def _known_operators() -> set[tuple[str, str]]:
     return {("" if s.domain == "ai.onnx" else s.domain, s.name) for s in runtime.get_all_operator_schema()}
 
 
-def _opened(path: Path) -> list[str]:
-    """Open a session as the runner does; return why it cannot be."""
+def _opened(path: Path, floats: str | None) -> list[str]:
+    """Open a session as the runner does; return why it cannot be. floats: the type of most weights."""
     from smelt.core.errors import SmeltError
     from smelt.runtime.backends.onnx_session import open_session
 
@@ -178,8 +180,17 @@ def _opened(path: Path) -> list[str]:
         words = " ".join(str(error.__cause__ or error).split())
         if lacks_memory(words):
             return ["opening it in ONNX Runtime asks for more memory than a file of its size should need"]
-        return [f"ONNX Runtime cannot load it: {words[:400]}"]
+        return [f"ONNX Runtime cannot load it: {words[:400]}{_for_want_of(words, floats)}"]
     return []
+
+
+def _for_want_of(words: str, floats: str | None) -> str:
+    """Say what to do where the processor has no kernel for an operator with these types."""
+    if "NOT_IMPLEMENTED" not in words:
+        return ""
+    if floats in ("bfloat16", "float16", "float64"):
+        return f" Its weights are {floats}, for which the CPU has no such operator: export it in float32"
+    return " The CPU has no such operator for these types: export it in float32, or with another opset"
 
 
 def _files(model: Any) -> list[str]:
@@ -190,7 +201,7 @@ def _files(model: Any) -> list[str]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    from smelt.runtime.foreign.structure import all_nodes
+    from smelt.runtime.foreign.structure import all_nodes, random_nodes
     from smelt.runtime.foreign.tensors import codes, parameters, stored_floats
 
     operators = Counter(node.op_type for node in all_nodes(model.graph.node))
@@ -202,6 +213,7 @@ def _facts(model: Any) -> dict[str, Any]:
         "parameters": parameters(model),
         "producer": producer[:80],
         "operators": dict(operators.most_common()),
+        "random": list(random_nodes(model)),
         "codes": codes(model),
         "floats": stored_floats(model),
     }

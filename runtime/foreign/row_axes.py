@@ -52,6 +52,8 @@ def row_axes(inputs: Sequence[_Value], outputs: Sequence[_Value], given: Axes) -
     }
     for value in outputs:
         place = _place(value, batch)
+        if place is None and None in (value.shape or ()):
+            place = next((found[other.name] for other in inputs if other.shape == value.shape), None)
         if place is None and value.shape != () and not (value.shape and value.shape[0] in others):
             place = 0
         found[value.name] = given.get(value.name, place)

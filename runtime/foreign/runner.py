@@ -69,8 +69,7 @@ def _filled(runner: GraphRunner, arrays: Arrays, size: int) -> Outputs:
     Raises:
         RunError: an output does not have a part for each row.
     """
-    places = [*range(arrays.rows), *[arrays.rows - 1] * (size - arrays.rows)]
-    found = runner.run(runner.signature.feeds(arrays.some(places), 0, size))
+    found = runner.run(runner.signature.feeds(arrays.filled(size), 0, size))
     axes = {name: row_axis(runner, name, output, size) for name, output in found.items()}
     kept = range(arrays.rows)
     return {name: np.take(output, kept, axes[name]) for name, output in found.items()}

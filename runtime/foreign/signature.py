@@ -108,19 +108,6 @@ class Signature(BaseModel):
                 yield f"the array '{value.name}' is {shape.dtype} {list(shape.dims)}, and {problem}"
             elif value.axis is not None and shape.dims and value.axis >= len(shape.dims):
                 yield f"the array '{value.name}' is {list(shape.dims)}: no axis {value.axis} for the rows."
-        rows = next(
-            (
-                shapes[v.name].dims[v.axis]
-                for v in self.inputs
-                if v.axis is not None and v.name in shapes and v.axis < len(shapes[v.name].dims)
-            ),
-            0,
-        )
-        if self.batch and 0 < rows < self.batch:
-            yield (
-                f"{rows:,} rows, and the graph takes exactly {self.batch} in a call: give as many, or export"
-                " the graph with a dynamic batch."
-            )
 
     def unread(self, names: Sequence[str]) -> list[str]:
         """Return which of `names` are no inputs."""

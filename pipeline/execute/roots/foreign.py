@@ -92,7 +92,7 @@ def _take(model: ForeignModel, rows: Split, out: Path) -> None:
         try_graph(graph, _of_ones(model.signature, size), str(model.file))
         return
     write_signature(out, model.signature)
-    try_graph(graph, model.signature.feeds(rows.arrays, 0, size), str(model.file))
+    try_graph(graph, model.signature.feeds(rows.arrays.filled(size), 0, size), str(model.file))
 
 
 def _take_parts(model: ForeignModel, out: Path) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # What a graph of each task gives.
 _GIVES: dict[Task, str] = {"text-classification": "logits", SIMILARITY: "sentence_embedding"}
 HIDDEN = "last_hidden_state"  # of which an embedder's vectors are pooled
+_NAMED = 3  # nodes in a warning
 _OF_TEXTS = ("prefix", "source_language", "target_language")
 
 
@@ -70,6 +71,13 @@ def _one_graph(
     if found.signature is None or touches(bad, "task"):
         return None
     model = ForeignModel(file, found.signature, found.files, facts=dict(found.facts or {}))
+    if random := model.facts.get("random"):
+        more = f" and {len(random) - _NAMED} more" if len(random) > _NAMED else ""
+        warnings.append(
+            f"{file.name} draws random numbers ({', '.join(random[:_NAMED])}{more}): its outputs are others"
+            " in every run, so scores compare draws as well. Export it in inference mode (model.eval()), or"
+            " without them."
+        )
     if recipe.task == TENSORS:
         known = _with_axes(recipe, model, mistakes, bad)
         if known is not None:

@@ -1,0 +1,110 @@
+"""ONNX Runtime's quantizers, with the nodes that must stay float and the ranges that calibration found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from smelt.core.stage import Context
+from smelt.export.foreign.calibrate import Calibration, calibrate
+from smelt.export.foreign.float_nodes import float_nodes, masked_values
+from smelt.export.foreign.quantize_settings import QuantizeGraphSettings
+
+_NAMED = 5  # nodes in a warning
+
+
+def quantize(
+    source: Path, target: Path, settings: QuantizeGraphSettings, feeds: list[Any], ctx: Context
+) -> None:
+    """Write the quantized graph of `source` as `target`.
+
+    Args:
+        source: a graph as `prepared` returns it.
+        target: in a folder for temporary files.
+        settings: of the stage.
+        feeds: calibration samples, call by call.
+        ctx: gets a warning of the nodes that stay float.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.quant_utils import load_model_with_shape_infer, update_opset_version
+
+    from smelt.export.graph_files import LARGEST_INLINE, data_file
+
+    size = sum(file.stat().st_size for file in (source, data_file(source)) if file.is_file())
+    model = update_opset_version(load_model_with_shape_infer(source), QuantType.QInt8)
+    kinds = _kinds(model.graph)
+    kept = float_nodes(model, kinds, settings.op_types)
+    if settings.observes:
+        found = _calibrated(source, model, kinds, settings, feeds, target.parent)
+        for at, node in enumerate(model.graph.node):
+            if node.op_type in settings.op_types and found.huge & {*node.input, *node.output}:
+                kept.setdefault(at, "values without bounds on the calibration samples")
+        names = [*settings.leave, *_named(model.graph, kept, ctx)]
+        quantizer = _static(model, found.ranges, names, settings)
+        quantizer.quantize_model()
+        quantizer.model.save_model_to_file(target, size > LARGEST_INLINE)
+        return
+    names = [*settings.leave, *_named(model.graph, kept, ctx)]
+    quantize_dynamic(
+        model if kept else source, target, op_types_to_quantize=settings.op_types,
+        per_channel=settings.per_channel, weight_type=QuantType.QInt8,
+        nodes_to_exclude=[*names, *(f"{name}_MatMul" for name in names)],  # what it makes of a Gemm
+        use_external_data_format=size > LARGEST_INLINE, extra_options={"DefaultTensorType": 1},
+    )  # fmt: skip
+
+
+def _kinds(graph: Any) -> dict[str, int]:
+    """Return the type of each value that has a known one, as onnx.TensorProto numbers it."""
+    values = (*graph.value_info, *graph.input, *graph.output)
+    kinds = {value.name: value.type.tensor_type.elem_type for value in values}
+    return kinds | {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+def _calibrated(
+    source: Path, model: Any, kinds: Mapping[str, int], settings: QuantizeGraphSettings, feeds: list[Any],
+    folder: Path,
+) -> Calibration:  # fmt: skip
+    from onnx import TensorProto
+
+    wide = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
+    with TemporaryDirectory(dir=folder) as apart:
+        but = masked_values(model.graph) | wide
+        return calibrate(source, settings.op_types, settings.method, feeds, but, Path(apart))
+
+
+def _named(graph: Any, kept: Mapping[int, str], ctx: Context) -> list[str]:
+    """Return the names of the nodes at the places `kept`, which get one of their own; warn of them."""
+    if not kept:
+        return []
+    times = Counter(node.name for node in graph.node)
+    for at in kept:
+        if times[graph.node[at].name] > 1 or not graph.node[at].name:
+            name = f"{graph.node[at].op_type}_{at}"
+            while name in times:
+                name += "_"
+            graph.node[at].name = name
+            times[name] += 1
+    found = [graph.node[at].name for at in kept]
+    told = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_NAMED])
+    more = f" and {len(kept) - _NAMED:,} more" if len(kept) > _NAMED else ""
+    ctx.warnings.append(f"{len(kept):,} node{'s stay' if len(kept) > 1 else ' stays'} float: {told}{more}")
+    return found
+
+
+def _static(model: Any, ranges: Any, exclude: list[str], settings: QuantizeGraphSettings) -> Any:
+    """Return onnxruntime's QDQQuantizer, which `quantize_static` runs after its own calibration."""
+    from onnxruntime.quantization import QDQQuantizer, QuantType
+
+    symmetric = settings.target == "tensorrt"
+    return QDQQuantizer(
+        model, settings.per_channel, False, QuantType.QInt8,
+        QuantType.QInt8 if symmetric else QuantType.QUInt8,
+        ranges, [], exclude, settings.op_types,
+        {
+            "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
+            "QuantizeBias": not symmetric,  # TensorRT takes no int32 biases
+        },
+    )  # fmt: skip

@@ -189,7 +189,9 @@ def rows_of(shapes: Mapping[str, Shape], path: Path | str, axes: Axes = NO_AXES)
         )
     rows = next(iter(counts.values()), 0)
     if not rows:
-        raise InputError(f"{path}: no rows in it; axis 0 of each array counts them, or the one in data.axes.")
+        raise InputError(
+            f"{path}: no rows in this file; axis 0 of each array counts them, or that in data.axes."
+        )
     return rows
 
 

@@ -213,7 +213,9 @@ def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> N
     if _CODED & set(operators):
         left = None if settings.observes else float_matrices(models)
         if left is not None:
-            ctx.warnings.append(f"{left}; {settings.scheme} has no operator for these")
+            ctx.warnings.append(
+                f"{left}; the quantizer leaves their operators, or what is inside of If, Loop and Scan"
+            )
         return
     more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
     ctx.warnings.append(

@@ -38,7 +38,7 @@ def foreign_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
             if isinstance(said, int):
                 continue
             if axis == value.axis:
-                batches.append(f"{value.name}.{axis}")
+                batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch of texts too
                 continue
             if rows is None:
                 raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -201,8 +202,15 @@ def _split_of(path: Path, task: Task | None = None) -> str | None:
 def _word_of(name: str) -> str | None:
     """Return the split that a name holds a word of."""
     name = name.lower()
-    found = [(name.find(word), split) for split, words in _SPLITS.items() for word in words if word in name]
-    return min(found)[1] if found else None
+    # a whole word before a part of one: `intervals_test` is of test
+    parts = re.split("[^a-z]+", name)
+    found = [
+        (word not in parts, name.find(word), split)
+        for split, words in _SPLITS.items()
+        for word in words
+        if word in name
+    ]
+    return min(found)[2] if found else None
 
 
 def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset()) -> str | None:

@@ -121,8 +121,11 @@ def arrays_of(given: Any, signature: Signature) -> Arrays:
     except ValueError as error:  # lists of several lengths
         raise InputError(f"not all that was given are arrays: {error}") from error
     shapes = {name: Shape(word_of(value.dtype), value.shape) for name, value in values.items()}
-    require_fit(signature, shapes, "arrays")
     axes = signature.axes
+    if not any(value.ndim and value.size for value in values.values()):
+        sizes = sorted(len(value) for value in values.values() if value.ndim)
+        raise InputError(f"all arrays need as many rows, at least one; read {sizes}.")
+    require_fit(signature, shapes, "arrays")
     taken = {name: value for name, value in values.items() if name in axes}
     return arranged(taken, rows_of({name: shapes[name] for name in taken}, "arrays", axes), axes)
 

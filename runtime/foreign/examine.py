@@ -180,12 +180,16 @@ def _opened(path: Path, floats: str | None) -> list[str]:
         words = " ".join(str(error.__cause__ or error).split())
         if lacks_memory(words):
             return ["opening it in ONNX Runtime asks for more memory than a file of its size should need"]
-        return [f"ONNX Runtime cannot load it: {words[:400]}{_for_want_of(words, floats)}"]
+        return [
+            f"ONNX Runtime cannot load it: {words[:400].rstrip('.')}.{_what_to_do(words, floats)}".rstrip(".")
+        ]
     return []
 
 
-def _for_want_of(words: str, floats: str | None) -> str:
-    """Say what to do where the processor has no kernel for an operator with these types."""
+def _what_to_do(words: str, floats: str | None) -> str:
+    """Say what to do, where ONNX Runtime's words are of a kind that is known."""
+    if "two nodes with same node name" in words:
+        return " Give each node a name of its own, or none: node.ClearField('name') with the package onnx"
     if "NOT_IMPLEMENTED" not in words:
         return ""
     if floats in ("bfloat16", "float16", "float64"):
@@ -201,10 +205,12 @@ def _files(model: Any) -> list[str]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    from smelt.runtime.foreign.structure import all_nodes, random_nodes
+    from smelt.runtime.foreign.structure import random_nodes
     from smelt.runtime.foreign.tensors import codes, parameters, stored_floats
 
-    operators = Counter(node.op_type for node in all_nodes(model.graph.node))
+    # not those of If, Loop and Scan: no stage changes what is inside of these
+    operators = Counter(node.op_type for node in model.graph.node)
+    operators.update(node.op_type for function in model.functions for node in function.node)
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {

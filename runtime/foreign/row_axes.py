@@ -82,8 +82,8 @@ def axis_problems(inputs: Sequence[_Value], axes: Axes, given: Axes) -> Iterator
     if unsaid:
         shown = "; ".join(value.described() for value in inputs)
         names = ", ".join(f"'{value.name}'" for value in unsaid)
-        example = next((v for v in unsaid if _likely(v, sizes)), unsaid[-1])
-        written = f"data: {{axes: {{{example.name}: {_likely(example, sizes)}}}}}"
+        likely = ", ".join(f"{value.name}: {_likely(value, inputs, sizes)}" for value in unsaid)
+        written = f"data: {{axes: {{{likely}}}}}"
         yield (
             f"the first axes of the inputs disagree ({shown}), so it is not clear which axis of {names} holds"
             f" the samples. Name it, for example {written}; null for an array that is the same in every call."
@@ -135,10 +135,14 @@ def _may_be_elsewhere(
     return False
 
 
-def _likely(value: _Value, sizes: Mapping[str, int | str | None]) -> int:
-    """Return the axis of a value that a user would most likely name."""
-    batches = {size for name, size in sizes.items() if name != value.name}
+def _likely(value: _Value, inputs: Sequence[_Value], sizes: Mapping[str, int | str | None]) -> int | str:
+    """Return the axis of a value that a user would most likely name, or `null`."""
+    others = [other for other in inputs if other is not value]
     shape = value.shape or ()
-    wanted = [axis for axis, size in enumerate(shape) if axis and size in batches]
+    size = sizes.get(value.name)
+    if isinstance(size, int) and any(size in (other.shape or ())[1:] for other in others):
+        return 0
+    batches = {sizes.get(other.name) for other in others}
+    same = [axis for axis, size in enumerate(shape) if axis and size in batches]
     named = [axis for axis, size in enumerate(shape) if axis and not isinstance(size, int)]
-    return next(iter([*wanted, *named]), 0)
+    return next(iter([*same, *named]), "null")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
+from smelt.core.rows.arrays import NO_AXES, Axes
 from smelt.core.stage import Context
 
 Feeds = dict[str, NDArray[Any]]
@@ -113,7 +114,9 @@ class Output:
 class Comparison:
     """Compares two graphs call by call, so that no more than one call's outputs are in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: Axes = NO_AXES) -> None:
+        """axes: which axis of an input holds the samples, where it is not the first."""
+        self.axes = axes
         self.outputs: dict[str, Output] = {}
         self.rows = 0
         self._largest = 0.0
@@ -123,7 +126,7 @@ class Comparison:
         """Count the outputs of one call."""
         from smelt.export.foreign.rows import changed_of, difference, rows_in
 
-        self.rows += rows_in(feeds)
+        self.rows += rows_in(feeds, self.axes)
         self._largest = max(self._largest, difference([got], [wanted], exact=False))
         changed, whole = changed_of([got], [wanted])
         self._changed, self._whole = self._changed + changed, self._whole + whole

@@ -15,6 +15,7 @@ from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.export.foreign.comparison import LIMITS, Comparison, require_near
 from smelt.export.foreign.finished import finished
+from smelt.export.foreign.float_matrices import float_matrices
 from smelt.export.foreign.normalize import nodes_of
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
 from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
@@ -73,6 +74,7 @@ class QuantizeGraph:
         """
         from smelt.export.foreign.rows import require_one_graph, require_runs, rows_of
         from smelt.export.graph_files import read_graph
+        from smelt.runtime.foreign.signature import row_axes_in
 
         require_one_graph(src, self.name)
         carry(src, ctx)
@@ -87,7 +89,8 @@ class QuantizeGraph:
         # samples of arrays have one shape, so that more of them at once only take more memory
         alone = settings.observes and src.manifest.task == TENSORS
         feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if alone else 4)
-        found = Comparison()
+        axes = row_axes_in(src.path)
+        found = Comparison(axes)
         for path in paths:
             fed = feeds[path.stem]
             _write_quantized(path, settings, fed, ctx)
@@ -164,6 +167,7 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
         RunError: it fails.
     """
     from smelt.export.graph_files import write_graph
+    from smelt.runtime.backends.onnx_session import quiet_runtime
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
         made, ready_in, named_in = Path(folder, path.name), Path(folder, "prepared"), Path(folder, "named")
@@ -176,7 +180,8 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
             ready, names = apart(ready, named_in, settings.leave)
             renamed = {before: after for after, before in names.items()}
             named = [{renamed.get(name, name): value for name, value in one.items()} for one in feeds]
-            quantize(ready, made, _of_one_scale(opset, settings, ctx), named, ctx)
+            with quiet_runtime():
+                quantize(ready, made, _of_one_scale(opset, settings, ctx), named, ctx)
             model = finished(made, ready)
             restore(model, names)
         except Exception as error:  # a library of many kinds of errors; none leaves a graph
@@ -215,6 +220,11 @@ def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> N
     operators = Counter(node.op_type for model in models for node in nodes_of(model))
     ctx.facts.update(nodes=operators.total(), operators=dict(operators.most_common()))
     if _CODED & set(operators):
+        left = None if settings.observes else float_matrices(models)
+        if left is not None:
+            ctx.warnings.append(
+                f"{left}; the quantizer leaves their operators, or what is inside of If, Loop and Scan"
+            )
         return
     more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
     ctx.warnings.append(

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from smelt.core.artifact import Artifact
 from smelt.core.data import TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, RunError
+from smelt.core.rows.arrays import NO_AXES, Axes
 from smelt.core.stage import Context
 from smelt.runtime.batch import Batch
 from smelt.runtime.classifier import MODEL
 from smelt.runtime.foreign.runner import GraphRunner
-from smelt.runtime.foreign.signature import read_signature
+from smelt.runtime.foreign.signature import Value, read_signature, row_axes_in
 
 Feeds = dict[str, NDArray[Any]]
 # Of the rows, on which a new graph is tried in a process of its own.
@@ -57,14 +58,26 @@ def other_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
     signature = read_signature(src.path) if src.manifest.task == TENSORS else None
     if signature is not None and signature.batch is not None:
         return []
-    rows = rows_in(feeds)
-    places = range(rows - 1) if rows > 1 else (0, 0)
-    return [{name: value[list(places)] if value.ndim else value for name, value in feeds.items()}]
+    axes = row_axes_in(src.path)
+    rows = rows_in(feeds, axes)
+    places = list(range(rows - 1) if rows > 1 else (0, 0))
+    return [
+        {
+            name: np.take(value, places, axis)
+            if value.ndim and (axis := axes.get(name, 0)) is not None
+            else value
+            for name, value in feeds.items()
+        }
+    ]
 
 
-def rows_in(feeds: Feeds) -> int:
-    """Return the number of rows of a call; arrays of rank 0 are the same for all."""
-    return next((len(value) for value in feeds.values() if value.ndim), 1)
+def rows_in(feeds: Feeds, axes: Axes = NO_AXES) -> int:
+    """Return the number of rows of a call; arrays of rank 0 are the same for all.
+
+    axes: which axis of an input holds the rows, where it is not the first; None where it is none.
+    """
+    places = {name: axes.get(name, 0) for name in feeds}
+    return next((v.shape[a] for n, v in feeds.items() if v.ndim and (a := places[n]) is not None), 1)
 
 
 def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
@@ -73,17 +86,22 @@ def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> t
     rows = next((ctx.data[place].arrays for place in PLACES if place in ctx.data), None)
     if rows is None:
         random = np.random.default_rng(0)
-        return [{v.name: _made_up(v.dtype, v.shape, size, random) for v in signature.inputs}], False
+        return [{v.name: _made_up(v, size, random) for v in signature.inputs}], False
+    if signature.batch is not None:
+        rows = rows.filled(size)
     last = (
         min(rows.rows, count) if signature.batch is None else max(size, min(rows.rows, count) // size * size)
     )
     return [signature.feeds(rows, at, min(at + size, last)) for at in range(0, last, size)], True
 
 
-def _made_up(dtype: str, shape: Any, rows: int, random: np.random.Generator) -> NDArray[Any]:
+def _made_up(value: Value, rows: int, random: np.random.Generator) -> NDArray[Any]:
     """Return numbers for an input that nobody has rows for; axes of any size get 8."""
-    sizes = [size if isinstance(size, int) else 8 for size in shape or ()]
-    sizes = [rows, *sizes[1:]] if sizes else []
+    dtype = value.dtype
+    sizes = [
+        rows if axis == value.axis else size if isinstance(size, int) else 8
+        for axis, size in enumerate(value.shape or ())
+    ]
     if dtype == "str":
         return np.full(sizes, "a", dtype=object)
     if dtype.startswith("float"):
@@ -235,7 +253,7 @@ def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: li
 
     `relative` is None where an output has another shape, or is not finite where it was.
     """
-    rows = sum(rows_in(one) for one in feeds)
+    rows = sum(rows_in(one, row_axes_in(ctx.out)) for one in feeds)
     note_difference(ctx, rows, difference(got, expected, exact=False), changed(got, expected))
 
 

@@ -161,6 +161,7 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
     """Say why the simplified graph is not kept, or None."""
     from smelt.export.foreign.rows import difference, require_runs, rows_in, run_graph
     from smelt.export.graph_files import data_file
+    from smelt.runtime.foreign.signature import row_axes_in
 
     def size(path: Path) -> int:
         return sum(file.stat().st_size for file in (path, data_file(path)) if file.is_file())
@@ -178,7 +179,7 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
     if wrong is not None:
         return f"it computes something else ({wrong})"
     before = ctx.facts.get("parity", {"rows": 0, "relative": 0.0})
-    rows = before["rows"] + sum(rows_in(one) for one in feeds)
+    rows = before["rows"] + sum(rows_in(one, row_axes_in(ctx.out)) for one in feeds)
     ctx.facts["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
     return None
 

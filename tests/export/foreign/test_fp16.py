@@ -204,3 +204,15 @@ LEFT_OUT = ("RandomNormal", "RandomNormalLike", "Bernoulli", "DequantizeLinear")
 def answers(model: Any, x: Any) -> Any:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})
+
+
+@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e-7, True)])
+def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: float, told: bool) -> None:
+    model = graphs.two_layers()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(scale), tensor.name)
+        )
+    ctx = run(tmp_path, model)
+    assert (ctx.facts["parity"]["error"] > 0.02) == told
+    assert any("'logits'" in warning for warning in ctx.warnings) == told

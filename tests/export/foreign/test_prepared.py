@@ -252,3 +252,24 @@ def test_a_matrix_whose_shape_is_written_down_may_be_transposed(scheme: str, tmp
         data={"calibration": graphs.split()},
     )  # fmt: skip
     assert ctx.facts["parity"]["error"] < 0.05
+
+
+def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
+    """The dynamic quantizer transposes the matrices of an LSTM in their place, once for each that reads them."""
+    random = np.random.default_rng(0)
+    weights = {"w": random.normal(size=(1, 16, 4)), "r": random.normal(size=(1, 16, 4))}
+    tensors = [numpy_helper.from_array((v / 2).astype(np.float32), name) for name, v in weights.items()]
+    tensors.append(numpy_helper.from_array(np.array([2, -1, 4]), "steps"))
+    tensors.append(numpy_helper.from_array(np.array([-1, 4]), "rows"))
+    nodes = [
+        helper.make_node("Reshape", ["x", "steps"], ["s"]),
+        helper.make_node("LSTM", ["s", "w", "r"], ["", "one"], "first", hidden_size=4),
+        helper.make_node("LSTM", ["one", "w", "r"], ["", "two"], "second", hidden_size=4),
+        helper.make_node("Reshape", ["two", "rows"], ["logits"]),
+    ]
+    model = graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("logits", ["N", 4])], tensors)
+    source = graphs.artifact(tmp_path / "src", model)
+    data = {"calibration": graphs.split()}
+    chosen = QuantizeGraphSettings(scheme="int8-dynamic")
+    ctx = harness.run(QuantizeGraph(), chosen, source, tmp_path / "out", data=data)
+    assert ctx.facts["parity"]["error"] < 0.1

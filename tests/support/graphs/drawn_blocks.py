@@ -63,6 +63,7 @@ def flat(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
 
 # --- products
 
+
 def dense(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     """MatMul and maybe a bias; of more axes at times a matrix with a 1 before it."""
     width = w.one_of(_WIDTHS)
@@ -125,6 +126,7 @@ def nothing(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
 
 # --- what is no product
 
+
 def activation(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     plain = ["Relu", "Tanh", "Sigmoid", "LeakyRelu", "Elu", "Softplus", "HardSigmoid", "Erf", "Abs", "Neg"]
     plain += [*(["HardSwish"] if w.opset >= 14 else []), *(["Gelu"] if w.opset >= 20 else [])]
@@ -178,6 +180,7 @@ def parts(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
 
 # --- graphs inside of nodes
 
+
 def branches(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     """If, of an input or of what a shape says; weights lie inside or outside."""
     width = w.one_of(_WIDTHS)
@@ -229,7 +232,9 @@ def scan(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     hidden = w.one_of((4, 8))
     inner = w.body()
     state, item = inner.name("state"), inner.name("item")
-    found = inner.node("MatMul", [item, w.matrix(width, hidden) if w.chance() else inner.matrix(width, hidden)])
+    found = inner.node(
+        "MatMul", [item, w.matrix(width, hidden) if w.chance() else inner.matrix(width, hidden)]
+    )
     found = inner.node("Add", [found, inner.node("MatMul", [state, inner.matrix(hidden, hidden)])])
     found = inner.node("Tanh", [found])
     sizes = [w.batch, hidden]
@@ -253,6 +258,7 @@ def _graph(inner: Writer, inputs: Ends, outputs: Ends) -> Any:
 
 # --- sequences
 
+
 def attention(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     """Attention with a mask that is an input, a constant, or none, of one or two heads."""
     steps, width = shape
@@ -263,7 +269,9 @@ def attention(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     if mask == "input":
         mask = _mask(w, steps)
     elif mask == "causal":
-        mask = w.constant(np.triu(np.full((1, 1, steps, steps), w.one_of((-1e9, -1e4, -np.inf)), np.float32), 1))
+        mask = w.constant(
+            np.triu(np.full((1, 1, steps, steps), w.one_of((-1e9, -1e4, -np.inf)), np.float32), 1)
+        )
     if w.opset >= 23 and w.chance():
         inputs = [*three, *([] if mask == "none" else [mask])]
         found = w.node("Attention", inputs, q_num_heads=heads, kv_num_heads=heads)
@@ -342,6 +350,7 @@ def last(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
 
 # --- images
 
+
 def conv(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
     """Conv or ConvTranspose, grouped at times, with all ways to say a padding."""
     channels, height, width = shape
@@ -400,6 +409,7 @@ def squeeze(w: Writer, value: str, shape: Shape) -> tuple[str, Shape]:
 
 # --- where graphs begin
 
+
 def _row(w: Writer) -> tuple[str, Shape]:
     width = w.one_of(_WIDTHS)
     return w.input("float32", (width,)), (width,)
@@ -421,7 +431,8 @@ def _sequence(w: Writer) -> tuple[str, Shape]:
 
 _START = {"mlp": _row, "cnn": _image, "attention": _sequence, "recurrent": _sequence, "control": _row}
 _FIRST: dict[str, list[Block]] = {
-    "cnn": [conv, skip], "attention": [attention], "recurrent": [recurrent], "control": [branches, loop, scan],
+    "cnn": [conv, skip], "attention": [attention], "recurrent": [recurrent],
+    "control": [branches, loop, scan],
 }  # fmt: skip
 _BLOCKS: dict[int, list[Block]] = {
     1: [dense, gemm, activation, norm, residual, function, parts, nothing, branches, loop],

@@ -1,11 +1,11 @@
-"""Small valid ONNX graphs, drawn by hypothesis, as exporters of all ages write them, with rows to run them on.
+"""Small valid ONNX graphs as old and new exporters write them, drawn by hypothesis, with rows to run them on.
 
     @given(drawn_graphs.graphs())
     def test(drawn): drawn.model, drawn.rows(seed)
 
 A graph is a few blocks (drawn_blocks.py) between its inputs and its outputs. What varies in all of them: the
-opset (9 to 23), the IR version, where constants lie, names, sizes of the batch, weights that are shared, zero,
-tiny, large, or have one large column, and the values of the inputs.
+opset (9 to 23), the IR version, where constants lie, names, the size of the batch, the values of the inputs,
+and weights: some are shared, zero, tiny, large, or have one large column.
 """
 
 from __future__ import annotations
@@ -23,11 +23,33 @@ Shape = tuple[int, ...]
 Draw = Callable[[Any], Any]
 KINDS = ("mlp", "cnn", "attention", "recurrent", "control")
 _OPSETS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
-_ODD = ("0", "file", "self", "arr_0", "a b", "a/b", "a:0", "é", "数", "%1", "<a>", "a,b", 'a"b', "..", "A" * 130)
+_ODD = (
+    "0",
+    "file",
+    "self",
+    "arr_0",
+    "a b",
+    "a/b",
+    "a:0",
+    "é",
+    "数",
+    "%1",
+    "<a>",
+    "a,b",
+    'a"b',
+    "..",
+    "A" * 130,
+)
 # what ONNX Runtime's quantizers and smelt put behind a name
 _ENDINGS = (
     *("_scale", "_quantized", "_zero_point", "_QuantizeLinear", "_DequantizeLinear", "_fp16", ".own0"),
-    *("_QuantizeLinear_Output", "_DequantizeLinear_Output", "_quantized_scale", "_output_quantized", "_quant"),
+    *(
+        "_QuantizeLinear_Output",
+        "_DequantizeLinear_Output",
+        "_quantized_scale",
+        "_output_quantized",
+        "_quant",
+    ),
 )
 _STYLES = ("normal",) * 6 + ("zero", "tiny", "large", "outlier")
 _VALUES = ("normal",) * 4 + ("positive", "large", "tiny", "constant")

@@ -1,9 +1,9 @@
 """Drawn graphs through the stages for ONNX: `python staged_graphs.py DRAWS HOME [SEED]` prints what is wrong.
 
-Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-graph` in four ways and
-`fp16`. A stage may refuse it with an error that smelt explains; what it writes must be a valid file, run with
-one thread and with two, and give what the graph gave, or say in a warning that it does not. A draw has a
-process of its own, with limits: what a native library does there ends that draw alone.
+Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-graph` in four ways
+and `fp16`. A stage may refuse it with an error that has a code. What it writes must be a valid file that runs
+with one thread and with two, and gives what the graph gave, or a warning. A draw has a process of its own,
+with limits: what a native library does there ends that draw alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def faults_of(graph: Drawn, folder: Path, stages: tuple[str, ...] = STAGES) -> t
     ends, left = [], list(stages)
     faults: list[str] = []
     while left:
-        said, signalled = _forked(lambda tell: _all(graph, folder, left, True, tell), folder)
+        said, signalled = _forked(lambda tell, some=left: _all(graph, folder, some, True, tell), folder)
         for stage, end, fault in said:
             ends.append(f"{stage}: {end}")
             faults += [f"{stage}: {fault}"] if fault else []
@@ -92,7 +92,10 @@ def _forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tupl
                     file.write(json.dumps(line) + "\n")
                     file.flush()
 
-                work(tell)
+                try:
+                    work(tell)
+                except Exception:  # of this file itself
+                    tell(("set-up", "raised", traceback.format_exc()[-600:]))
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -147,7 +150,10 @@ def _staged(
         return end, None if error.code else f"an error without a code: {words[:300]}"
     except Exception as error:  # whatever a stage does not foresee
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return "raised", f"{type(error).__name__}: {str(error)[:300]} ({Path(place.filename).name}:{place.lineno})"
+        return (
+            "raised",
+            f"{type(error).__name__}: {str(error)[:300]} ({Path(place.filename).name}:{place.lineno})",
+        )
     path = out / "model.onnx"
     try:
         onnx.checker.check_model(str(path), full_check=False)
@@ -159,7 +165,10 @@ def _staged(
         except Exception as error:
             return "invalid", f"ONNX Runtime, {threads} threads: {' '.join(str(error).split())[:300]}"
         if (off := _difference(got, wanted)) > FAR[name] and not ctx.warnings:
-            return "far", f"{off:.3g} off with {threads} threads, parity {ctx.facts.get('parity')}, no warning"
+            return (
+                "far",
+                f"{off:.3g} off with {threads} threads, parity {ctx.facts.get('parity')}, no warning",
+            )
     return (f"warned {ctx.warnings[0][:60]}" if ctx.warnings else "done"), None
 
 

@@ -44,7 +44,6 @@ class File:
     path: str | Callable[[Path, Path], None]
     rows: Callable[[int, int, Path], Rows]
     test: int = 100
-    axes: str = ""
 
 
 def sentences(count: int, seed: int, wheels: Path) -> Rows:
@@ -81,7 +80,7 @@ def files(count: int, seed: int, wheels: Path) -> Rows:
 
 
 def lines(width: int) -> Callable[[int, int, Path], Rows]:
-    """Return what draws lines of text of so many pixels, every second one upside down where they are short."""
+    """Return what draws lines of text of so many pixels, every second one turned where they are short."""
 
     def draw(count: int, seed: int, wheels: Path) -> Rows:
         from PIL import Image, ImageDraw, ImageFont
@@ -195,9 +194,10 @@ def attention(wheels: Path, target: Path) -> None:
 def _export(model: Any, given: dict[str, Any], target: Path) -> None:
     import torch
 
+    sizes = tuple({0: torch.export.Dim("batch")} for _ in given)
     torch.onnx.export(
-        model, tuple(given.values()), str(target), dynamo=True, input_names=list(given), output_names=["output"],
-        dynamic_shapes=tuple({0: torch.export.Dim("batch")} for _ in given), external_data=False, verbose=False,
+        model, tuple(given.values()), str(target), dynamo=True, external_data=False, verbose=False,
+        input_names=list(given), output_names=["output"], dynamic_shapes=sizes,
     )  # fmt: skip
 
 
@@ -258,15 +258,13 @@ def by_hand(tool: str, source: Path, target: Path, calibration: Path) -> None:
         onnx.save(onnxslim.slim(onnx.load(source)), target)
 
 
-def with_smelt(step: str, file: File, source: Path, target: Path, folder: Path) -> None:
+def with_smelt(step: str, source: Path, target: Path, folder: Path) -> None:
     """Run a recipe of one stage."""
     import smelt
 
-    lines = [
-        f"model: {source}", "task: tensors", "threads: 1", "score: {latency: false}",
-        f"data: {{test: test.npz, calibration: calibration.npz{file.axes}}}", f"stages:\n  - {STEPS[step]}\n    name: new",
-    ]  # fmt: skip
-    (folder / "recipe.yaml").write_text("\n".join(lines) + "\n")
+    recipe = f"model: {source}\ntask: tensors\nthreads: 1\nscore: {{latency: false}}\n"
+    recipe += "data: {test: test.npz, calibration: calibration.npz}\n"
+    (folder / "recipe.yaml").write_text(f"{recipe}stages:\n  - {STEPS[step]}\n    name: new\n")
     result = smelt.run(folder / "recipe.yaml", out=folder / f"run-{step}", quiet=True)
     if errors := [one["error"] for one in result.report["steps"] if one.get("error")]:
         raise smelt.RunError(str(errors[0]))
@@ -291,7 +289,7 @@ def compare(name: str, file: File, wheels: Path, peers: Path, folder: Path) -> N
         for tool in ("smelt", *tools):
             label, target = f"{step} | {tool}", folder / f"{step}-{tool}.onnx"
             began = time.perf_counter()
-            failed = _made(tool, step, file, source, target, folder, peers)
+            failed = _made(tool, step, source, target, folder, peers)
             ends[label] = failed or f"{time.perf_counter() - began:.1f}"
             if failed is None:
                 made[label] = target
@@ -311,15 +309,13 @@ def compare(name: str, file: File, wheels: Path, peers: Path, folder: Path) -> N
         print(f"| {label} | {quality} | {share:.2f} | {speeds} | {end} |", flush=True)
 
 
-def _made(
-    tool: str, step: str, file: File, source: Path, target: Path, folder: Path, peers: Path
-) -> str | None:
+def _made(tool: str, step: str, source: Path, target: Path, folder: Path, peers: Path) -> str | None:
     """Make a file; return why there is none."""
     from smelt.core.errors import SmeltError
 
     if tool == "smelt":
         try:
-            with_smelt(step, file, source, target, folder)
+            with_smelt(step, source, target, folder)
         except SmeltError as error:
             return f"refused, {error.code or 'no code'}: {' '.join(str(error).split())[:200]}"
         return None
@@ -329,7 +325,8 @@ def _made(
     except subprocess.TimeoutExpired:
         return "failed: more than 600 s"
     if done.returncode:
-        return f"failed: {['', *done.stderr.strip().splitlines()][-1][:200]}"
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        return f"failed: {said[-1][:200]}"
     return None
 
 

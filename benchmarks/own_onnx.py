@@ -26,12 +26,14 @@ STEPS = {
     "simplify": "simplify: {}",
     "int8-dynamic": "quantize-graph: {scheme: int8-dynamic}",
     "int8-static": "quantize-graph: {scheme: int8-static}",
+    "simplify, int8-static": "simplify: {}\n  - quantize-graph: {scheme: int8-static}",
     "fp16": "fp16: {}",
 }
 BY_HAND = {
     "simplify": ("onnxsim", "onnxslim"),
     "int8-dynamic": ("quantize_dynamic",),
     "int8-static": ("quantize_static",),
+    "simplify, int8-static": (),
     "fp16": ("convert_float_to_float16",),
 }
 Rows = dict[str, Any]
@@ -115,7 +117,7 @@ def photographs(count: int, seed: int, wheels: Path) -> Rows:
         size = int(random.integers(100, 400))
         top, left = (int(random.integers(0, side - size)) for side in image.shape[:2])
         part = Image.fromarray(image[top : top + size, left : left + size]).resize((224, 224))
-        found.append(np.asarray(part, np.float32)[..., ::-1] - np.float32([104, 117, 123]))
+        found.append(np.asarray(part, np.float32)[..., ::-1] - np.array([104, 117, 123], np.float32))
     return {"input:0": np.stack(found)}
 
 
@@ -319,7 +321,16 @@ def _made(tool: str, step: str, source: Path, target: Path, folder: Path, peers:
         except SmeltError as error:
             return f"refused, {error.code or 'no code'}: {' '.join(str(error).split())[:200]}"
         return None
-    command = [sys.executable, __file__, "--by-hand", tool, source, target, folder / "calibration.npz", peers]
+    command: list[str | Path] = [
+        sys.executable,
+        __file__,
+        "--by-hand",
+        tool,
+        source,
+        target,
+        folder / "calibration.npz",
+        peers,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:

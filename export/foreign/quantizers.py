@@ -54,7 +54,7 @@ def quantize(
         single = _of_one_scale(model) if settings.per_channel else {}
         if single:
             ctx.warnings.append(
-                f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale and not one for each"
+                f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale, not one for each"
                 " output: ONNX Runtime takes no more for stacks of matrices and for constant first operands"
             )
         names = [*settings.leave, *_named(model.graph, kept, ctx)]

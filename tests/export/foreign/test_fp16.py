@@ -204,3 +204,13 @@ LEFT_OUT = ("RandomNormal", "RandomNormalLike", "Bernoulli", "DequantizeLinear")
 def answers(model: Any, x: Any) -> Any:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})
+
+
+def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
+    model = graphs.two_layers()
+    model.graph.node[-1].output[0] = "certain"
+    model.graph.node.append(NODE("RandomNormalLike", ["certain"], ["noise"], "noise"))
+    model.graph.node.append(NODE("Add", ["certain", "noise"], ["logits"], "noisy"))
+    ctx = run(tmp_path, model)
+    assert len(ctx.warnings) == 1
+    assert "gives other outputs in each call" in ctx.warnings[0]

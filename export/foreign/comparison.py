@@ -18,9 +18,6 @@ from smelt.core.errors import ParityError
 from smelt.core.stage import Context
 
 Feeds = dict[str, NDArray[Any]]
-# Root mean square of the differences in an output's standard deviations: at 1 a graph is no better than its
-# mean. Measured of graphs that keep their quality: docs/own-onnx.md.
-LIMITS = {"int8-dynamic": 0.3, "int8-static": 0.6}
 _SURE = 1.96  # standard errors
 _KAPPA = 0.25  # share of the way from chance to full agreement
 _DEGENERATE = 0.9  # chance, from where on nearly all rows have one class
@@ -124,16 +121,13 @@ class Comparison:
         from smelt.export.foreign.rows import changed_of, difference, rows_in
 
         self.rows += rows_in(feeds)
+        got, wanted = _counting(feeds, got, wanted)
         self._largest = max(self._largest, difference([got], [wanted], exact=False))
         changed, whole = changed_of([got], [wanted])
         self._changed, self._whole = self._changed + changed, self._whole + whole
-        mask = feeds.get("attention_mask")
         for name, value in wanted.items():
-            one, other = got[name], value
-            if mask is not None and mask.ndim == 2 and one.shape[:2] == other.shape[:2] == mask.shape:
-                one, other = one[mask == 1], other[mask == 1]  # what a graph gives for padding, nobody reads
             classes = value.ndim == 2 or name in _NAMES  # those of a row; of a token where the name says so
-            self.outputs.setdefault(name, Output()).add(one, other, classes)
+            self.outputs.setdefault(name, Output()).add(got[name], value, classes)
 
     def too_far(self, limit: float, judge_classes: bool) -> Iterator[tuple[str, str]]:
         """Yield the outputs that are too far off, each with how far."""
@@ -157,14 +151,14 @@ class Comparison:
 
 
 def require_near(
-    found: Comparison, scheme: str, most: float | None, advice: str, ctx: Context, noise: Comparison | None
+    found: Comparison, limit: float, judge_classes: bool, advice: str, ctx: Context, noise: Comparison | None
 ) -> None:
-    """Require that no output is further off than the limit of the scheme, or than `most` where it is given.
+    """Require that no output is further off than `limit`, in its standard deviations.
 
     Args:
         found: the quantized graph next to the float one.
-        scheme: its scheme.
-        most: a recipe's own limit; classes are then not judged.
+        limit: largest root mean square difference.
+        judge_classes: whether outputs that choose a class must agree more often than by chance.
         advice: what to do.
         ctx: gets a warning where the float graph differs from itself as much.
         noise: the float graph next to itself, of outputs that are random.
@@ -172,9 +166,8 @@ def require_near(
     Raises:
         ParityError: `quantization-error`.
     """
-    limit = LIMITS[scheme] if most is None else most
-    wrong = dict(found.too_far(limit, most is None))
-    random = {} if noise is None else dict(noise.too_far(limit, most is None))
+    wrong = dict(found.too_far(limit, judge_classes))
+    random = {} if noise is None else dict(noise.too_far(limit, judge_classes))
     for name in wrong.keys() & random.keys():
         ctx.warnings.append(
             f"output '{name}' is not judged: the float graph gives other values each time, {random[name]}"
@@ -189,6 +182,19 @@ def require_near(
         f" {advice} To accept it, set max_difference above it.",
         code="quantization-error",
     )
+
+
+def _counting(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
+    """Yield outputs without what they hold for padding, which nobody reads: [R, T, ...] -> [1, n, ...]."""
+    mask = feeds.get("attention_mask")
+    for found in outputs:
+        if mask is None or mask.ndim != 2:
+            yield found
+            continue
+        yield {
+            name: value[mask == 1][None] if value.ndim > 2 and value.shape[:2] == mask.shape else value
+            for name, value in found.items()
+        }
 
 
 def _upper(share: float, n: int) -> float:

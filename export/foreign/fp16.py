@@ -112,8 +112,9 @@ class Fp16:
             )
         note_parity(ctx, fed, got, wanted)
         if difference(got, wanted, exact=False) > _FAR:
-            again = [one for path in models for one in run_graph(path, feeds[path.stem], ctx.threads)]
-            if difference(again, wanted, exact=False) > _FAR:
+            calls = [run_graph(path, feeds[path.stem] * 2, ctx.threads) for path in models]
+            pairs = [(found[: len(found) // 2], found[len(found) // 2 :]) for found in calls]
+            if max(difference(again, once, exact=False) for once, again in pairs) > _FAR:
                 ctx.warnings.append(
                     "the float32 graph gives other outputs in each call, so how far float16 is from it cannot"
                     " be measured; remove what is random in it, or score what does not depend on it"

@@ -116,11 +116,12 @@ def _hoist(body: Any, outermost: Any) -> None:
             outermost.initializer.append(tensor)
             body.initializer.remove(tensor)
     for node in list(body.node):
-        held = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
-        constant = node.op_type == "Constant" and held is not None and node.output[0] not in ends
-        if constant and held.data_type == TensorProto.FLOAT and len(held.dims) >= _MATRIX:
-            held.name = node.output[0]
-            outermost.initializer.append(held)
-            body.node.remove(node)
+        is_constant = node.op_type == "Constant" and node.output[0] not in ends
+        held = [a.t for a in node.attribute if a.name == "value" and a.HasField("t")] if is_constant else []
+        for tensor in held:
+            if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) >= _MATRIX:
+                tensor.name = node.output[0]
+                outermost.initializer.append(tensor)
+                body.node.remove(node)
         for inside in inner_graphs(node):
             _hoist(inside, outermost)

@@ -14,6 +14,7 @@ from smelt.export.foreign.calibrate import Calibration, calibrate
 from smelt.export.foreign.float_nodes import float_nodes, masked_values, unfit_nodes
 from smelt.export.foreign.quantize_settings import QuantizeGraphSettings
 from smelt.export.precision.types import graphs_of
+from smelt.runtime.schemes.registry import DEFAULT
 
 # Their outputs are rounded once less than those of a convolution: what reads them in int8 rounds its inputs,
 # all others (sums, norms, activations) compute in float anyway. MiniLM: less error and not slower.
@@ -50,6 +51,12 @@ def quantize(
             if node.op_type in settings.op_types and found.huge & {*node.input, *node.output}:
                 kept.setdefault(at, "values without bounds on the calibration samples")
         _warn_of_bodies(model.graph, bodies, settings, ctx)
+        single = _of_one_scale(model) if settings.per_channel else {}
+        if single:
+            ctx.warnings.append(
+                f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale, not one for each"
+                " output: ONNX Runtime takes no more for stacks of matrices and for constant first operands"
+            )
         names = [*settings.leave, *_named(model.graph, kept, ctx)]
         quantizer = _static(model, found.ranges, names, settings)
         quantizer.quantize_model()
@@ -95,7 +102,7 @@ def _warn_of_bodies(graph: Any, bodies: list[Any], settings: QuantizeGraphSettin
         total = sum(sizes[name] for name in read) / 1e6
         ctx.warnings.append(
             f"{len(read):,} weight{'s stay' if len(read) > 1 else ' stays'} float ({total:.2g} MB): bodies of"
-            " If, Loop and Scan, where no ranges are found before, read them; int8-dynamic quantizes bodies"
+            f" If, Loop and Scan, where no ranges are found before, read them; {DEFAULT} quantizes bodies"
         )
 
 

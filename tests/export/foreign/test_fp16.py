@@ -216,3 +216,13 @@ def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: f
     ctx = run(tmp_path, model)
     assert (ctx.facts["parity"]["error"] > 0.02) == told
     assert any("'logits'" in warning for warning in ctx.warnings) == told
+
+
+def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
+    model = graphs.two_layers()
+    model.graph.node[-1].output[0] = "certain"
+    model.graph.node.append(NODE("RandomNormalLike", ["certain"], ["noise"], "noise"))
+    model.graph.node.append(NODE("Add", ["certain", "noise"], ["logits"], "noisy"))
+    ctx = run(tmp_path, model)
+    assert len(ctx.warnings) == 1
+    assert "gives other outputs in each call" in ctx.warnings[0]

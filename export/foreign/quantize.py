@@ -15,6 +15,7 @@ from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.export.foreign.comparison import LIMITS, Comparison, require_near
 from smelt.export.foreign.float_matrices import float_matrices
+from smelt.export.foreign.passed_through import put_back, take_out
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
 from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
 from smelt.export.foreign.quantizers import quantize
@@ -172,7 +173,8 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
         try:
             # it tells every caller that a graph may be prepared first, which `simplify` does
             logging.disable(logging.WARNING)
-            ready, opset = prepared(path, apart)
+            source, passed = take_out(path, Path(folder, "passed"))
+            ready, opset = prepared(source, apart)
             with quiet_runtime():
                 quantize(ready, made, _of_one_scale(opset, settings, ctx), feeds, ctx)
         except Exception as error:  # a library of many kinds of errors; none leaves a graph
@@ -180,7 +182,7 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
             raise RunError(f"onnxruntime.quantization failed on {path.name}: {words}") from error
         finally:
             logging.disable(logging.NOTSET)
-        write_graph(read_graph(made), ctx.out / path.name)
+        write_graph(put_back(read_graph(made), passed), ctx.out / path.name)
 
 
 def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:

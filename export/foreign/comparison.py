@@ -23,7 +23,7 @@ Feeds = dict[str, NDArray[Any]]
 # mean. Measured of graphs that keep their quality: docs/own-onnx.md.
 LIMITS = {"int8-dynamic": 0.3, "int8-static": 0.5}
 _SURE = 1.96  # standard errors
-_KAPPA = 0.5  # share of the way from chance to full agreement
+_KAPPA = 0.25  # share of the way from chance to full agreement
 _DEGENERATE = 0.9  # chance, from where on nearly all rows have one class
 _NAMES = ("logits", "scores", "probabilities", "label", "output_label", "output_probability")
 _MANY_CLASSES = 0.25  # distinct whole numbers, as a share of the rows, from where on they are no classes
@@ -71,7 +71,7 @@ class Output:
         return self.hits / self.chosen
 
     def at_chance(self) -> bool:
-        """Return whether significantly less of the classes agree than half of what chance leaves.
+        """Return whether significantly less of the classes agree than chance and a quarter of the rest.
 
         Chance is the agreement of two graphs that choose each class as often as the float graph, each on its
         own (as in Cohen's kappa, 1960). The upper end of Wilson's interval is compared.
@@ -127,6 +127,7 @@ class Comparison:
         from smelt.export.foreign.rows import changed_of, difference, rows_in
 
         self.rows += rows_in(feeds, self.axes)
+        got, wanted = _counting(feeds, got, wanted)
         self._largest = max(self._largest, difference([got], [wanted], exact=False))
         changed, whole = changed_of([got], [wanted])
         self._changed, self._whole = self._changed + changed, self._whole + whole
@@ -188,6 +189,19 @@ def require_near(
         f" {advice} To accept it, set max_difference above it.",
         code="quantization-error",
     )
+
+
+def _counting(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
+    """Yield outputs without what they hold for padding, which nobody reads: [R, T, ...] -> [1, tokens, ...]."""
+    mask = feeds.get("attention_mask")
+    for found in outputs:
+        if mask is None or mask.ndim != 2:
+            yield found
+            continue
+        yield {
+            name: value[mask == 1][None] if value.ndim > 2 and value.shape[:2] == mask.shape else value
+            for name, value in found.items()
+        }
 
 
 def _upper(share: float, n: int) -> float:

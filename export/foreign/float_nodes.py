@@ -61,7 +61,11 @@ def is_huge(values: NDArray[Any]) -> bool:
 def _unfit_type(node: Any, kinds: Mapping[str, int]) -> str | None:
     from onnx import TensorProto
 
-    words = {TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16", TensorProto.DOUBLE: "float64"}
+    words: dict[int, str] = {
+        TensorProto.FLOAT16: "float16",
+        TensorProto.BFLOAT16: "bfloat16",
+        TensorProto.DOUBLE: "float64",
+    }
     return next((words[kinds[name]] for name in node.input if kinds.get(name) in words), None)
 
 

@@ -22,15 +22,21 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
       quantization/onnx_model.py, replace_gemm_with_matmul): an embedding that is the output layer too would
       be read by its columns from then on. Of a bias that several nodes read it makes copies, under names
       that other values may have. So each of these nodes gets its own.
+    - torch.onnx.export writes down the shapes of weights too; that of a matrix which the quantizer transposes
+      is then wrong, and shape inference fails. So they are removed.
     - The quantizers compute Gemm with an alpha and a beta of 1, so both become part of its weights.
     """
     from smelt.export.foreign.gemm import fold_factors, scaled
     from smelt.export.graph_files import read_graph, write_graph
 
     bare = read_graph(path, values=False)
-    if not (_constants(bare) or _shared(bare.graph) or scaled(bare.graph) or _opset(bare) < BY_OUTPUT):
+    graph = bare.graph
+    wrong = _constants(bare) or _shared(graph) or scaled(graph) or _described(graph)
+    if not wrong and _opset(bare) >= BY_OUTPUT:
         return path, _opset(bare)
     model = read_graph(path)
+    for value in _described(model.graph):
+        model.graph.value_info.remove(value)
     _lift(model)
     _part(model.graph)
     fold_factors(model.graph)
@@ -73,6 +79,12 @@ def _lift(model: Any) -> None:
         model.graph.node.remove(node)
     if lifted:
         model.ir_version = max(4, model.ir_version)  # before it each initializer was an input too
+
+
+def _described(graph: Any) -> list[Any]:
+    """Return the types and shapes that the graph tells of its weights, which tell theirs themselves."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.value_info if value.name in weights]
 
 
 def _shared(graph: Any) -> list[tuple[Any, int]]:

@@ -17,6 +17,7 @@ from smelt.export.foreign.comparison import Comparison, require_near
 from smelt.export.foreign.finished import finished
 from smelt.export.foreign.float_matrices import float_matrices
 from smelt.export.foreign.normalize import nodes_of
+from smelt.export.foreign.passed_through import put_back, take_out
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
 from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
 from smelt.export.foreign.quantizer_names import apart, restore
@@ -176,7 +177,8 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
         try:
             # it tells every caller that a graph may be prepared first, which `simplify` does
             logging.disable(logging.WARNING)
-            ready, opset = prepared(path, ready_in)
+            source, passed = take_out(path, Path(folder, "passed"))
+            ready, opset = prepared(source, ready_in)
             ready, names = apart(ready, named_in, settings.leave)
             renamed = {before: after for after, before in names.items()}
             named = [{renamed.get(name, name): value for name, value in one.items()} for one in feeds]
@@ -189,7 +191,7 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
             raise RunError(f"onnxruntime.quantization failed on {path.name}: {words}") from error
         finally:
             logging.disable(logging.NOTSET)
-        write_graph(model, ctx.out / path.name)
+        write_graph(put_back(model, passed), ctx.out / path.name)
 
 
 def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:

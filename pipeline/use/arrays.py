@@ -81,12 +81,10 @@ def run_rows(runner: GraphRunner, arrays: Arrays, batch_size: int) -> dict[str, 
     axes = {
         name: [row_axis(runner, name, found[name], rows) for rows, found in parts] for name in parts[0][1]
     }
-    return {name: _joined(runner, name, [p[name] for _, p in parts], axes[name]) for name in axes}
+    return {name: _joined(name, [p[name] for _, p in parts], axes[name]) for name in axes}
 
 
-def _joined(
-    runner: GraphRunner, name: str, parts: Sequence[NDArray[Any]], axes: Sequence[int | None]
-) -> NDArray[Any]:
+def _joined(name: str, parts: Sequence[NDArray[Any]], axes: Sequence[int | None]) -> NDArray[Any]:
     """Return the parts of an output one after the other, on the axis of its rows or a new one."""
     import numpy as np
 
@@ -96,7 +94,7 @@ def _joined(
     if len(shapes) > 1:
         other = next(part for part in parts if part.shape != first.shape)
         raise RunError(
-            f"{runner.folder}: the output '{name}' is {list(first.shape)} for some rows and"
+            f"the output '{name}' is {list(first.shape)} for some rows and"
             f" {list(other.shape)} for others, which cannot be put one after the other. Give fewer rows"
             " in a call, or a larger batch size; `smelt predict` without --out prints each row's."
         )

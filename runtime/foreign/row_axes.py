@@ -50,7 +50,7 @@ def row_axes(inputs: Sequence[_Value], outputs: Sequence[_Value], given: Axes) -
         for axis, size in enumerate(value.shape or ())
         if isinstance(size, str) and axis != found[value.name]
     }
-    for value in outputs:
+    for value in (value for value in outputs if value.name not in found):  # an input may be an output too
         place = _place(value, batch)
         if place is None and None in (value.shape or ()):
             place = next((found[other.name] for other in inputs if other.shape == value.shape), None)
@@ -121,16 +121,15 @@ def _may_be_elsewhere(
 ) -> bool:
     """Say whether the axis of a value has another name than that of an input whose dimensions it shares."""
     size = sizes.get(value.name)
-    if not isinstance(size, str):
+    if not isinstance(size, str) or _BATCH.fullmatch(size):
         return False
     mine = {name for name in value.shape or () if isinstance(name, str)}
     for other in inputs:
         its = sizes.get(other.name)
         if other is value or not isinstance(its, str) or its == size:
             continue
-        both_batch = _BATCH.fullmatch(size) and _BATCH.fullmatch(its)
         # in doubt is the one whose dimension others lack: position ids [tokens] for ids [batch, tokens]
-        if not both_batch and mine & {name for name in other.shape or () if isinstance(name, str)}:
+        if mine & {name for name in other.shape or () if isinstance(name, str)}:
             return sum(s == size for s in sizes.values()) <= sum(s == its for s in sizes.values())
     return False
 

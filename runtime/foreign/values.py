@@ -20,7 +20,10 @@ NAMELESS = ("", "?", "-1", "None")
 def value_problems(model: Any) -> Iterator[str]:
     """Yield the inputs and outputs of an onnx.ModelProto that are no arrays of numpy."""
     if not _inputs(model):
-        yield "it has no inputs, or each has a default, so it computes the same in every call"
+        yield (
+            "it has no inputs, or each has a default, so it computes the same in every call: export it with"
+            " what it is to be fed as an input"
+        )
     for what, values in (("input", _inputs(model)), ("output", model.graph.output)):
         for value in values:
             kind = value.type.WhichOneof("value")

@@ -305,7 +305,7 @@ def a_sequence() -> Any:
         (no_output, "the graph's output 'other' is given by no node"),
         (a_sequence, "options={'zipmap': False}"),
         (lambda: graphs.one_node("Magic", "ai.onnx.ml"), "an older opset of ai.onnx.ml"),
-        (lambda: one_name_twice(), "node.ClearField('name')"),
+        (one_name_twice, "node.ClearField('name')"),
         (in_bfloat16, "weights are bfloat16, for which the CPU has no such operator: export it in float32"),
         (without_inputs, "computes the same in every call"),
     ],

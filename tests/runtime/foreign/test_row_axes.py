@@ -1,4 +1,4 @@
-"""The axis of the rows follows the names of dimensions, and is asked for where names and sizes leave it open."""
+"""The axis of the rows follows the names of dimensions, and is asked for where these leave it open."""
 
 from typing import Any
 

@@ -18,7 +18,9 @@ DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "30"))
 @pytest.mark.slow
 def test_drawn_graphs_give_valid_files_that_compute_the_same_or_an_explanation(tmp_path):
     command = [sys.executable, Path(staged_graphs.__file__), str(DRAWS), tmp_path / "home"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = os.pathsep.join(place for place in sys.path if "support" in Path(place).parts)
+    environment = os.environ | {"PYTHONPATH": found}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     assert f"drawn: {DRAWS}" in done.stderr  # not killed: it reports on all its draws
 

@@ -255,7 +255,7 @@ def test_a_matrix_whose_shape_is_written_down_may_be_transposed(scheme: str, tmp
 
 
 def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
-    """The dynamic quantizer transposes the matrices of an LSTM in their place, once for each that reads them."""
+    """The dynamic quantizer transposes the matrices of an LSTM in place, once for each LSTM."""
     random = np.random.default_rng(0)
     weights = {"w": random.normal(size=(1, 16, 4)), "r": random.normal(size=(1, 16, 4))}
     tensors = [numpy_helper.from_array((v / 2).astype(np.float32), name) for name, v in weights.items()]

@@ -110,7 +110,8 @@ class Fp16:
         if not np.isfinite(difference(got, wanted, exact=False)):
             raise ParityError(
                 "fp16: an output is not finite where it was, or has another shape than before. Give keep:"
-                " with the operators that lead there, or leave this step out."
+                " with the operators that lead there, or leave this step out.",
+                code="non-finite-outputs",
             )
         found = Comparison()
         for one in zip(fed, got, wanted, strict=True):

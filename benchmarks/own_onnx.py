@@ -323,7 +323,7 @@ def _made(tool: str, step: str, source: Path, target: Path, folder: Path, peers:
         return None
     command: list[str | Path] = [
         sys.executable,
-        __file__,
+        Path(__file__).resolve(),
         "--by-hand",
         tool,
         source,
@@ -332,7 +332,7 @@ def _made(tool: str, step: str, source: Path, target: Path, folder: Path, peers:
         peers,
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
     except subprocess.TimeoutExpired:
         return "failed: more than 600 s"
     if done.returncode:

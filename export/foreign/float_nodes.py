@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.runtime.foreign.structure import domain_of
+
 # From here down a constant is the fill value of a mask: BERT's is -10000, others' -65504, -1e9 and -3.4e38.
 _FILL = -1e4
 _HUGE = 1e9  # a value of either sign that no int8 scale can share with others
@@ -22,6 +24,8 @@ _SHAPE = (
 _COMBINE = ("Add", "Sub", "Where", "Max", "Min", "Sum")  # two operands of one shape: scores and a mask
 _BOUNDS = ("Clip", "Max", "Min")  # their constants are bounds, not values that come out
 _CHAIN = frozenset({*_SHAPE, *_COMBINE, "Clip", "Div", "Mul", "Neg"})
+# The quantizers' operators that are ONNX Runtime's own. All others are ONNX's; it has an Attention since 23.
+_RUNTIME, _OF_RUNTIME = "com.microsoft", ("Attention", "EmbedLayerNormalization")
 _SOFTMAX = ("LogSoftmax", "Softmax")
 
 
@@ -34,18 +38,18 @@ def float_nodes(model: Any, kinds: Mapping[str, int], operators: Collection[str]
         operators: operator types that would be quantized.
     """
     masked = masked_values(model.graph)
-    found: dict[int, str] = {}
-    ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
+    found = unfit_nodes(model.graph, kinds, operators)
     for at, node in enumerate(model.graph.node):
-        if node.op_type not in operators:
-            continue
-        reason = (
-            "a mask" if masked & {*node.input, *node.output}
-            else _unfit_type(node, kinds) or _unfit_form(node, ranks)
-        )  # fmt: skip
-        if reason:
-            found[at] = reason
+        if node.op_type in operators and masked & {*node.input, *node.output}:
+            found[at] = "a mask"
     return found
+
+
+def unfit_nodes(graph: Any, kinds: Mapping[str, int], operators: Collection[str]) -> dict[int, str]:
+    """Return the places of the nodes of a graph that the quantizers cannot take, each with the reason."""
+    nodes = ((at, node) for at, node in enumerate(graph.node) if node.op_type in operators)
+    reasons = ((at, _unfit_type(node, kinds) or _unfit_domain(node)) for at, node in nodes)
+    return {at: reason for at, reason in reasons if reason}
 
 
 def masked_values(graph: Any) -> set[str]:
@@ -69,13 +73,11 @@ def _unfit_type(node: Any, kinds: Mapping[str, int]) -> str | None:
     return next((words[kinds[name]] for name in node.input if kinds.get(name) in words), None)
 
 
-def _unfit_form(node: Any, ranks: Mapping[str, int]) -> str | None:
-    """Return why ONNX Runtime has no kernel for the node in int8, or None."""
-    if node.op_type == "MatMul" and ranks.get(node.input[1], 2) > 2:
-        return "a stack of matrices"  # scales by output are for one matrix alone
-    if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
-        return "Attention of ONNX"  # the quantizer takes it for ONNX Runtime's own operator of this name
-    return None
+def _unfit_domain(node: Any) -> str | None:
+    """Return whose operator it is where the quantizer, which reads names alone, takes it for another's."""
+    meant = _RUNTIME if node.op_type in _OF_RUNTIME else ""
+    domain = domain_of(node.domain)
+    return None if domain == meant else f"{node.op_type} of {domain or 'ONNX'}"
 
 
 def _filled(graph: Any) -> set[str]:

@@ -14,6 +14,8 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.export.foreign.comparison import Comparison, require_near
+from smelt.export.foreign.finished import finished
+from smelt.export.foreign.normalize import nodes_of
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
 from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
 from smelt.export.foreign.quantizers import quantize
@@ -77,7 +79,7 @@ class QuantizeGraph:
         _require_nodes(paths, settings)
         before = [read_graph(path, values=False) for path in paths]
         products = {*PRODUCTS, *settings.operators}
-        if not any(node.op_type in products for model in before for node in model.graph.node):
+        if not any(node.op_type in products for model in before for node in nodes_of(model)):
             copy_graphs(src, ctx)  # trees, linear classifiers
             _tell(before, settings, ctx)
             return
@@ -160,7 +162,7 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
     Raises:
         RunError: it fails.
     """
-    from smelt.export.graph_files import read_graph, write_graph
+    from smelt.export.graph_files import write_graph
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
         made, apart = Path(folder, path.name), Path(folder, "apart")
@@ -170,12 +172,13 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
             logging.disable(logging.WARNING)
             ready, opset = prepared(path, apart)
             quantize(ready, made, _of_one_scale(opset, settings, ctx), feeds, ctx)
+            made_valid = finished(made, ready)
         except Exception as error:  # a library of many kinds of errors; none leaves a graph
             words = " ".join(str(error).split())[:400]
             raise RunError(f"onnxruntime.quantization failed on {path.name}: {words}") from error
         finally:
             logging.disable(logging.NOTSET)
-        write_graph(read_graph(made), ctx.out / path.name)
+        write_graph(made_valid, ctx.out / path.name)
 
 
 def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:
@@ -194,8 +197,8 @@ def _require_nodes(paths: list[Path], settings: QuantizeGraphSettings) -> None:
     from smelt.core.errors import nearest
     from smelt.export.graph_files import read_graph
 
-    graphs = [read_graph(path, values=False).graph for path in paths] if settings.leave else []
-    names = [node.name for graph in graphs for node in graph.node]
+    graphs = [read_graph(path, values=False) for path in paths] if settings.leave else []
+    names = [node.name for graph in graphs for node in nodes_of(graph)]
     for name in settings.leave:
         if name not in names:
             raise InputError(f"leave: no node '{name[:80]}' in the graph.{nearest(name, names)}")
@@ -203,12 +206,12 @@ def _require_nodes(paths: list[Path], settings: QuantizeGraphSettings) -> None:
 
 def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> None:
     """Say what was quantized; where nothing was, why that may be."""
-    operators = Counter(node.op_type for model in models for node in model.graph.node)
+    operators = Counter(node.op_type for model in models for node in nodes_of(model))
     ctx.facts.update(nodes=operators.total(), operators=dict(operators.most_common()))
     if _CODED & set(operators):
         return
     more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
     ctx.warnings.append(
         f"nothing was quantized: none of its operators ({', '.join(list(operators)[:6])}) is one that"
-        f" {settings.scheme} quantizes, or none has constant weights{more}."
+        f" {settings.scheme} quantizes, or none has constant weights as its second input{more}."
     )

@@ -180,6 +180,64 @@ def test_a_graph_that_crashes_onnx_runtime_is_no_artifact(tmp_path: Path) -> Non
     assert raised.value.code == "graph-crashes"
 
 
+def stack(place: str) -> Any:
+    """x and a stack of matrices, or a matrix that is no second operand: [4, 3, 16] times [4, 16, 8]."""
+    random = np.random.default_rng(0)
+    shape, out = ((4, 16, 8), [4, 3, 8]) if place == "right" else ((5, 3), [4, 5, 16])
+    inputs = ["x", "w"] if place == "right" else ["w", "x"]
+    weight = numpy_helper.from_array(random.normal(size=shape).astype(np.float32), "w")
+    sizes = np.array([0.1, 1, 10, 1, 1, 1, 1, 1])[: shape[-1]]  # columns of unlike sizes
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * sizes.astype(np.float32), "w"))
+    nodes = [helper.make_node("MatMul", inputs, ["y"], "product")]
+    x, y = graphs.value("x", ["N", 4, 3, 16]), graphs.value("y", ["N", *out])
+    return graphs.model_of(nodes, [x], [y], [weight])
+
+
+@pytest.mark.parametrize("place", ["right", "left"])
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_a_stack_of_matrices_has_scales_that_the_product_takes(
+    scheme: str, place: str, tmp_path: Path
+) -> None:
+    source = graphs.artifact(tmp_path / "src", stack(place))
+    rows = np.random.default_rng(1).normal(size=(16, 4, 3, 16)).astype(np.float32)
+    data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
+    harness.run(QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out", data=data)
+    found, wanted = (
+        open_session(folder / "model.onnx", 1).run(None, {"x": rows})[0]
+        for folder in (tmp_path / "out", source.path)
+    )
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+    made = onnx.load(tmp_path / "out/model.onnx").graph
+    sizes = {tensor.name: list(tensor.dims) for tensor in made.initializer}
+    quantized = scheme == "int8-static" or place == "right"  # MatMulInteger is made of second operands alone
+    assert ("w_quantized" in sizes) == quantized
+    if quantized:
+        assert sizes["w_scale"] == ([4, 1, 8] if scheme == "int8-dynamic" else [])
+
+
+def test_attention_of_onnx_is_not_taken_for_that_of_the_runtime(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Attention", ["x", "x", "v"], ["a"], "attention", q_num_heads=2, kv_num_heads=2),
+        helper.make_node("MatMul", ["a", "w"], ["y"], "product"),
+    ]
+    random = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(random.normal(size=shape).astype(np.float32), name)
+        for name, shape in (("v", (2, 5, 16)), ("w", (16, 4)))
+    ]
+    x, y = graphs.value("x", [2, 5, 16]), graphs.value("y", [2, 5, 4])
+    model = graphs.model_of(nodes, [x], [y], weights, opset=23)
+    model.ir_version = 11
+    source = graphs.artifact(tmp_path / "src", model)
+    rows = random.normal(size=(16, 5, 16)).astype(np.float32)
+    data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
+    ctx = harness.run(QuantizeGraph(), QuantizeGraphSettings(), source, tmp_path / "out", data=data)
+    operators = [node.op_type for node in onnx.load(tmp_path / "out/model.onnx").graph.node]
+    assert ("Attention" in operators, "QAttention" in operators) == (True, False)
+    assert "MatMulInteger" in operators
+    assert len(ctx.warnings) == 1
+
+
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
 def test_a_matrix_whose_shape_is_written_down_may_be_transposed(scheme: str, tmp_path: Path) -> None:
     """torch.onnx.export tells the shapes of weights too; the quantizer transposes that of a Gemm."""

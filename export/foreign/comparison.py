@@ -192,7 +192,7 @@ def require_near(
 
 
 def _counting(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
-    """Yield outputs without what they hold for padding, which nobody reads: [R, T, ...] -> [1, tokens, ...]."""
+    """Yield outputs without those for padding, which nobody reads: [R, T, ...] -> [1, tokens, ...]."""
     mask = feeds.get("attention_mask")
     for found in outputs:
         if mask is None or mask.ndim != 2:

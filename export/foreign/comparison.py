@@ -19,9 +19,6 @@ from smelt.core.rows.arrays import NO_AXES, Axes
 from smelt.core.stage import Context
 
 Feeds = dict[str, NDArray[Any]]
-# Root mean square of the differences in an output's standard deviations: at 1 a graph is no better than its
-# mean. Measured of graphs that keep their quality: docs/own-onnx.md.
-LIMITS = {"int8-dynamic": 0.3, "int8-static": 0.5}
 _SURE = 1.96  # standard errors
 _KAPPA = 0.25  # share of the way from chance to full agreement
 _DEGENERATE = 0.9  # chance, from where on nearly all rows have one class
@@ -157,14 +154,14 @@ class Comparison:
 
 
 def require_near(
-    found: Comparison, scheme: str, most: float | None, advice: str, ctx: Context, noise: Comparison | None
+    found: Comparison, limit: float, judge_classes: bool, advice: str, ctx: Context, noise: Comparison | None
 ) -> None:
-    """Require that no output is further off than the limit of the scheme, or than `most` where it is given.
+    """Require that no output is further off than `limit`, in its standard deviations.
 
     Args:
         found: the quantized graph next to the float one.
-        scheme: its scheme.
-        most: a recipe's own limit; classes are then not judged.
+        limit: largest root mean square difference.
+        judge_classes: whether outputs that choose a class must agree more often than by chance.
         advice: what to do.
         ctx: gets a warning where the float graph differs from itself as much.
         noise: the float graph next to itself, of outputs that are random.
@@ -172,9 +169,8 @@ def require_near(
     Raises:
         ParityError: `quantization-error`.
     """
-    limit = LIMITS[scheme] if most is None else most
-    wrong = dict(found.too_far(limit, most is None))
-    random = {} if noise is None else dict(noise.too_far(limit, most is None))
+    wrong = dict(found.too_far(limit, judge_classes))
+    random = {} if noise is None else dict(noise.too_far(limit, judge_classes))
     for name in wrong.keys() & random.keys():
         ctx.warnings.append(
             f"output '{name}' is not judged: the float graph gives other values each time, {random[name]}"
@@ -192,7 +188,7 @@ def require_near(
 
 
 def _counting(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
-    """Yield outputs without those for padding, which nobody reads: [R, T, ...] -> [1, tokens, ...]."""
+    """Yield outputs without what they hold for padding, which nobody reads: [R, T, ...] -> [1, n, ...]."""
     mask = feeds.get("attention_mask")
     for found in outputs:
         if mask is None or mask.ndim != 2:

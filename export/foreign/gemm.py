@@ -26,10 +26,7 @@ def fold_factors(graph: Any) -> None:
         alpha, beta = _factor(node, "alpha"), _factor(node, "beta")
         _multiply(graph, node, _MATRIX if node.input[_MATRIX] in tensors else _INPUT, alpha, tensors)
         if len(node.input) > _BIAS and node.input[_BIAS]:
-            if beta:
-                _multiply(graph, node, _BIAS, beta, tensors)
-            else:
-                del node.input[_BIAS]  # what is multiplied by 0 is not read
+            _multiply(graph, node, _BIAS, beta, tensors)
         kept = [attribute for attribute in node.attribute if attribute.name not in ("alpha", "beta")]
         del node.attribute[:]
         node.attribute.extend(kept)

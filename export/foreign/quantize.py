@@ -13,13 +13,13 @@ from smelt.core.data import EVERY_TASK, TENSORS, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
-from smelt.export.foreign.comparison import LIMITS, Comparison, require_near
+from smelt.export.foreign.comparison import Comparison, require_near
 from smelt.export.foreign.float_matrices import float_matrices
 from smelt.export.foreign.passed_through import put_back, take_out
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
 from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
 from smelt.export.foreign.quantizers import quantize
-from smelt.runtime.schemes.registry import OBSERVING
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
 
 _CODED = frozenset(
     {
@@ -107,13 +107,13 @@ class QuantizeGraph:
         found: Comparison, paths: list[Path], feeds: Any, settings: QuantizeGraphSettings, ctx: Context
     ) -> None:
         """Require that outputs are near those of the float graph, unless it gives others each time itself."""
-        limit = LIMITS[settings.scheme] if settings.max_difference is None else settings.max_difference
+        judge_classes = settings.max_difference is None
         noise = None
-        if any(found.too_far(limit, settings.max_difference is None)):
+        if any(found.too_far(settings.limit, judge_classes)):
             noise = Comparison()
             for path in paths:
                 _repeat(noise, path, feeds[path.stem], ctx)
-        require_near(found, settings.scheme, settings.max_difference, _advice(settings), ctx, noise)
+        require_near(found, settings.limit, judge_classes, _advice(settings), ctx, noise)
 
 
 def _compare(found: Comparison, new: Path, old: Path, feeds: list[Any], ctx: Context) -> None:
@@ -154,7 +154,7 @@ def _advice(settings: QuantizeGraphSettings) -> str:
         others = [name for name in ("minmax", "percentile", "entropy") if name != settings.method]
         ways += [f"try method: {others[0]}", "give more calibration samples, of the kind that the model gets"]
         if settings.target == "ort-cpu":
-            ways.append("take scheme: int8-dynamic")
+            ways.append(f"take scheme: {DEFAULT}")
     return f"What helps: {'; '.join(ways)}."
 
 

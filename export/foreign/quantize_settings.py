@@ -65,3 +65,8 @@ class QuantizeGraphSettings(Settings):
     def op_types(self) -> list[str]:
         """The operators that are quantized."""
         return list(self.operators or (_STATIC if self.observes else _DYNAMIC))
+
+    @property
+    def limit(self) -> float:
+        """The largest difference from the float graph, in standard deviations of an output."""
+        return find(self.scheme).graph_error if self.max_difference is None else self.max_difference

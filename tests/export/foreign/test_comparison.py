@@ -12,8 +12,9 @@ from onnx import helper, numpy_helper
 
 from smelt.core.errors import ParityError
 from smelt.export.foreign import quantize
-from smelt.export.foreign.comparison import LIMITS, Comparison
+from smelt.export.foreign.comparison import Comparison
 from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.runtime.schemes.registry import OF_GRAPHS, find
 
 RANDOM = np.random.default_rng(0)
 
@@ -109,7 +110,7 @@ def run(folder: Path, model: Any, **settings: Any) -> Any:
     return harness.run(QuantizeGraph(), QuantizeGraphSettings(**settings), source, folder / "out", data=data)
 
 
-@pytest.mark.parametrize("scheme", LIMITS)
+@pytest.mark.parametrize("scheme", OF_GRAPHS)
 def test_a_step_beyond_the_limit_is_an_error_unless_the_recipe_sets_another(
     scheme: str, tmp_path: Path
 ) -> None:
@@ -118,7 +119,7 @@ def test_a_step_beyond_the_limit_is_an_error_unless_the_recipe_sets_another(
     assert caught.value.code == "quantization-error"
     assert "'y'" in str(caught.value)
     ctx = run(tmp_path / "b", outliers(), scheme=scheme, max_difference=50)
-    assert ctx.facts["parity"]["error"] > LIMITS[scheme]
+    assert ctx.facts["parity"]["error"] > find(scheme).graph_error > 0
     ctx = run(tmp_path / "c", outliers(), scheme=scheme, leave=["product"])
     assert ctx.facts["parity"]["error"] == 0
     with pytest.raises(ParityError):

@@ -2,8 +2,9 @@
 # make lint         ruff                                              make types   mypy, strict
 # make peers        what is packaged, opened by the tools that it is for, and GPTQ beside GPTQModel:
 #                   fetches them into build/
-# make bench        the speeds that the documentation promises, 300 mutated files of each kind, and 420
-#                   drawn settings of generation against transformers
+# make bench        the speeds that the documentation promises, 300 mutated files of each kind, 500 drawn
+#                   ONNX graphs through the stages for third-party ones, and 420 drawn settings of
+#                   generation against transformers
 #                                                                  make clean   remove what was built
 # make matrix       every two techniques one behind the other, on every family: 70 minutes,
 #                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
@@ -59,6 +60,7 @@ types: $(DEV_READY)
 bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
 	SMELT_FUZZ_DRAWS=300 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/pipeline/faults/test_fuzz.py
+	SMELT_GRAPH_DRAWS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/export/foreign/test_drawn.py
 	SMELT_GENERATION_DRAWS=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/export/loop/test_compose.py -k drawn
 
 matrix: $(DEV_READY)

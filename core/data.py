@@ -115,7 +115,9 @@ class Split:
 
     @cached_property
     def contents(self) -> tuple[str, ...]:
-        """What each row says besides its label: its text; of an image what its file holds, as a hash."""
+        """What each row says besides its label: its text; of an image and of arrays a hash of the content."""
+        if self.arrays is not None:
+            return self.arrays.row_hashes
         return tuple(content_hash(e.text) if self.images else e.text for e in self.examples)
 
     def some(self, places: Iterable[int]) -> Split:

@@ -1,4 +1,6 @@
-"""Rows that are arrays: an `.npz` file with an array for each input of a graph, a row per place of axis 0.
+"""Rows that are arrays: an `.npz` file with an array for each input of a graph.
+
+In the file the samples are on axis 0 of each array, or on the one that `axes` names; here always on axis 0.
 
 Nothing is unpickled, and what a file would take of memory is known from its headers before it is read.
 """
@@ -28,6 +30,11 @@ _LONGEST = 1 << 16  # bytes of a header; numpy itself takes 10,000 letters
 _MAKE = "Write it with numpy.savez(FILE, **arrays), an array for each input of the graph."
 
 
+# Of an array by its name: the axis of its samples; None where it is the same for all of them.
+Axes = Mapping[str, int | None]
+NO_AXES: Axes = {}
+
+
 class Shape(NamedTuple):
     """What the header of an array says. dtype: numpy's word, `float32`; `str` for texts of any length."""
 
@@ -38,10 +45,23 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays by name. Those of rank 0 belong to all rows, the others hold one row per place of axis 0."""
+    """Arrays by name. Those of rank 0 and `shared` belong to all rows; of others axis 0 are the rows.
+
+    values: whatever the graph takes, with the axis of the rows moved to the front.
+    """
 
     values: Mapping[str, NDArray[Any]] = field(repr=False)
     rows: int
+    shared: frozenset[str] = frozenset()
+
+    def is_shared(self, name: str) -> bool:
+        """Say whether an array belongs to all rows."""
+        return name in self.shared or self.values[name].ndim == 0
+
+    @property
+    def by_row(self) -> dict[str, NDArray[Any]]:
+        """The arrays that have a part for each row, on axis 0."""
+        return {name: value for name, value in self.values.items() if not self.is_shared(name)}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -53,14 +73,28 @@ class Arrays:
             ]
         )
 
+    @property
+    def row_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of what each row holds."""
+        parts = [value for _, value in sorted(self.by_row.items())]
+        rows = (b"".join(value[at].tobytes() for value in parts) for at in range(self.rows))
+        return tuple(hashlib.sha256(row).hexdigest() for row in rows)
+
+    def filled(self, size: int) -> Arrays:
+        """Return at least `size` rows: behind the last one that again."""
+        lacking = size - self.rows
+        return self if lacking <= 0 else self.some([*range(self.rows), *[self.rows - 1] * lacking])
+
     def some(self, places: Sequence[int]) -> Arrays:
         """Return the rows at `places`."""
-        values = {name: v if v.ndim == 0 else v[list(places)] for name, v in self.values.items()}
-        return Arrays(values, len(places))
+        values = {n: v if self.is_shared(n) else v[list(places)] for n, v in self.values.items()}
+        return Arrays(values, len(places), self.shared)
 
 
-def read_arrays(path: Path, name: str = "test") -> Arrays:
-    """Read all arrays of the `.npz` file `path`; `name` is what the rows are for.
+def read_arrays(path: Path, name: str = "test", axes: Axes = NO_AXES) -> Arrays:
+    """Read arrays of the `.npz` file `path`; `name` is what the rows are for.
+
+    axes: where it names any, other arrays are not read.
 
     Raises:
         InputError: no such file, no `.npz`, a broken one, more than the memory holds, objects of Python, or
@@ -70,7 +104,8 @@ def read_arrays(path: Path, name: str = "test") -> Arrays:
 
     from smelt.core.memory import available_bytes
 
-    shapes = shapes_in(path, name)
+    shapes = {key: shape for key, shape in shapes_in(path, name).items() if not axes or key in axes}
+    rows = rows_of(shapes, path, axes)
     needed, free = sum(s.item_bytes * math.prod(s.dims) for s in shapes.values()), available_bytes()
     if needed > free:
         raise InputError(
@@ -89,7 +124,30 @@ def read_arrays(path: Path, name: str = "test") -> Arrays:
         raise InputError(
             f"{path}: cannot be read: {error}. {_MAKE}", code="damaged-file", file=str(path)
         ) from error
-    return Arrays(values, rows_of(shapes, path))
+    return arranged(values, rows, axes)
+
+
+def write_arrays(path: Path, values: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays as an `.npz` file, whatever their names: numpy.savez takes no array called `file`."""
+    import numpy as np
+
+    with zipfile.ZipFile(path, "w") as file:
+        for name, value in values.items():
+            with file.open(name + _MEMBER, "w", force_zip64=True) as stream:
+                texts = value.astype(str) if value.dtype == object else value
+                np.lib.format.write_array(stream, np.asanyarray(texts), allow_pickle=False)
+
+
+def arranged(values: Mapping[str, NDArray[Any]], rows: int, axes: Axes) -> Arrays:
+    """Return arrays with the axis of their rows moved to the front."""
+    import numpy as np
+
+    shared = frozenset(name for name in values if axes.get(name, 0) is None)
+    moved = {
+        name: np.moveaxis(value, axis, 0) if (axis := axes.get(name, 0)) and value.ndim > axis else value
+        for name, value in values.items()
+    }
+    return Arrays(moved, rows, shared)
 
 
 def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
@@ -128,32 +186,46 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
         ) from error
     if not found:
         raise InputError(f"{path}: no arrays in this file. {_MAKE}", code="missing-array", file=str(path))
-    rows_of(found, path)
     return found
 
 
-def rows_of(shapes: Mapping[str, Shape], path: Path) -> int:
+def rows_of(shapes: Mapping[str, Shape], path: Path | str, axes: Axes = NO_AXES) -> int:
     """Return how many rows arrays of these shapes hold.
 
     Raises:
-        InputError: none, or not all as many.
+        InputError: none, or not all as many (`unequal-rows`).
     """
-    counts = {name: shape.dims[0] for name, shape in shapes.items() if shape.dims}
+    places = {name: axis for name in shapes if (axis := axes.get(name, 0)) is not None}
+    counts = {name: shapes[name].dims[axis] for name, axis in places.items() if axis < len(shapes[name].dims)}
     if len(set(counts.values())) > 1:
-        said = ", ".join(f"{name} has {rows:,}" for name, rows in counts.items())
+        said = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
         raise InputError(
-            f"{path}: all arrays need as many rows (axis 0), but {said}.",
-            code="count-mismatch",
+            f"{path}: all arrays need as many rows, but {said}.{_elsewhere(shapes, counts)}",
+            code="unequal-rows",
             file=str(path),
         )
     rows = next(iter(counts.values()), 0)
     if not rows:
         raise InputError(
-            f"{path}: no rows in this file; axis 0 of each array counts them.",
+            f"{path}: no rows in this file; axis 0 of each array counts them, or that in data.axes.",
             code="empty-data",
             file=str(path),
         )
     return rows
+
+
+def _elsewhere(shapes: Mapping[str, Shape], counts: Mapping[str, int]) -> str:
+    """Say what to write where the rows of an array may be on another axis, or it may have none."""
+    numbers = list(counts.values())
+    rows = max(numbers, key=numbers.count)  # the first of those that are most frequent
+    for name, count in counts.items():
+        if count != rows:
+            dims = shapes[name].dims
+            axis = next((str(at) for at, size in enumerate(dims) if size == rows), None)
+            what = "is the same for all rows" if axis is None else f"has its rows on axis {axis}"
+            written = f"data: {{axes: {{{name}: {axis or 'null'}}}}}"
+            return f" '{name}' is {list(dims)}; if it {what}, write {written} into the recipe."
+    return ""
 
 
 def _header(stream: Any, name: str) -> Shape:

@@ -27,7 +27,7 @@ from smelt.core.data import (
 )
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import placed
-from smelt.core.rows.arrays import read_arrays
+from smelt.core.rows.arrays import NO_AXES, Axes, read_arrays
 from smelt.core.rows.images import image_rows, require_image
 from smelt.core.rows.reading import Rows, hub_rows, read_file
 from smelt.core.rows.scores import read_score, require_alike
@@ -36,8 +36,12 @@ from smelt.core.text import half_character
 from smelt.core.windows import Windows
 
 
-def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str = "test") -> Split:
+def read_split(
+    origin: str, task: Task, columns: Columns, base: Path, name: str = "test", axes: Axes = NO_AXES
+) -> Split:
     """Read the rows of `origin`: a path (relative to `base`) or a hub id.
+
+    axes: of arrays, where their rows lie.
 
     Raises:
         InputError: no such file, no rows, broken lines (the first ones are named), a missing column (with
@@ -45,7 +49,7 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
     """
     path = placed(base, origin)
     if task == TENSORS:
-        return split_of(origin, read_arrays(path, name))
+        return split_of(origin, read_arrays(path, name, axes))
     if task == IMAGES:
         return _read_images(path, origin, columns, name)
     if path.is_file():

@@ -86,7 +86,9 @@ class Worker:
         if self._task == TENSORS:
             from smelt.core.rows.arrays import read_arrays
 
-            self._arrays = read_arrays(Path(request["arrays"]))
+            # written with the axis of the rows first; what is the same in every call has none
+            axes = {name: axis and 0 for name, axis in self._watch.signature.axes.items()}
+            self._arrays = read_arrays(Path(request["arrays"]), axes=axes)
         return {"runner": f"{runner.name} {runner.version}", "device": runner.device}
 
     def _cut(self, request: dict[str, Any]) -> Answer:

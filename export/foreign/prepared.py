@@ -6,10 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from smelt.runtime.foreign.structure import all_nodes, reads
+
 # Since when QuantizeLinear and DequantizeLinear have an axis, and so scales for each output.
 BY_OUTPUT = 13
-# The input that is a matrix turned round for its node, and the one that is a bias with a scale of its own.
-_MATRIX, _BIAS = {"Gemm": 1}, {"Gemm": 2, "Conv": 2, "ConvTranspose": 2}
+# The inputs that are changed for a node: matrices (transposed), and biases with a scale of their own.
+_OWN = {"Gemm": (1, 2), "Conv": (2,), "ConvTranspose": (2,), "LSTM": (1, 2)}
 
 
 def prepared(path: Path, folder: Path) -> tuple[Path, int]:
@@ -21,16 +23,33 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     - The quantizer makes MatMul of Gemm and transposes the matrix in its place (onnxruntime 1.31,
       quantization/onnx_model.py, replace_gemm_with_matmul): an embedding that is the output layer too would
       be read by its columns from then on. Of a bias that several nodes read it makes copies, under names
-      that other values may have. So each of these nodes gets its own.
+      that other values may have. It transposes the matrices of an LSTM too. So each of these nodes gets its
+      own.
+    - Functions are inlined, weights are no inputs, and inner graphs (If, Loop, Scan) read their weights from
+      the outermost graph (`normalized`).
+    - torch.onnx.export writes down the shapes of weights too; that of a matrix which the quantizer transposes
+      is then wrong, and shape inference fails. So they are removed.
+    - The quantizers compute Gemm with an alpha and a beta of 1, so both become part of its weights; the bias
+      gets a number for each output.
     """
+    from smelt.export.foreign.gemm import fold_factors, scaled
+    from smelt.export.foreign.gemm_bias import fit_biases, misshapen
+    from smelt.export.foreign.normalize import is_normal, normalized
     from smelt.export.graph_files import read_graph, write_graph
 
     bare = read_graph(path, values=False)
-    if not (_constants(bare) or _shared(bare.graph) or _opset(bare) < BY_OUTPUT):
+    graph = bare.graph
+    wrong = _constants(bare) or _shared(graph) or scaled(graph) or misshapen(graph)
+    wrong = wrong or _described(graph)
+    if not wrong and is_normal(bare) and _opset(bare) >= BY_OUTPUT:
         return path, _opset(bare)
-    model = read_graph(path)
-    _lift(model)
+    model = normalized(path)
+    for value in _described(model.graph):
+        model.graph.value_info.remove(value)
+    lift_constants(model)
     _part(model.graph)
+    fold_factors(model.graph)
+    fit_biases(model.graph)
     model = _converted(model)
     write_graph(model, folder / path.name)
     return folder / path.name, _opset(model)
@@ -47,8 +66,8 @@ def _constants(model: Any) -> list[Any]:
     return [node for node in nodes if held & {attribute.name for attribute in node.attribute}]
 
 
-def _lift(model: Any) -> None:
-    """Make initializers of the Constant nodes."""
+def lift_constants(model: Any) -> None:
+    """Make initializers of the Constant nodes of the graph itself."""
     import numpy as np
     from onnx import helper, numpy_helper
 
@@ -72,25 +91,29 @@ def _lift(model: Any) -> None:
         model.ir_version = max(4, model.ir_version)  # before it each initializer was an input too
 
 
+def _described(graph: Any) -> list[Any]:
+    """Return the types and shapes that the graph tells of its weights, which tell theirs themselves."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.value_info if value.name in weights]
+
+
 def _shared(graph: Any) -> list[tuple[Any, int]]:
     """Return (node, place of the input) of the matrices and biases that other nodes read too."""
     weights = {tensor.name for tensor in graph.initializer}
-    readers = Counter(name for node in graph.node for name in node.input)
+    nodes = list(all_nodes(graph.node))
+    readers = Counter(name for node in nodes for name in node.input)
     return [
         (node, place)
-        for node in graph.node
-        for places in (_MATRIX, _BIAS)
-        if (place := places.get(node.op_type)) is not None
-        and len(node.input) > place
-        and node.input[place] in weights
-        and readers[node.input[place]] > 1
+        for node in nodes
+        for place in _OWN.get(node.op_type, ())
+        if len(node.input) > place and node.input[place] in weights and readers[node.input[place]] > 1
     ]
 
 
 def _part(graph: Any) -> None:
     """Give each node that shares a matrix or a bias one of its own, under a name that nothing has."""
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    taken = {name for node in graph.node for name in (*node.input, *node.output)} | set(tensors)
+    taken = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)} | set(tensors)
     for number, (node, place) in enumerate(_shared(graph)):
         name = f"{node.input[place]}.own{number}"
         while name in taken:
@@ -99,7 +122,7 @@ def _part(graph: Any) -> None:
         new.CopyFrom(tensors[node.input[place]])
         new.name = node.input[place] = name
         taken.add(name)
-    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    read = {value.name for value in graph.output}.union(*(reads(node) for node in graph.node))
     for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
         graph.initializer.remove(tensor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from numpy.typing import NDArray
 from smelt.core.artifact import Artifact
 from smelt.core.data import TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, RunError
+from smelt.core.rows.arrays import NO_AXES, Axes
 from smelt.core.stage import Context
 from smelt.runtime.batch import Batch
 from smelt.runtime.classifier import MODEL
 from smelt.runtime.foreign.runner import GraphRunner
-from smelt.runtime.foreign.signature import read_signature
+from smelt.runtime.foreign.signature import Value, read_signature, row_axes_in
 
 Feeds = dict[str, NDArray[Any]]
 # Of the rows, on which a new graph is tried in a process of its own.
@@ -56,14 +58,26 @@ def other_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
     signature = read_signature(src.path) if src.manifest.task == TENSORS else None
     if signature is not None and signature.batch is not None:
         return []
-    rows = rows_in(feeds)
-    places = range(rows - 1) if rows > 1 else (0, 0)
-    return [{name: value[list(places)] if value.ndim else value for name, value in feeds.items()}]
+    axes = row_axes_in(src.path)
+    rows = rows_in(feeds, axes)
+    places = list(range(rows - 1) if rows > 1 else (0, 0))
+    return [
+        {
+            name: np.take(value, places, axis)
+            if value.ndim and (axis := axes.get(name, 0)) is not None
+            else value
+            for name, value in feeds.items()
+        }
+    ]
 
 
-def rows_in(feeds: Feeds) -> int:
-    """Return the number of rows of a call; arrays of rank 0 are the same for all."""
-    return next((len(value) for value in feeds.values() if value.ndim), 1)
+def rows_in(feeds: Feeds, axes: Axes = NO_AXES) -> int:
+    """Return the number of rows of a call; arrays of rank 0 are the same for all.
+
+    axes: which axis of an input holds the rows, where it is not the first; None where it is none.
+    """
+    places = {name: axes.get(name, 0) for name in feeds}
+    return next((v.shape[a] for n, v in feeds.items() if v.ndim and (a := places[n]) is not None), 1)
 
 
 def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
@@ -72,15 +86,22 @@ def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> t
     rows = next((ctx.data[place].arrays for place in PLACES if place in ctx.data), None)
     if rows is None:
         random = np.random.default_rng(0)
-        return [{v.name: _made_up(v.dtype, v.shape, size, random) for v in signature.inputs}], False
-    ends = range(size, min(rows.rows, count) + 1, size) or range(rows.rows, rows.rows + 1)
-    return [signature.feeds(rows, end - size if end >= size else 0, end) for end in ends], True
+        return [{v.name: _made_up(v, size, random) for v in signature.inputs}], False
+    if signature.batch is not None:
+        rows = rows.filled(size)
+    last = (
+        min(rows.rows, count) if signature.batch is None else max(size, min(rows.rows, count) // size * size)
+    )
+    return [signature.feeds(rows, at, min(at + size, last)) for at in range(0, last, size)], True
 
 
-def _made_up(dtype: str, shape: Any, rows: int, random: np.random.Generator) -> NDArray[Any]:
+def _made_up(value: Value, rows: int, random: np.random.Generator) -> NDArray[Any]:
     """Return numbers for an input that nobody has rows for; axes of any size get 8."""
-    sizes = [size if isinstance(size, int) else 8 for size in shape or ()]
-    sizes = [rows, *sizes[1:]] if sizes else []
+    dtype = value.dtype
+    sizes = [
+        rows if axis == value.axis else size if isinstance(size, int) else 8
+        for axis, size in enumerate(value.shape or ())
+    ]
     if dtype == "str":
         return np.full(sizes, "a", dtype=object)
     if dtype.startswith("float"):
@@ -92,7 +113,7 @@ def _of_texts(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[dict
     from smelt.core.data import texts_read
     from smelt.export.foreign.generated_rows import feeds_of
     from smelt.runtime.causal import is_causal
-    from smelt.runtime.predict import batches_of, encode_texts
+    from smelt.runtime.predict import encode_texts, pack
 
     split = next((ctx.data[place] for place in PLACES if place in ctx.data), None)
     texts, pairs = (list(_TEXTS), None) if split is None else texts_read(split.examples[:count], ctx.task)
@@ -100,7 +121,9 @@ def _of_texts(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[dict
     at_once = 1 if is_causal(runner.config) else at_once  # a prompt is padded on the left, rows here are not
     encoded = encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs)
     found: dict[str, list[Feeds]] = {}
-    for _, batch in batches_of(encoded, at_once, runner.text.tokenizer.pad_token_id or 0):
+    pad, places = runner.text.tokenizer.pad_token_id or 0, range(len(texts))
+    for at in places[::at_once]:  # in their order, not by length, so that they are padded
+        batch = pack(encoded, places[at : at + at_once], pad)
         fed = feeds_of(runner, batch) if generates else {MODEL: [_of_batch(batch)]}
         for name, feeds in fed.items():
             found.setdefault(name, []).extend(feeds)
@@ -125,12 +148,22 @@ def require_one_graph(src: Artifact, word: str) -> None:
     if not src.manifest.facts.get("foreign"):
         raise InputError(
             f"{src.path}: {word} is for ONNX models that a recipe starts from. Graphs that smelt exports are"
-            " simplified, quantized and narrowed on the way: quantize before onnx, onnx: {dtype: fp16}."
+            " simplified, quantized and narrowed on the way: quantize before onnx, onnx: {dtype: fp16}.",
+            code="needs-onnx-model",
         )
 
 
 def run_graph(path: Path, feeds: list[Feeds], threads: int | None) -> list[Feeds]:
     """Return the outputs of the graph `path` for each of `feeds`, by name.
+
+    Raises:
+        RunError: ONNX Runtime cannot open or run it.
+    """
+    return list(outputs_of(path, feeds, threads))
+
+
+def outputs_of(path: Path, feeds: list[Feeds], threads: int | None) -> Iterator[Feeds]:
+    """Yield the outputs of the graph `path` for each of `feeds`, by name.
 
     Raises:
         RunError: ONNX Runtime cannot open or run it.
@@ -141,10 +174,13 @@ def run_graph(path: Path, feeds: list[Feeds], threads: int | None) -> list[Feeds
         session = open_session(path, threads or 1)
         kinds = {item.name: item.type for item in session.get_inputs()}
         names = [output.name for output in session.get_outputs()]
-        return [dict(zip(names, session.run(names, fitting(one, kinds)), strict=True)) for one in feeds]
+        for one in feeds:
+            yield dict(zip(names, session.run(names, fitting(one, kinds)), strict=True))
     except Exception as error:  # its error classes share no other base
         words = " ".join(str(error.__cause__ or error).split())[:400]
-        raise RunError(f"{path.name}: ONNX Runtime cannot run the new graph: {words}") from error
+        raise RunError(
+            f"{path.name}: ONNX Runtime cannot run the new graph: {words}", code="unopened-graph"
+        ) from error
 
 
 def require_runs(path: Path, feeds: list[Feeds]) -> None:
@@ -200,13 +236,19 @@ def difference(got: list[Feeds], expected: list[Feeds], exact: bool = True) -> f
 
 def changed(got: list[Feeds], expected: list[Feeds]) -> float:
     """Return the share of whole numbers, truths and texts that are others, where shapes are the same."""
+    off, total = changed_of(got, expected)
+    return off / total if total else 0.0
+
+
+def changed_of(got: list[Feeds], expected: list[Feeds]) -> tuple[int, int]:
+    """Return how many whole numbers, truths and texts are others, and how many there are, as in `changed`."""
     off = total = 0
     for one, other in zip(got, expected, strict=True):
         for name, wanted in other.items():
             if wanted.dtype.kind != "f" and one[name].shape == wanted.shape:
                 off += int(np.count_nonzero(one[name] != wanted))
                 total += wanted.size
-    return off / total if total else 0.0
+    return off, total
 
 
 def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: list[Feeds]) -> None:
@@ -214,8 +256,12 @@ def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: li
 
     `relative` is None where an output has another shape, or is not finite where it was.
     """
-    off, share = difference(got, expected, exact=False), changed(got, expected)
-    rows = sum(rows_in(one) for one in feeds)
+    rows = sum(rows_in(one, row_axes_in(ctx.out)) for one in feeds)
+    note_difference(ctx, rows, difference(got, expected, exact=False), changed(got, expected))
+
+
+def note_difference(ctx: Context, rows: int, off: float, share: float) -> None:
+    """Write what `difference` and `changed` found on that many rows into the facts, as `note_parity` does."""
     ctx.facts["parity"] = {"rows": rows, "relative": off if np.isfinite(off) else None}
     if not np.isfinite(off):
         ctx.warn(

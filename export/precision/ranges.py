@@ -18,13 +18,16 @@ from smelt.export.graph_files import data_names, read_graph
 from smelt.export.parity.calls import calls
 from smelt.export.parity.reference import Reference
 from smelt.export.precision.narrow import float_values
+from smelt.export.precision.types import graphs_of, is_control, key_of, opsets_of
 from smelt.runtime.batch import Batch
+from smelt.runtime.foreign.structure import domain_of, inner_graphs
 from smelt.runtime.images.batch import ImageBatch
 
 MARK, SUM = "smelt.largest.", "smelt.sum."
 # whose inputs are added up; of the last one, their squares
 _SUMMED = ("MatMul", "Gemm", "Conv", "ReduceSum", "ReduceMean", "ReduceL2")
 _AT_ONCE = 4  # rows
+_INSIDE = "@"
 _SUM_AXES = 13  # the opset from which on ReduceSum has its axes as an input
 
 
@@ -81,26 +84,23 @@ def weights(model: Any) -> dict[str, float]:
     """Return the largest magnitude of each float32 weight of an onnx.ModelProto, by its name."""
     from onnx import TensorProto, numpy_helper
 
-    floats = [tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT]
+    weights = [tensor for graph in graphs_of(model.graph) for tensor in graph.initializer]
+    floats = [tensor for tensor in weights if tensor.data_type == TensorProto.FLOAT]
     return {t.name: float(np.abs(numpy_helper.to_array(t)).max(initial=0.0)) for t in floats}
 
 
 def probe(model: Any, folder: Path, name: str, threads: int | None) -> Any:
     """Open `model` with a number more for every floating value that a node gives."""
     import onnx
+    from onnx import TensorProto, helper
 
     from smelt.runtime.backends.onnx_session import open_session
 
     floats = float_values(model)
     path = folder / f"{name}.onnx"
     model = read_graph(path, values=False)
-    graph = model.graph
-    opset = next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
-    for node in list(graph.node):
-        for value in (v for v in node.output if v in floats):
-            _largest(graph, value, f"{MARK}{value}")
-        if node.op_type in _SUMMED and node.input[0] in floats:
-            _sum(graph, node, opset)
+    for found in _measure(model.graph, floats, opsets_of(model)[""]):
+        model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.FLOAT, []))
     with TemporaryDirectory(dir=folder) as beside:
         for data in data_names(model):
             Path(beside, data).hardlink_to(folder / data)
@@ -108,12 +108,80 @@ def probe(model: Any, folder: Path, name: str, threads: int | None) -> Any:
         return open_session(Path(beside, path.name), threads, optimized=False)
 
 
-def _largest(graph: Any, value: str, output: str) -> None:
+def _measure(graph: Any, floats: set[str], opset: int, inside: str = "") -> list[str]:
+    """Add nodes that give the largest magnitude of every float in a graph, and in those inside of it.
+
+    Args:
+        graph: of a model, or of a node.
+        floats: the names of values.
+        opset: of the model.
+        inside: what names end with here: no value may have the name of one in a graph around it.
+
+    Returns:
+        The names of these numbers, float32 scalars of the graph.
+    """
+    found: list[str] = []
+    for node in list(graph.node):
+        outputs = [value for value in node.output if value in floats]
+        if is_control(node):
+            bodies = inner_graphs(node)
+            given = [_measure(body, floats, opset, f"{inside}{_INSIDE}") for body in bodies]
+            found += _of_branches(node, given) if node.op_type == "If" else _of_rounds(graph, node, given[0])
+        found += [_largest(graph, value, f"{MARK}{value}{inside}") for value in outputs]
+        if node.op_type in _SUMMED and not domain_of(node.domain) and node.input[0] in floats:
+            found.append(_sum(graph, node, opset, f"{SUM}{key_of(node)}{inside}"))
+    return found
+
+
+def _of_branches(node: Any, given: Sequence[Sequence[str]]) -> list[str]:
+    """Let an If give what was measured in each branch; of the one that is not taken 0."""
     from onnx import TensorProto, helper
+
+    for body, own in zip(inner_graphs(node), given, strict=True):
+        for name in (name for names in given for name in names):
+            if name not in own:
+                body.node.append(helper.make_node("Constant", [], [name], value=_zero(name, [])))
+            body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
+    outer = [name.removesuffix(_INSIDE) for names in given for name in names]
+    node.output.extend(outer)
+    return outer
+
+
+def _of_rounds(graph: Any, node: Any, given: Sequence[str]) -> list[str]:
+    """Let a Loop or Scan give what was measured in its body: of all rounds the largest, of none 0."""
+    from onnx import TensorProto, helper
+
+    body = inner_graphs(node)[0]
+    unnamed = len(body.output) - (node.op_type == "Loop") - len(node.output)
+    node.output.extend([""] * unnamed)
+    outer = []
+    for name in given:
+        result = name.removesuffix(_INSIDE)
+        body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
+        node.output.append(f"{result}.rounds")
+        padded = [f"{result}.none", f"{result}.rounds"]
+        graph.node.append(helper.make_node("Constant", [], padded[:1], value=_zero(result, [1])))
+        graph.node.append(helper.make_node("Concat", padded, [f"{result}.padded"], axis=0))
+        graph.node.append(helper.make_node("ReduceMax", [f"{result}.padded"], [result], keepdims=0))
+        outer.append(result)
+    for attribute in node.attribute:
+        if attribute.name in ("scan_output_axes", "scan_output_directions"):
+            attribute.ints.extend([0] * len(outer))
+    return outer
+
+
+def _zero(name: str, shape: Sequence[int]) -> Any:
+    from onnx import numpy_helper
+
+    return numpy_helper.from_array(np.zeros(shape, np.float32), name)
+
+
+def _largest(graph: Any, value: str, output: str) -> str:
+    from onnx import helper
 
     graph.node.append(helper.make_node("Abs", [value], [f"{output}.abs"]))
     graph.node.append(helper.make_node("ReduceMax", [f"{output}.abs"], [output], keepdims=0))
-    graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, []))
+    return output
 
 
 def _axes_as_input(graph: Any, node: Any, name: str) -> None:
@@ -128,11 +196,10 @@ def _axes_as_input(graph: Any, node: Any, name: str) -> None:
         node.input.append(name)
 
 
-def _sum(graph: Any, node: Any, opset: int) -> None:
+def _sum(graph: Any, node: Any, opset: int, output: str) -> str:
     """Add the same node over the magnitudes of what it adds up; a mean as the sum that it is before."""
     from onnx import NodeProto, helper
 
-    output = f"{SUM}{node.output[0]}"
     bound = NodeProto()
     bound.CopyFrom(node)
     bound.op_type = {"ReduceMean": "ReduceSum", "ReduceL2": "ReduceSumSquare"}.get(node.op_type, node.op_type)
@@ -146,4 +213,4 @@ def _sum(graph: Any, node: Any, opset: int) -> None:
         bound.input[place] = f"{output}.{place}"
         graph.node.append(helper.make_node("Abs", [node.input[place]], [bound.input[place]]))
     graph.node.append(bound)
-    _largest(graph, bound.output[0], output)
+    return _largest(graph, bound.output[0], output)

@@ -1,7 +1,7 @@
 """What engines of graphs that somebody else exported are built for: ranges by axis, whatever their names.
 
-Of an input of texts axis 0 is the batch and axis 1 the length. Of arrays axis 0 is the batch, and every other
-axis that has no fixed size gets the size that the rows of the data have.
+Of an input of texts axis 0 is the batch and axis 1 the length. Of arrays one axis is the batch, and every
+other axis that has no fixed size gets the size that the rows of the data have.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ def foreign_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
 
     rows = next((ctx.data[place].arrays for place in _PLACES if place in ctx.data), None)
     sizes: Ranges = {}
+    batches: list[str] = []
     for value in read_signature(folder).inputs:
         for axis, said in enumerate(value.shape or ()):
-            if axis == 0 or isinstance(said, int):
+            if isinstance(said, int):
+                continue
+            if axis == value.axis:
+                batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch of texts too
                 continue
             if rows is None:
                 raise InputError(
@@ -42,12 +46,14 @@ def foreign_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
                     " rows to take a size from. Name some with data: {calibration: FILE.npz}.",
                     code="no-calibration-data",
                 )
-            size = int(rows.values[value.name].shape[axis])
+            # there the axis of the rows is the first
+            place = axis if value.axis is None or axis > value.axis else axis + 1
+            size = int(rows.values[value.name].shape[place])
             sizes[f"{value.name}.{axis}"] = Range(size, size, size)
-    made = [
-        {"batch": Range(1, part.opt_batch_size, part.max_batch_size), **sizes}
-        for part in settings.each_profile()
-    ]
+    made: list[Ranges] = []
+    for part in settings.each_profile():
+        batch = Range(1, part.opt_batch_size, part.max_batch_size)
+        made.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
     largest(made)
     return made, None
 
@@ -74,9 +80,8 @@ def foreign_shapes(model: Any, ranges: Mapping[str, Range], graph: str) -> Shape
 def _axis(name: str, axis: int, said: Any, ranges: Mapping[str, Range], graph: str) -> Range:
     if said.dim_value > 0:
         return Range(said.dim_value, said.dim_value, said.dim_value)
-    if axis == 0:
-        return ranges["batch"]
-    known = ranges.get(f"{name}.{axis}") or (ranges.get("input") if axis == 1 else None)
+    known = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
+    known = known or (ranges.get("input") if axis == 1 else None)
     if known is None:
         raise RunError(
             f"{graph}: input '{name}' has an axis {axis} of any size, which no size is known for.",

@@ -18,6 +18,7 @@ from smelt.export.tensorrt.profile import DIMENSIONS, Shapes
 from smelt.export.tensorrt.rules.graph import Problem, read
 from smelt.export.tensorrt.rules.table import look
 from smelt.export.tensorrt.rules.values import external_data
+from smelt.runtime.foreign.values import NAMELESS
 
 __all__ = ["Problem", "check_profile", "load_graph", "preflight"]
 
@@ -69,7 +70,8 @@ def check_profile(model: Any, shapes: Shapes, position_limit: int | None) -> lis
         problems.append(Problem("error", text, rule="profile-unknown-input"))
     seen: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, dimensions in inputs.items():
-        dynamic = [at for at, d in enumerate(dimensions) if d.dim_param]
+        # axes called `?` have nothing to do with each other
+        dynamic = [at for at, d in enumerate(dimensions) if d.dim_param not in NAMELESS]
         if dynamic and name not in shapes:
             text = f"the input '{name}' is dynamic and has no entry in the profile"
             problems.append(Problem("error", text, rule="profile-missing-input"))

@@ -35,6 +35,12 @@ class _Predict(click.Command):
     metavar="NAME",
     help="The column of --data with the texts; text_pair=NAME for the second one of a pair.",
 )
+@click.option(
+    "--out",
+    metavar="FILE.npz",
+    type=click.Path(path_type=Path),
+    help="Of arrays: write the outputs, by name, into this file instead of printing them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each text.")
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(1, 4096))
 @search
@@ -50,6 +56,7 @@ def predict(
     text: tuple[str, ...],
     data: Path | None,
     columns: tuple[str, ...],
+    out: Path | None,
     as_json: bool,
     batch_size: int,
     threads: int | None,
@@ -59,7 +66,8 @@ def predict(
 ) -> None:
     """Run ARTIFACT on each TEXT, on the rows of --data, or on the lines of standard input.
 
-    An artifact of the task `tensors` takes --data FILE.npz and prints the outputs of each row as JSON.
+    An artifact of the task `tensors` takes --data FILE.npz and prints the outputs of each row as JSON, or
+    writes all of them as arrays into --out FILE.npz.
 
     A tab parts the two texts of a pair. A sentence embedder prints the vector of a text, the cosine of a
     pair.
@@ -71,12 +79,13 @@ def predict(
         raise click.UsageError("give texts or --data, not both.")
     if columns and data is None:
         raise click.UsageError("--column means nothing without --data.")
-    from smelt.use.arrays import predicted_lines, reads_arrays
+    from smelt.use.arrays import reads_arrays
 
     if reads_arrays(artifact):
-        given = bool(text or columns)
-        click.echo("\n".join(predicted_lines(artifact, data, as_json, threads, device, batch_size, given)))
+        _of_arrays(artifact, data, out, as_json, threads, device, batch_size, bool(text or columns))
         return
+    if out is not None:
+        raise click.UsageError("--out is for outputs that are arrays; texts are printed.")
     from smelt.use.predict import Predictor
     from smelt.use.predict_data import examples_of, read_examples
 
@@ -94,6 +103,28 @@ def predict(
             click.echo(line)
     for warning in predictor.warnings:
         show(f"warning: {warning}", err=True)
+
+
+def _of_arrays(
+    artifact: Path,
+    data: Path | None,
+    out: Path | None,
+    as_json: bool,
+    threads: int | None,
+    device: str,
+    batch_size: int,
+    texts: bool,
+) -> None:
+    """Print the outputs of a graph of arrays row by row, or write them into the file `out`."""
+    from smelt.use.arrays import predict_to_file, predicted_lines
+
+    if out is None:
+        click.echo("\n".join(predicted_lines(artifact, data, as_json, threads, device, batch_size, texts)))
+        return
+    if data is None or as_json:
+        raise click.UsageError("--out is for the outputs of all rows: with --data FILE.npz, without --json.")
+    count = predict_to_file(artifact, data, out, threads, device, batch_size)
+    show(f"Wrote the outputs of {count:,} rows into {out}.", err=True)
 
 
 def _lines(stream: TextIO) -> list[str]:

@@ -141,13 +141,13 @@ def timed_rows(split: Split, settings: LatencySettings) -> Iterator[tuple[Split,
     if split.arrays is None:
         yield split, None
         return
-    import numpy as np
+    from smelt.core.rows.arrays import write_arrays
 
     some = split.head(max(settings.texts, *settings.batch_sizes))
     assert some.arrays is not None
     with TemporaryDirectory(prefix="smelt-") as folder:
         path = Path(folder, "rows.npz")
-        np.savez(path, allow_pickle=False, **some.arrays.values)
+        write_arrays(path, some.arrays.values)
         yield some, path
 
 

@@ -226,9 +226,9 @@ class Scorer:
             self.vectors[key] = got
         elif key not in self.vectors:
             self.vectors[key] = self._reference_outputs(self.reference, split, progress)
-        require_numbers(got, self.vectors[key], split.arrays.values)
+        require_numbers(got, self.vectors[key], split.arrays.by_row)
         scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
-        why = why_low(got, self.vectors[key], split.arrays.values)
+        why = why_low(got, self.vectors[key], split.arrays.by_row)
         return {
             **_dump(scores),
             "predictions": [],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Columns, Task
+from smelt.core.data import IMAGES, SIMILARITY, TENSORS, TEXT_TO_TEXT, Columns, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.rows.images import ARCHIVE
 from smelt.core.rows.reading import read_file
@@ -16,6 +18,8 @@ from smelt.core.rows.text_files import file_kind
 # Of the rows of one file, for each split that is taken out of it.
 SHARE = 0.1
 _KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+# Of the rows of one file of arrays, for the test split: what is left is calibrated on.
+SHARE_OF_ARRAYS = 0.8
 # What people call the splits; the first word that a file's name holds decides.
 _SPLITS = {
     "train": ("train",),
@@ -60,8 +64,35 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
         InputError: no such file, no data in a folder, two files for one split, or a column that is needed and
             not found.
     """
+    files, within = _files(given, task)
+    splits = _splits(files, within, task)
+    named = _columns(next(iter(splits.values())), task, columns or {})
+    shares, notes = {}, []
+    if "test" not in splits and "train" in splits:
+        shares = {name: SHARE for name in ("test", "validation") if name not in splits}
+        if task == TENSORS:
+            shares = {"test": SHARE_OF_ARRAYS}
+            notes.append("there is no file for test, so most rows are kept for it; stages see the others")
+        else:
+            parts = " and ".join(shares)
+            notes.append(f"there is no file for {parts}, so a tenth of the rows of train is kept for each")
+    elif "test" not in splits:
+        if "validation" not in splits:
+            raise InputError(
+                f"there is no file for test among {', '.join(p.name for p in files)} (--data).",
+                code="missing-data",
+            )
+        splits["test"] = splits["validation"]
+        notes.append(
+            "there is no test file, so validation is scored; better keep rows that nothing else sees"
+        )
+    return DataLook(splits, named, shares, tuple(notes))
+
+
+def _files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:
+    """Return the files with rows, and folders of a given folder, which may be called after splits."""
     files: list[Path] = []
-    within: set[Path] = set()  # folders of a folder that was given, which may be called after splits
+    within: set[Path] = set()
     for path in given:
         if task == IMAGES and path.is_dir():
             files += _images_inside(path)
@@ -73,10 +104,20 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
             files.append(path)
         else:
             raise InputError(f"{path}: no such file or folder (--data).", code="missing-file", file=str(path))
+    if task == TENSORS:
+        _require_arrays(files)
+    return files, within
+
+
+def _splits(files: Sequence[Path], within: Set[Path], task: Task) -> dict[str, Path]:
+    """Return the file of each split."""
     splits: dict[str, Path] = {}
     for path in files:
         name = _split_of(path, task) or (_word_of(path.parent.name) if path.parent in within else None)
-        name = name or ("train" if len(files) == 1 else None)
+        if len(files) == 1 and (name is None or task == TENSORS):
+            name = "train"  # a graph learns nothing, so one file is enough for all that is done with it
+        if name is None and task == TENSORS and "test" not in map(_split_of, files, repeat(task)):
+            name = "test"
         if name is None:
             raise InputError(
                 f"{path}: is it train, validation or test? Put the word into the file's name.",
@@ -90,23 +131,17 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
                 file=str(path),
             )
         splits[name] = path
-    named = _columns(next(iter(splits.values())), task, columns or {})
-    shares, notes = {}, []
-    if "test" not in splits and "train" in splits:
-        shares = {name: SHARE for name in ("test", "validation") if name not in splits}
-        parts = " and ".join(shares)
-        notes.append(f"there is no file for {parts}, so a tenth of the rows of train is kept for each")
-    elif "test" not in splits:
-        if "validation" not in splits:
-            raise InputError(
-                f"there is no file for test among {', '.join(p.name for p in files)} (--data).",
-                code="missing-data",
-            )
-        splits["test"] = splits["validation"]
-        notes.append(
-            "there is no test file, so validation is scored; better keep rows that nothing else sees"
+    return splits
+
+
+def _require_arrays(files: Sequence[Path]) -> None:
+    wrong = next((path for path in files if file_kind(path) != ARCHIVE), None)
+    if wrong is not None:
+        raise InputError(
+            f"{wrong}: expected a file, {ARCHIVE} of the graph's inputs (--data).",
+            code="wrong-format",
+            file=str(wrong),
         )
-    return DataLook(splits, named, shares, tuple(notes))
 
 
 def _inside(folder: Path, task: Task) -> list[Path]:
@@ -124,7 +159,9 @@ def _inside(folder: Path, task: Task) -> list[Path]:
             if path.is_file() and _fits(path, task)
         ]
     named = [
-        path for path in data if _split_of(path) or (path.parent != folder and _word_of(path.parent.name))
+        path
+        for path in data
+        if _split_of(path, task) or (path.parent != folder and _word_of(path.parent.name))
     ]
     if not named and len(data) != 1:
         raise InputError(
@@ -171,13 +208,15 @@ def parse_columns(given: Sequence[str]) -> Columns:
 
 def _fits(path: Path, task: Task) -> bool:
     kind = file_kind(path)
+    if task == TENSORS:
+        return kind == ARCHIVE
     if task == IMAGES and kind == ARCHIVE:
         return True
     return kind in _KINDS and (kind != ".txt" or task == "language-modeling")
 
 
 def _split_of(path: Path, task: Task | None = None) -> str | None:
-    known = file_kind(path) in (*_KINDS, *((ARCHIVE,) if task == IMAGES else ()))
+    known = file_kind(path) in (*_KINDS, *((ARCHIVE,) if task in (IMAGES, TENSORS) else ()))
     if not known and not (task == IMAGES and path.is_dir()):
         return None
     return _word_of(path.name)
@@ -186,8 +225,15 @@ def _split_of(path: Path, task: Task | None = None) -> str | None:
 def _word_of(name: str) -> str | None:
     """Return the split that a name holds a word of."""
     name = name.lower()
-    found = [(name.find(word), split) for split, words in _SPLITS.items() for word in words if word in name]
-    return min(found)[1] if found else None
+    # a whole word before a part of one: `intervals_test` is of test
+    parts = re.split("[^a-z]+", name)
+    found = [
+        (word not in parts, name.find(word), split)
+        for split, words in _SPLITS.items()
+        for word in words
+        if word in name
+    ]
+    return min(found)[2] if found else None
 
 
 def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset()) -> str | None:
@@ -197,7 +243,7 @@ def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset(
 
 def _columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the columns that the first row does not have under smelt's own names."""
-    if file_kind(path) == ".txt" and task == "language-modeling":
+    if task == TENSORS or (file_kind(path) == ".txt" and task == "language-modeling"):
         return {}
     if task == IMAGES and (path.is_dir() or path.suffix == ARCHIVE):
         return {}

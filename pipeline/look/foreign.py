@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smelt.runtime.foreign.signature import Signature
 
 SUFFIX = ".onnx"
+OTHER_FLOATS = ("float16", "bfloat16", "float64")  # weights that the quantizers, made for float32, leave
 _INSIDE = "onnx"  # where transformers.js and newer exports have the graphs
 _GENERATES = (ENCODER, FIRST, NEXT, MERGED)
 

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
-from smelt.core.rows.arrays import SUFFIX
+from smelt.core.rows.arrays import SUFFIX, Axes, shapes_in
 from smelt.core.text import printable
-from smelt.look.foreign import ForeignModel, examined, find_graph, texts_beside
+from smelt.look.data import DataLook, look_at_data
+from smelt.look.foreign import OTHER_FLOATS, ForeignModel, examined, find_graph, texts_beside
 from smelt.look.model_folder import read_config
 from smelt.recipe.problem import has_classifier
+from smelt.runtime.foreign.signature import Signature
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
 
 ROWS = ".jsonl"
 _WIDTH = 78
+# quantized by int8-static alone; by both schemes, or int8-dynamic alone; what only transformers have
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
+_PRODUCTS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "FusedMatMul")
+_ATTENTION = ("Attention", "MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")
 
 
-def graph_recipe(model: str, data: Sequence[Path], task: Task | None, path: Path, base: Path) -> str:
+def graph_recipe(
+    model: str,
+    data: Sequence[Path],
+    task: Task | None,
+    path: Path,
+    base: Path,
+    columns: Mapping[str, str] | None = None,
+) -> str:
     """Return a recipe for the ONNX graph `model`, with comments, that `smelt plan` accepts.
 
     Args:
         model: the file, or a folder with it.
-        data: files of rows, `.npz` of arrays; none: names to be filled in.
+        data: files or folders with rows, `.npz` of arrays; a file alone is divided; none: names to be filled
+            in.
         task: what the user says that it is for.
         path: the recipe's file, as a command names it.
         base: the folder that paths in the recipe are relative to.
+        columns: of rows of text, by role; the others are guessed.
 
     Raises:
         InputError: it is no graph that can be run, or the data are no arrays.
@@ -36,24 +53,28 @@ def graph_recipe(model: str, data: Sequence[Path], task: Task | None, path: Path
     file = find_graph(Path(model).expanduser())
     found = examined(file)
     if found.signature is None:
-        raise InputError("\n".join(f"{file}: {problem}." for problem in found.problems))
+        raise InputError(
+            "\n".join(f"{file}: {problem}." for problem in found.problems), code="unsupported-graph"
+        )
     seen = ForeignModel(file, found.signature, found.files, texts_beside(file, None), dict(found.facts or {}))
     chosen = _task(seen, task)
-    splits = _splits(data, SUFFIX if chosen == TENSORS else ROWS)
-    end = SUFFIX if chosen == TENSORS else ROWS
-    lines = [*_head(seen, path, bool(splits)), f"model: {_relative(file, base)}", f"task: {chosen}"]
-    lines += _of_rows(seen, chosen)
-    lines += ["data:    # a stage never gets to see test"]
-    for name in splits or ("calibration", "test"):
-        lines.append(f"  {name}: {_relative(splits[name], base) if splits else f'data/{name}{end}'}")
-    calibrated = not splits or bool({"calibration", "validation", "train"} & set(splits))
-    narrow = bool(seen.facts.get("codes")) or seen.facts.get("floats") in ("float16", "bfloat16")
-    lines += _stages(calibrated, seen.signature.batch, narrow)
+    rows = look_at_data(data, chosen, columns) if data else None
+    splits = dict(rows.splits) if rows else {}
+    axes = _axes(seen.signature, splits.get("test") or splits["train"]) if rows and chosen == TENSORS else {}
+    seen = replace(seen, signature=seen.signature.with_axes(axes))
+    lines = [*_head(seen, path, rows), f"model: {_relative(file, base)}", f"task: {chosen}"]
+    lines += [*_of_rows(seen, chosen), "data:    # a stage never gets to see test"]
+    lines += list(_data(rows, axes, SUFFIX if chosen == TENSORS else ROWS, base))
+    calibrated = rows is None or bool({"calibration", "validation", "train"} & set(splits))
+    stages = list(_quantization(seen, chosen, calibrated))
+    lines += ["stages:", "  - simplify: {}    # kept where it computes the same", *stages]
+    lines += _score(seen.signature, chosen)
     if chosen == TENSORS:
+        quantized = any("name: int8" in line for line in stages)
         lines += [
             "# Quality is agreement with the untouched graph. A limit that must be kept, or the",
             "# run exits with 3:",
-            f"# gates: {{agreement: {{min: 99, at: {'simplify' if narrow else 'int8'}}}}}",
+            f"# gates: {{agreement: {{min: 99, at: {'int8' if quantized else 'simplify'}}}}}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -73,10 +94,12 @@ def _task(seen: ForeignModel, wanted: Task | None) -> Task:
 def _of_rows(seen: ForeignModel, task: Task) -> list[str]:
     if task != TENSORS:
         return ['# A row of the data: {"text": "...", "label": "..."}, and "text_b" for pairs']
-    return ["# Arrays by the names of the inputs, a row per place of axis 0:", *_savez(seen)]
+    others = {v.name: v.axis for v in seen.signature.inputs if v.axis != 0 and v.shape != ()}
+    where = "".join(f"; of {name} {'none' if axis is None else axis}" for name, axis in others.items())
+    return [*_comment(f"Arrays by the names of the inputs, the rows on axis 0{where}:"), *_savez(seen)]
 
 
-def _head(seen: ForeignModel, path: Path, data: bool) -> Iterator[str]:
+def _head(seen: ForeignModel, path: Path, rows: DataLook | None) -> Iterator[str]:
     facts, signature = seen.facts, seen.signature
     made = f", written by {facts['producer']}" if facts.get("producer") else ""
     nodes = f"{facts['nodes']:,} node{'' if facts['nodes'] == 1 else 's'}"
@@ -86,7 +109,9 @@ def _head(seen: ForeignModel, path: Path, data: bool) -> Iterator[str]:
     yield from _comment(told)
     for word, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
         yield from _comment(f"{word}: {'; '.join(value.described() for value in values)}")
-    if not data:
+    for note in rows.notes if rows else ():
+        yield from _comment(f"Note: {note}.")
+    if rows is None:
         yield "# Name your files under data, then:"
     yield f"# `smelt plan {path}` checks it; `smelt stages NAME` explains a stage."
 
@@ -104,37 +129,88 @@ def _savez(seen: ForeignModel) -> list[str]:
     return _comment(f'numpy.savez("test.npz", {names})')
 
 
-def _stages(calibrated: bool, batch: int | None, narrow: bool) -> list[str]:
-    """Return stages and scoring; what has codes or halves for weights is not quantized again."""
-    scheme = OBSERVING if calibrated else DEFAULT
-    sizes = "[1, 8]" if batch is None else f"[{batch}]"
-    return [
-        "stages:",
-        "  - simplify: {}    # kept where it computes the same",
-        *([] if narrow else [f"  - quantize-graph: {{scheme: {scheme}}}", "    name: int8"]),
-        *(["  # its weights are no float32: there is nothing to quantize"] if narrow else []),
-        "score:",
-        f"  latency: {{batch_sizes: {sizes}}}",
+def _data(rows: DataLook | None, axes: Axes, end: str, base: Path) -> Iterator[str]:
+    """Yield what stands under `data`."""
+    if rows is None:
+        for name in ("calibration", "test"):
+            yield f"  {name}: data/{name}{end}"
+        return
+    for name, path in rows.splits.items():
+        yield f"  {name}: {_relative(path, base)}"
+    if rows.shares:
+        yield f"  split: {{{', '.join(f'{name}: {share}' for name, share in rows.shares.items())}}}"
+    if rows.columns:
+        yield f"  columns: {{{', '.join(f'{role}: {_quoted(name)}' for role, name in rows.columns.items())}}}"
+    if axes:
+        said = (f"{_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
+        yield f"  axes: {{{', '.join(said)}}}    # of the rows, as the sizes of the arrays say: check it"
+
+
+def _quoted(name: str) -> str:
+    """Return a name as YAML takes it, whatever is in it."""
+    return json.dumps(name)
+
+
+def _axes(signature: Signature, file: Path) -> dict[str, int | None]:
+    """Return the axes of rows that a recipe has to name, by the sizes of the arrays in `file`."""
+    shapes = shapes_in(file)
+    sizes = {value.name: shapes[value.name].dims for value in signature.inputs if value.name in shapes}
+    axes = signature.axes
+    counts = [
+        dims[axis] for name, dims in sizes.items() if (axis := axes[name]) is not None and axis < len(dims)
     ]
+    rows = max(counts, key=counts.count, default=0)
+    found = {
+        name: axis if axis is not None and axis < len(dims) and dims[axis] == rows else _place(dims, rows)
+        for name, dims in sizes.items()
+        if dims
+    }
+    changed = {name: axis for name, axis in found.items() if axis != axes[name]}
+    return found if list(signature.with_axes(changed).unclear_axes(changed)) else changed
 
 
-def _splits(data: Sequence[Path], end: str) -> Mapping[str, Path]:
-    """Return which file is which split, by its name."""
-    found: dict[str, Path] = {}
-    for path in data:
-        if not path.is_file() or (end == SUFFIX and path.suffix != SUFFIX):
-            raise InputError(f"{path}: expected a file, {end} of the graph's inputs (--data).")
-        name = next(
-            (word for word in ("calibration", "validation", "train") if word[:5] in path.name), "test"
-        )
-        if name in found:
-            raise InputError(
-                f"{path}: {found[name]} is for {name} too. Put calibration into one of their names."
-            )
-        found[name] = path
-    if found and "test" not in found:
-        raise InputError("there is no file for test (--data).")
-    return found
+def _place(dims: Sequence[int], rows: int) -> int | None:
+    return next((axis for axis, size in enumerate(dims) if size == rows), None)
+
+
+def _quantization(seen: ForeignModel, task: Task, calibrated: bool) -> Iterator[str]:
+    """Yield the step that quantizes, or why there is none.
+
+    Convolutions are quantized by int8-static alone. It costs transformers more than int8-dynamic does (a
+    MiniLM 0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
+    """
+    operators = seen.facts.get("operators", {})
+    if seen.facts.get("codes") or seen.facts.get("floats") in OTHER_FLOATS:
+        yield "  # its weights are no float32: there is nothing to quantize"
+        return
+    convolutions = sum(operators.get(name, 0) for name in _CONVOLUTIONS)
+    products = sum(operators.get(name, 0) for name in _PRODUCTS)
+    if not convolutions and not products:
+        yield "  # none of its operators is one that int8 schemes quantize"
+        return
+    attends = operators.get("Softmax", 0) > 1 or any(name in operators for name in _ATTENTION)
+    static = convolutions and not (attends and products) and task == TENSORS
+    if static and not calibrated and not products:
+        yield f"  # - quantize-graph: {{scheme: {OBSERVING}}}    # with data: {{calibration: FILE}}"
+        return
+    yield f"  - quantize-graph: {{scheme: {OBSERVING if static and calibrated else DEFAULT}}}"
+    yield "    name: int8"
+
+
+def _score(signature: Signature, task: Task) -> Iterator[str]:
+    yield "score:"
+    yield f"  latency: {{batch_sizes: {'[1, 8]' if signature.batch is None else f'[{signature.batch}]'}}}"
+    # an output with a fixed first axis, where the batch has any size, has no part for each row
+    whole = [
+        value
+        for value in signature.outputs
+        if value.axis is None
+        or (value.shape and isinstance(value.shape[value.axis], int) and signature.batch is None)
+    ]
+    if whole and task == TENSORS and signature.batch is None:
+        names = ", ".join(value.described() for value in whole)
+        yield from (f"  {line}" for line in _comment(f"no axis of rows, so they run one by one: {names}"))
+        yield "  batch_size: 1"
 
 
 def _relative(path: Path, base: Path) -> str:

@@ -104,7 +104,7 @@ def init_recipe(
     """
     wishes = wishes or Wishes(task)
     if is_onnx(model, Path.cwd()):
-        return _of_graph(model, data, out, task or wishes.task, force)
+        return _of_graph(model, data, out, task or wishes.task, force, wishes)
     seen = look(model, task or wishes.task)
     if data and (task or wishes.task) is None and _are_labelled(data, seen, wishes.columns):
         seen = look(model, CLASSES)
@@ -150,14 +150,17 @@ def _are_labelled(data: Sequence[Path], seen: ModelLook, columns: Mapping[str, s
 
 
 def _of_graph(
-    model: str, data: Sequence[Path], out: str | None, task: Task | None, force: bool
+    model: str, data: Sequence[Path], out: str | None, task: Task | None, force: bool, wishes: Wishes
 ) -> tuple[str, Path | None]:
     """As `init_recipe`, for an ONNX graph."""
     path = None if out == "-" else Path(out or f"{Path(_stem(model)).stem}.yaml")
     if path is not None and path.exists() and not force:
-        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
+        raise InputError(
+            f"{path}: this file exists. Name another with --out, or write over it with --force.",
+            code="out-exists",
+        )
     base = (path.parent if path is not None else Path()).resolve()
-    text = graph_recipe(model, data, task, path or Path("RECIPE.yaml"), base)
+    text = graph_recipe(model, data, task, path or Path("RECIPE.yaml"), base, wishes.columns)
     if data:
         _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
     if path is not None:

@@ -79,7 +79,7 @@ def check_device(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
 def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
     """Check that the files of the data are there, and read the small ones."""
     # of rows nothing can be said without the task and the names of their columns
-    readable = not touches(bad, "task", "data.columns")
+    readable = not touches(bad, "task", "data.columns", "data.axes")
     splits: dict[str, Split] = {}
     for name, origin in recipe.data.files().items():
         try:

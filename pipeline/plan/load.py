@@ -11,7 +11,7 @@ from smelt.look.model_folder import read_config
 from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
-from smelt.plan.foreign.graph import check_floats, check_foreign, fit_batches
+from smelt.plan.foreign.graph import check_floats, check_foreign, fit_axes, fit_batches
 from smelt.plan.gates import baseline, cut, gates, judged_on, timed
 from smelt.plan.inputs import check_data, check_device, check_model, check_tokenizer
 from smelt.plan.labels import check_classifier
@@ -58,7 +58,7 @@ def make_plan(
     timed(checker)
     baseline(checker, kept)
     foreign = check_foreign(read, mistakes, bad, checker.warnings)
-    read = fit_batches(read, foreign, mistakes)
+    read = fit_axes(fit_batches(read, foreign, mistakes), foreign)
     if from_graph:
         folder = foreign.texts if foreign else None
     else:

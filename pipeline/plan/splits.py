@@ -20,7 +20,7 @@ def read_source(recipe: Recipe, name: str) -> dict[str, Split]:
     data = recipe.data
     if name == UNLABELLED:
         return {name: read_unlabelled(data.files()[name], recipe.task, data.columns, recipe.base)}
-    split = read_split(data.files()[name], recipe.task, data.columns, recipe.base, name)
+    split = read_split(data.files()[name], recipe.task, data.columns, recipe.base, name, data.axes)
     shares = data.split.given() if name == "train" else {}
     parts = divide(split, shares, recipe.seed) if shares else {name: split}
     given = data.windows.model_dump(exclude_none=True)

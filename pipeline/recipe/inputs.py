@@ -73,7 +73,9 @@ class Data(Settings):
     unlabelled: texts for distillation, of which a teacher says what they are. split: what is taken out of
     `train`. prefix, source_language, target_language: what is put before each
     source text, and the languages of a multilingual model; None takes what the model says (see
-    `smelt.plan.text_rules`). windows: how the text of a language model is cut.
+    `smelt.plan.text_rules`). windows: how the text of a language model is cut. axes: of an ONNX model, which
+    axis of an input's array holds the samples, by the input's name; null: none, the array is the same in
+    every call. An output whose dimensions have no names may be named too.
     """
 
     train: Name | None = None
@@ -87,6 +89,7 @@ class Data(Settings):
     prefix: str | None = None
     source_language: str | None = None
     target_language: str | None = None
+    axes: dict[Name, Annotated[int, Field(ge=0, strict=True)] | None] = Field(default_factory=dict)
 
     def splits(self) -> dict[str, str]:
         """Return where the rows of each split come from, by its name; parts of `train` from there."""

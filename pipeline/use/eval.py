@@ -85,8 +85,10 @@ def evaluate_artifact(
                 " outputs these are compared with.",
                 code="missing-baseline",
             )
-        read_rows(Path(data), artifact)  # says what does not fit
-    split = limited(read_split(data, task, parse_columns(columns), Path.cwd()), limit)
+        whole = read_rows(Path(data), artifact)
+    else:
+        whole = read_split(data, task, parse_columns(columns), Path.cwd())
+    split = limited(whole, limit)
     split = _cut(split, artifact, window, stride, say)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(

@@ -214,7 +214,8 @@ class Model:
         """Return the outputs of a graph of arrays, by name, for all rows.
 
         Args:
-            arrays: by the names of the graph's inputs, a row per place of axis 0.
+            arrays: by the names of the graph's inputs, a row per place of axis 0, or of the axis that the
+                recipe named (`data: {axes: ...}`) or the dimension's name says.
             batch_size: rows at once; a graph whose batch is fixed gets as many as it takes.
 
         Raises:

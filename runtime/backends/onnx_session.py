@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,20 @@ def open_session(
     return session
 
 
+@contextlib.contextmanager
+def quiet_runtime() -> Iterator[None]:
+    """Keep warnings of sessions that libraries open off the terminal: they are about the graph they make."""
+    onnxruntime.set_default_logger_severity(3)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(2)  # its default; nothing tells what it was
+
+
 def session_options(threads: int | None = None, optimized: bool = True) -> Any:
     """Return ONNX Runtime's options with which products of codes are exact on this processor."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # an error is an exception with the same words, and ours says more
     options.add_session_config_entry(*WHOLE_ACTIVATIONS)
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -8,6 +8,7 @@ V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.core.errors import InputError
+from smelt.core.rows.arrays import NO_AXES
 from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graphs, StepByStep, past_of
 from smelt.runtime.backends.tensorrt_engine import DEVICE, Engine
 from smelt.runtime.backends.tensorrt_module import import_tensorrt
 from smelt.runtime.backends.torch_threads import TorchThreads
 from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.causal import KEEP
+from smelt.runtime.foreign.signature import row_axes_in
 
 _ROWS, _LENGTH = 0, 1  # places in input_ids [R, S]
 _PLACES = 2  # the place in a cache [R, H, P, d]
@@ -87,13 +90,13 @@ class TensorrtBackend(StepByStep):
         if graphs.caches and not self._past:
             raise InputError(
                 f"{paths[-1]}: an engine without a cache: it gives no {PRESENT}*. {_MAKE_AGAIN}",
-                code="missing-cache",
+                code="no-cache",
             )
-        reads = (
-            "input_ids" in first.inputs
-        )  # a graph of arrays has other inputs, of which axis 0 are the rows
-        self._lead = "input_ids" if reads else next(iter(first.inputs))
-        self._most_rows = first.longest(self._lead, _ROWS)
+        reads = "input_ids" in first.inputs  # a graph of arrays has other inputs
+        self._axes = row_axes_in(folder)
+        with_rows = (name for name in first.inputs if self._axes.get(name, _ROWS) is not None)
+        self._lead = "input_ids" if reads else next(with_rows)
+        self._most_rows = first.longest(self._lead, self._axes.get(self._lead) or _ROWS)
         self.at_once: int | None = first.longest("input_ids", _LENGTH) if reads else None
         # the last token of a text is never fed
         self.in_all = main.longest(self._past[0], _PLACES) + 1 if self._past else None
@@ -112,8 +115,12 @@ class TensorrtBackend(StepByStep):
         """Run an engine once; return all of its outputs by name, floats as float32."""
         engine = self._engine(graph)
         with torch.cuda.stream(self._stream):
-            parts = [engine(_to_gpu(feeds, rows)) for rows in self._slices(len(feeds[self._lead]))]
-            return {name: _to_numpy([part[name] for part in parts]) for name in engine.outputs}
+            count = feeds[self._lead].shape[self._axes.get(self._lead) or _ROWS]
+            parts = [engine(_to_gpu(feeds, rows, self._axes)) for rows in self._slices(count)]
+            return {
+                name: _to_numpy([part[name] for part in parts], self._axes.get(name) or _ROWS)
+                for name in engine.outputs
+            }
 
     @torch.inference_mode()
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> Held:
@@ -173,9 +180,13 @@ class TensorrtBackend(StepByStep):
         self._threads.give_back()
 
 
-def _to_gpu(feeds: Feeds, rows: slice) -> dict[str, Tensor]:
-    """Return some rows of what is fed; an engine takes what it knows of it."""
-    there = {name: torch.from_numpy(np.ascontiguousarray(values[rows])) for name, values in feeds.items()}
+def _to_gpu(feeds: Feeds, rows: slice, axes: Mapping[str, int | None] = NO_AXES) -> dict[str, Tensor]:
+    """Return some rows of what is fed, on axis 0 or that of `axes`; an engine takes what it knows of it."""
+    there = {}
+    for name, values in feeds.items():
+        axis = axes.get(name, _ROWS)
+        part = values if axis is None else values[(slice(None),) * axis + (rows,)]
+        there[name] = torch.from_numpy(np.ascontiguousarray(part).reshape(part.shape))
     return {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in there.items()}
 
 
@@ -183,12 +194,12 @@ def _moved(parts: list[dict[str, Tensor]], rows: Tensor) -> dict[str, Tensor]:
     return {name: _joined([part[name] for part in parts]).index_select(0, rows) for name in parts[0]}
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: list[Tensor], axis: int = _ROWS) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-def _to_numpy(parts: list[Tensor]) -> NDArray[Any]:
+def _to_numpy(parts: list[Tensor], axis: int = _ROWS) -> NDArray[Any]:
     """Copy to the CPU, which waits for the GPU; the result may be written to, floats are float32."""
-    whole = _joined(parts)
+    whole = _joined(parts, axis)
     found: NDArray[Any] = (whole.float() if whole.is_floating_point() else whole).cpu().numpy()
     return found

@@ -6,6 +6,7 @@ Only what is right so far is then opened as a session, which may fold constants 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,9 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         return {"problems": [str(error)]}
     problems = list(dict.fromkeys(_looked(model, path))) or list(_endless(model))
     if not problems:
-        problems += _opened(path)
+        from smelt.runtime.foreign.tensors import stored_floats
+
+        problems += _opened(path, stored_floats(model))
     if problems:
         more = len(problems) - _SHOWN
         return {"problems": problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])}
@@ -166,8 +169,8 @@ def _known_operators() -> set[tuple[str, str]]:
     return {("" if s.domain == "ai.onnx" else s.domain, s.name) for s in runtime.get_all_operator_schema()}
 
 
-def _opened(path: Path) -> list[str]:
-    """Open a session as the runner does; return why it cannot be."""
+def _opened(path: Path, floats: str | None) -> list[str]:
+    """Open a session as the runner does; return why it cannot be. floats: the type of most weights."""
     from smelt.core.errors import SmeltError
     from smelt.runtime.backends.onnx_session import open_session
 
@@ -177,8 +180,21 @@ def _opened(path: Path) -> list[str]:
         words = " ".join(str(error.__cause__ or error).split())
         if lacks_memory(words):
             return ["opening it in ONNX Runtime asks for more memory than a file of its size should need"]
-        return [f"ONNX Runtime cannot load it: {words[:400]}"]
+        return [
+            f"ONNX Runtime cannot load it: {words[:400].rstrip('.')}.{_what_to_do(words, floats)}".rstrip(".")
+        ]
     return []
+
+
+def _what_to_do(words: str, floats: str | None) -> str:
+    """Say what to do, where ONNX Runtime's words are of a kind that is known."""
+    if "two nodes with same node name" in words:
+        return " Give each node a name of its own, or none: node.ClearField('name') with the package onnx"
+    if "NOT_IMPLEMENTED" not in words:
+        return ""
+    if floats in ("bfloat16", "float16", "float64"):
+        return f" Its weights are {floats}, for which the CPU has no such operator: export it in float32"
+    return " The CPU has no such operator for these types: export it in float32, or with another opset"
 
 
 def _files(model: Any) -> list[str]:
@@ -189,8 +205,12 @@ def _files(model: Any) -> list[str]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
+    from smelt.runtime.foreign.structure import random_nodes
     from smelt.runtime.foreign.tensors import codes, parameters, stored_floats
 
+    # not those of If, Loop and Scan: no stage changes what is inside of these
+    operators = Counter(node.op_type for node in model.graph.node)
+    operators.update(node.op_type for function in model.functions for node in function.node)
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
@@ -198,6 +218,8 @@ def _facts(model: Any) -> dict[str, Any]:
         "nodes": len(model.graph.node),
         "parameters": parameters(model),
         "producer": producer[:80],
+        "operators": dict(operators.most_common()),
+        "random": list(random_nodes(model)),
         "codes": codes(model),
         "floats": stored_floats(model),
     }

@@ -36,7 +36,14 @@ class Limits(NamedTuple):
 
 
 class FailedError(Exception):
-    """The process gave no answer; the message says why, as the end of a sentence."""
+    """The process gave no answer; the message says why, as the end of a sentence.
+
+    code: time-limit, memory-limit, process-crashed, process-failed.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def ask(module: str, arguments: Sequence[str], limits: Limits) -> Any:
@@ -54,27 +61,27 @@ def ask(module: str, arguments: Sequence[str], limits: Limits) -> Any:
             stdin=subprocess.DEVNULL, timeout=max(1.0, limits.seconds) * _WAITS,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise FailedError(f"it took more than {_WAITS * limits.seconds:.0f} s") from error
+        raise FailedError(f"it took more than {_WAITS * limits.seconds:.0f} s", "time-limit") from error
     except OSError as error:
-        raise FailedError(f"no process could be started: {error}") from error
+        raise FailedError(f"no process could be started: {error}", "process-failed") from error
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         found = json.loads(lines[-1])
         if "failed" in found:
-            raise FailedError(found["failed"])
+            raise FailedError(found["failed"], found["code"])
         return found["answer"]
-    raise FailedError(_why(done.returncode, done.stderr, limits))
+    raise FailedError(*_why(done.returncode, done.stderr, limits))
 
 
-def _why(code: int, said: str, limits: Limits) -> str:
-    """Return why a process ended so."""
+def _why(code: int, said: str, limits: Limits) -> tuple[str, str]:
+    """Return why a process ended so, and its code."""
     if code in (-signal.SIGXCPU, -signal.SIGKILL) if os.name != "nt" else False:
-        return f"it took more than {limits.seconds:.0f} s of processor time"
+        return f"it took more than {limits.seconds:.0f} s of processor time", "time-limit"
     if any(word in said for word in ("bad_alloc", "MemoryError", "Cannot allocate memory")):
-        return _no_memory(limits.memory_bytes)
+        return _no_memory(limits.memory_bytes), "memory-limit"
     name = signal.Signals(-code).name if code < 0 else f"code {code}"
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing")
-    return f"its process crashed ({name}); it said: {last[:_KEPT]}"
+    return f"its process crashed ({name}); it said: {last[:_KEPT]}", "process-crashed"
 
 
 def _no_memory(limit: int) -> str:
@@ -122,7 +129,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         found: dict[str, Any] = {"answer": importlib.import_module(module).answer(rest)}
     except MemoryError:
-        found = {"failed": _no_memory(limits.memory_bytes)}
+        found = {"failed": _no_memory(limits.memory_bytes), "code": "memory-limit"}
     print(json.dumps(found), file=answers, flush=True)
     os._exit(0)  # a native library may fail once more while it is taken down
 

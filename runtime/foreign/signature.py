@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import load_json, write_json
-from smelt.core.rows.arrays import Arrays, Shape
+from smelt.core.rows.arrays import Arrays, Axes, Shape
+from smelt.runtime.foreign.row_axes import axis_problems, row_axes
 
 FILE = "signature.json"
 # What becomes what without a word: numpy makes float64 and int64 where nobody says otherwise.
@@ -33,13 +34,14 @@ class Value(BaseModel):
     """An input or output of a graph.
 
     dtype: numpy's word, `str` for texts. shape: of each axis its size, its name, or None where it has none;
-    None where not even their number is known.
+    None where not even their number is known. axis: the one that holds the rows; None where no axis does.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     dtype: str
     shape: tuple[int | str | None, ...] | None
+    axis: int | None = 0
 
     def described(self) -> str:
         """Return for example `x float32 [batch, 4]`."""
@@ -57,8 +59,40 @@ class Signature(BaseModel):
     @property
     def batch(self) -> int | None:
         """How many rows every call takes; None where a call takes any number."""
-        sizes = {v.shape[0] for v in self.inputs if v.shape and isinstance(v.shape[0], int)}
+        sizes = {
+            size
+            for v in self.inputs
+            if v.shape and v.axis is not None and isinstance(size := v.shape[v.axis], int)
+        }
         return min(sizes) if sizes else None
+
+    @property
+    def axes(self) -> dict[str, int | None]:
+        """Which axis of each input holds the rows."""
+        return {value.name: value.axis for value in self.inputs}
+
+    def with_axes(self, given: Axes) -> Signature:
+        """Return the signature with the axes of its rows: `given`, else by the names of dimensions."""
+        axes = row_axes(self.inputs, self.outputs, given)
+        return Signature(
+            inputs=tuple(value.model_copy(update={"axis": axes[value.name]}) for value in self.inputs),
+            outputs=tuple(value.model_copy(update={"axis": axes[value.name]}) for value in self.outputs),
+        )
+
+    def unclear_axes(self, given: Axes) -> Iterator[str]:
+        """Yield why axes have to be given besides those that are."""
+        yield from axis_problems(self.inputs, self.axes, given)
+
+    def wrong_axes(self, given: Axes) -> Iterator[str]:
+        """Yield what is wrong with axes that a user gives."""
+        values = {value.name: value for value in (*self.outputs, *self.inputs)}
+        for name, axis in given.items():
+            if name not in values:
+                known = ", ".join(values)
+                yield f"'{name[:80]}' is no input of the graph; there are {known}.{nearest(name, values)}"
+            elif axis is not None and (shape := values[name].shape) is not None and len(shape) <= axis:
+                most = f"its axes are 0 to {len(shape) - 1}" if shape else "it has no axes"
+                yield f"'{name}' is {values[name].described()}: {most}, and {axis} is none of them."
 
     def problems(self, shapes: Mapping[str, Shape]) -> Iterator[str]:
         """Yield what keeps arrays of these types and shapes from being rows of the graph's inputs."""
@@ -72,12 +106,8 @@ class Signature(BaseModel):
                 )
             elif problem := _misfit(value, shape):
                 yield f"the array '{value.name}' is {shape.dtype} {list(shape.dims)}, and {problem}"
-        rows = next((s.dims[0] for s in shapes.values() if s.dims), 0)
-        if self.batch and rows % self.batch:
-            yield (
-                f"{rows:,} rows, and the graph takes exactly {self.batch} in a call: give a multiple of that,"
-                " or export the graph with a dynamic batch."
-            )
+            elif value.axis is not None and shape.dims and value.axis >= len(shape.dims):
+                yield f"the array '{value.name}' is {list(shape.dims)}: no axis {value.axis} for the rows."
 
     def unread(self, names: Sequence[str]) -> list[str]:
         """Return which of `names` are no inputs."""
@@ -88,7 +118,9 @@ class Signature(BaseModel):
         found = {}
         for value in self.inputs:
             whole = arrays.values[value.name]
-            part = whole if whole.ndim == 0 else whole[begin:end]
+            part = whole
+            if not arrays.is_shared(value.name):
+                part = np.moveaxis(whole[begin:end], 0, value.axis or 0)
             kind = object if value.dtype == "str" else np.dtype(value.dtype)
             found[value.name] = np.ascontiguousarray(part.astype(kind, copy=False)).reshape(part.shape)
         return found
@@ -100,8 +132,10 @@ def _misfit(value: Value, shape: Shape) -> str | None:
         return f"the graph takes {value.described()}. Convert it: array.astype('{value.dtype}')."
     if value.shape is None:
         return None
-    sizes = zip(value.shape[1:], shape.dims[1:], strict=False)
-    fixed = all(not isinstance(said, int) or said == size for said, size in sizes)
+    sizes = enumerate(zip(value.shape, shape.dims, strict=False))
+    fixed = all(
+        not isinstance(said, int) or said == size or axis == value.axis for axis, (said, size) in sizes
+    )
     if len(value.shape) != len(shape.dims) or not fixed:
         return f"the graph takes {value.described()}."
     return None
@@ -117,7 +151,21 @@ def read_signature(folder: Path) -> Signature:
     try:
         return Signature.model_validate(load_json(path))
     except (OSError, ValueError, ValidationError, RecursionError) as error:
-        raise InputError(f"{path}: not what this version of smelt reads: {error}") from error
+        raise InputError(
+            f"{path}: not what this version of smelt reads: {error}", code="damaged-file"
+        ) from error
+
+
+def row_axes_in(folder: Path) -> dict[str, int | None]:
+    """Return which axis of each input and output holds the rows; nothing where no graph of arrays lies there.
+
+    Raises:
+        InputError: the signature in the folder is damaged.
+    """
+    if not (folder / FILE).is_file():
+        return {}
+    signature = read_signature(folder)
+    return {value.name: value.axis for value in (*signature.outputs, *signature.inputs)}
 
 
 def write_signature(folder: Path, signature: Signature) -> None:

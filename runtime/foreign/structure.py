@@ -8,6 +8,17 @@ from typing import Any
 
 _DEEPEST = 16  # graphs inside of nodes inside of graphs
 _STANDARD = ("", "ai.onnx")
+# of the standard too; ONNX Runtime has more or less all of the first
+OF_ONNX = ("ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview", "ai.onnx.preview.training")
+_RANDOM = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Multinomial",
+    "Bernoulli",
+)
+_IN_TRAINING = ("Dropout", 2)  # the input that says whether it is
 
 
 def structure_problems(model: Any) -> Iterator[str]:
@@ -130,12 +141,36 @@ def operator_problems(model: Any, known: Collection[tuple[str, str]]) -> Iterato
 
 def _no_operator(what: tuple[str, str], node: Any) -> str:
     domain, name = what
+    if domain in OF_ONNX:
+        return (
+            f"the node {label(node)} is {domain}.{name}, which the installed ONNX Runtime does not have."
+            f" Export the model with an older opset of {domain}, or without this operator"
+        )
     if domain:
         return (
             f"the node {label(node)} is the custom operator {domain}.{name}, which ONNX Runtime does not"
             " have. Libraries of operators are not loaded; export the model without it"
         )
     return f"the node {label(node)}: ONNX has no operator {name}"
+
+
+def random_nodes(model: Any) -> Iterator[str]:
+    """Yield the labels of the nodes that draw random numbers, Dropout in training among them."""
+    from onnx.numpy_helper import to_array
+
+    nodes = [*all_nodes(model.graph.node), *(n for f in model.functions for n in all_nodes(f.node))]
+    truths = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    for node in nodes:
+        if node.op_type == "Constant" and node.output:
+            truths += [(node.output[0], a.t) for a in node.attribute if a.name == "value"]
+    off = {n for n, t in truths if t.data_type == 9 and not t.data_location and not any(to_array(t).flat)}
+    operator, place = _IN_TRAINING
+    for node in nodes:
+        if domain_of(node.domain):
+            continue
+        trains = node.op_type == operator and len(node.input) > place and node.input[place] not in ("", *off)
+        if node.op_type in _RANDOM or trains:
+            yield label(node)
 
 
 def all_nodes(nodes: Sequence[Any]) -> Iterator[Any]:

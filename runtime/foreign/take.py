@@ -50,7 +50,9 @@ def write_gathered(model: Any, source: Path, target: Path) -> Path:
         if any(is_outside(tensor) for tensor in tensors_of(model)):
             _gather(model, source, target.with_name(f"{target.name}_data"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{source}: its weights cannot be copied: {error}.") from error
+        raise InputError(
+            f"{source}: its weights cannot be copied: {error}.", code="unreadable-file"
+        ) from error
     target.write_bytes(model.SerializeToString())
     return target
 

@@ -46,9 +46,13 @@ def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
         try:
             said = ask(__name__, [str(path), str(rows), json.dumps(list(feeds))], limits_for(path, feeds))
         except FailedError as error:
-            raise InputError(f"{origin}: running it on the first rows failed: {error}.") from error
+            raise InputError(
+                f"{origin}: running it on the first rows failed: {error}.", code="graph-failed"
+            ) from error
     if said is not None:
-        raise InputError(f"{origin}: ONNX Runtime cannot run it on the first rows: {said}")
+        raise InputError(
+            f"{origin}: ONNX Runtime cannot run it on the first rows: {said}", code="graph-failed"
+        )
 
 
 def limits_for(path: Path, feeds: dict[str, NDArray[Any]]) -> Limits:

@@ -13,10 +13,17 @@ _WORDS = {
     "INT32": "int32", "INT64": "int64", "STRING": "str", "BOOL": "bool", "FLOAT16": "float16",
     "DOUBLE": "float64", "UINT32": "uint32", "UINT64": "uint64",
 }  # fmt: skip
+# what exporters write for an axis that has no name (paddle2onnx a question mark)
+NAMELESS = ("", "?", "-1", "None")
 
 
 def value_problems(model: Any) -> Iterator[str]:
     """Yield the inputs and outputs of an onnx.ModelProto that are no arrays of numpy."""
+    if not _inputs(model):
+        yield (
+            "it has no inputs, or each has a default, so it computes the same in every call: export it with"
+            " what it is to be fed as an input"
+        )
     for what, values in (("input", _inputs(model)), ("output", model.graph.output)):
         for value in values:
             kind = value.type.WhichOneof("value")
@@ -37,7 +44,7 @@ def signature_of(model: Any) -> Signature:
     return Signature(
         inputs=tuple(_value(value) for value in _inputs(model)),
         outputs=tuple(_value(value) for value in model.graph.output),
-    )
+    ).with_axes({})
 
 
 def _inputs(model: Any) -> list[Any]:
@@ -54,7 +61,7 @@ def _value(value: Any) -> Value:
 def _size(dimension: Any) -> int | str | None:
     if dimension.HasField("dim_value") and dimension.dim_value > 0:
         return int(dimension.dim_value)
-    return str(dimension.dim_param) or None
+    return None if dimension.dim_param in NAMELESS else str(dimension.dim_param)
 
 
 def _name(value: Any) -> str:

@@ -163,6 +163,9 @@ class Scheme(Protocol):
         standard deviations of the output. Two runtimes that sum in another order round some activations to
         other codes, so that it is a measured number; what is exact is compared exactly beside it.
     vector_drift: the same of a sentence's vector, in which every number counts as much as any other.
+    graph_error: of a scheme that ONNX Runtime's quantizers write, the largest root mean square difference of
+        a third-party graph's output from the float graph's, in standard deviations of the output. At 1 a
+        graph is no better than the mean of its outputs.
     """
 
     name: ClassVar[str]
@@ -193,6 +196,7 @@ class Scheme(Protocol):
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
     drift: ClassVar[float]
     vector_drift: ClassVar[float]
+    graph_error: ClassVar[float] = 0.0
 
     # How codes are decided. Round to nearest is fit, then nearest; other methods search the grid, or go
     # through the columns and correct those to come, with the same three steps.

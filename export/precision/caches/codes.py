@@ -38,13 +38,15 @@ def attentions_of(model: Any) -> Iterator[tuple[Any, str, str]]:
         if not ends.issuperset(given) or not ends.issuperset(made) or given != [past_of(n) for n in made]:
             raise RunError(
                 f"onnx: kv_cache: int8: node '{node.name}' takes the caches {', '.join(given)} and leaves"
-                f" {', '.join(made)}: not the graph's own, one for one. Set kv_cache: float."
+                f" {', '.join(made)}: not the graph's own, one for one. Set kv_cache: float.",
+                code="crossed-caches",
             )
         left -= set(made)
         yield node, made[0], made[1]
     if left:
         raise RunError(
-            f"onnx: kv_cache: int8: {', '.join(sorted(left))} belong to no {OPERATOR}. Set kv_cache: float."
+            f"onnx: kv_cache: int8: {', '.join(sorted(left))} belong to no {OPERATOR}. Set kv_cache: float.",
+            code="unsupported-cache",
         )
 
 

@@ -39,7 +39,8 @@ def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
     widths = [(one.heads.width, one.parts.rotary) for one in attentions]
     found = refused_task(ctx.task) or refused_model(config)
     if why := found or next(filter(None, (refused_width(*one) for one in widths)), None):
-        raise InputError(f"onnx: kv_cache: int8: {why}")
+        code = "unsupported-task" if refused_task(ctx.task) else "unsupported-cache"
+        raise InputError(f"onnx: kv_cache: int8: {why}", code=code, setting="kv_cache")
     calibration_split(ctx.data)
 
 
@@ -70,7 +71,8 @@ def keep_as_int8(subject: Subject, reference: Reference, source: Path, ctx: Cont
     except InputError as error:
         raise RunError(
             f"onnx: kv_cache: int8: {error} Versions of ONNX Runtime before 1.31 were not tried: update it,"
-            " or set kv_cache: float."
+            " or set kv_cache: float.",
+            code="unsupported-operator",
         ) from error
     moved = check_parity(name, "logits", before, _logits(subject, reference), "int8-caches")
     numbers = sum(scale.size for scale in scales.values())

@@ -39,7 +39,8 @@ def calibration_split(data: Mapping[str, Split]) -> str:
     if found is None:
         raise InputError(
             "onnx: kv_cache: int8 needs calibration or train data, on which the scales are found; name a file"
-            " with data: {calibration: FILE}, or set kv_cache: float."
+            " with data: {calibration: FILE}, or set kv_cache: float.",
+            code="no-calibration-data",
         )
     return found
 
@@ -69,7 +70,10 @@ def calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tokens]:
         if ids:
             found.append(np.asarray(ids, dtype=np.int64))
     if not found:
-        raise InputError(f"{split.origin}: onnx: kv_cache: int8: its text has no token to find scales on.")
+        raise InputError(
+            f"{split.origin}: onnx: kv_cache: int8: its text has no token to find scales on.",
+            code="empty-text",
+        )
     return found
 
 
@@ -105,7 +109,8 @@ def largest_magnitudes(
                 raise RunError(
                     f"onnx: kv_cache: int8: {output} holds values that are not finite on the {name} rows, so"
                     " that there is no scale for it. Look for what is wrong in the model's weights; kv_cache:"
-                    " float exports it as it is."
+                    " float exports it as it is.",
+                    code="non-finite-outputs",
                 )
             found[output] = np.maximum(found.get(output, largest), largest)
     return found

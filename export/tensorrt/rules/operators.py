@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from smelt.export.tensorrt.rules.graph import STANDARD, Found, Graph, at, attribute, given
+from smelt.runtime.foreign.structure import OF_ONNX
 
 OPSETS = range(9, 26)
 _PAIRS = "TensorRT takes int8 as QuantizeLinear/DequantizeLinear pairs only."
@@ -68,7 +69,13 @@ def foreign_operators(graph: Graph) -> Iterator[Found]:
             continue
         name = f"{node.domain}::{node.op_type}"
         # NVIDIA's plugins are among them: they are there where the plugin library is loaded
-        kind = "an operator of another runtime" if node.domain == "com.microsoft" else "a custom operator"
+        kind = "a custom operator"
+        if node.domain in OF_ONNX:
+            kind = (
+                "an operator of ONNX for classical models" if node.domain.endswith(".ml") else "experimental"
+            )
+        elif node.domain == "com.microsoft":
+            kind = "an operator of another runtime"
         yield Found(f"node '{node.name}'", f"{name} is {kind}, which TensorRT does not have.")
 
 

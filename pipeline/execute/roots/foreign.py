@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import MANIFEST, Artifact, Manifest
-from smelt.core.data import Split
+from smelt.core.data import TENSORS, Split
 from smelt.core.files import hash_of, read_json, sha256_of, write_json
 from smelt.core.labels import SINGLE
 from smelt.core.messages import Message, warning
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from smelt.runtime.foreign.signature import Signature
 
 # Raised whenever the same files would be taken in another way.
-_VERSION = 3
+_VERSION = 4
 _DECODING = "generation_config.json"
 
 
@@ -41,6 +41,9 @@ def begin_with_graph(
         "graph": [sha256_of(path) for path in files],
         "task": shop.task,
     }
+    axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
+    if shop.task == TENSORS:
+        said["axes"] = axes
     if head is not None:
         labels = head.labels and head.labels[0]
         said |= {"texts": _hashes(model), "problem_type": labels, "seed": shop.seed, **head.key}
@@ -90,7 +93,7 @@ def _take(model: ForeignModel, rows: Split, out: Path) -> None:
         try_graph(graph, _of_ones(model.signature, size), str(model.file))
         return
     write_signature(out, model.signature)
-    try_graph(graph, model.signature.feeds(rows.arrays, 0, size), str(model.file))
+    try_graph(graph, model.signature.feeds(rows.arrays.filled(size), 0, size), str(model.file))
 
 
 def _take_parts(model: ForeignModel, out: Path) -> None:

@@ -15,7 +15,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import placed
 from smelt.core.messages import Message, mistake, warning
 from smelt.families.registry import FAMILIES
-from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
+from smelt.look.foreign import OTHER_FLOATS, ForeignModel, examined, find_graph, is_onnx, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config
 from smelt.plan.foreign.generators import GENERATES, check_generator
 from smelt.recipe.errors import Mistakes, touches
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # What a graph of each task gives.
 _GIVES: dict[Task, str] = {"text-classification": "logits", SIMILARITY: "sentence_embedding"}
 HIDDEN = "last_hidden_state"  # of which an embedder's vectors are pooled
+_NAMED = 3  # nodes in a warning
 _OF_TEXTS = ("prefix", "source_language", "target_language")
 
 
@@ -71,11 +72,47 @@ def _one_graph(
     if found.signature is None or touches(bad, "task"):
         return None
     model = ForeignModel(file, found.signature, found.files, facts=dict(found.facts or {}))
+    if random := model.facts.get("random"):
+        more = f" and {len(random) - _NAMED} more" if len(random) > _NAMED else ""
+        warnings.append(
+            warning(
+                "random-outputs",
+                f"{file.name} draws random numbers ({', '.join(random[:_NAMED])}{more}): its outputs are"
+                " others in every run, so scores compare draws as well. Export it in inference mode"
+                " (model.eval()), or without them.",
+            )
+        )
     if recipe.task == TENSORS:
-        _check_arrays(recipe, model, mistakes, bad, warnings)
-        return model
+        known = _with_axes(recipe, model, mistakes, bad)
+        if known is not None:
+            _check_arrays(recipe, known, mistakes, bad, warnings)
+        return known
+    if recipe.data.axes and not touches(bad, "data.axes"):
+        mistakes.add(
+            ("data", "axes"),
+            f"is for arrays, task: {TENSORS}; {recipe.task} reads texts.",
+            code="does-not-fit-task",
+        )
     folder = _check_texts(recipe, model, mistakes)
     return None if folder is None else replace(model, texts=folder)
+
+
+def _with_axes(recipe: Recipe, model: ForeignModel, mistakes: Mistakes, bad: set[str]) -> ForeignModel | None:
+    """Return the model with the axes of its rows; None where they are wrong or not clear, which is noted."""
+    if touches(bad, "data.axes"):
+        return None
+    given = recipe.data.axes
+    wrong = list(model.signature.wrong_axes(given))
+    for problem in wrong:
+        mistakes.add(("data", "axes"), problem, code="wrong-axis")
+    signature = model.signature if wrong else model.signature.with_axes(given)
+    unclear = [] if wrong else list(signature.unclear_axes(given))
+    for problem in unclear:
+        mistakes.add(("data",), problem, code="unclear-axes")
+    if wrong or unclear:
+        bad.add("data.axes")  # so nothing more can be said of the rows
+        return None
+    return replace(model, signature=signature)
 
 
 def check_floats(
@@ -87,8 +124,8 @@ def check_floats(
     if codes:
         weights = f"{codes:,} weight{'s' * (codes > 1)} of 8 bits or fewer"
         why = f"this file is quantized already: {weights}. Start from the float32 file"
-    elif floats in ("float16", "bfloat16"):
-        why = f"the weights of this file are {floats}. Start from the float32 file"
+    elif floats in OTHER_FLOATS:
+        why = f"the weights of this file are {floats}. Start from a float32 file"
     else:
         return
     for step in steps:
@@ -114,6 +151,13 @@ def fit_batches(recipe: Recipe, model: ForeignModel | None, mistakes: Mistakes) 
     return recipe.model_copy(update={"score": recipe.score.model_copy(update={"latency": chosen})})
 
 
+def fit_axes(recipe: Recipe, model: ForeignModel | None) -> Recipe:
+    """Return `recipe` with the axis of the rows of every input of a graph of arrays, as it was found."""
+    if model is None or recipe.task != TENSORS:
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"axes": model.signature.axes})})
+
+
 def _not_onnx(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
     """Note what only fits an ONNX model."""
     if recipe.task == TENSORS and not touches(bad, "task"):
@@ -128,13 +172,19 @@ def _not_onnx(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
             "is for a model that is an .onnx file; others bring their own.",
             code="needs-onnx-model",
         )
+    if recipe.data.axes and not touches(bad, "data.axes"):
+        mistakes.add(
+            ("data", "axes"),
+            f"is for arrays of an ONNX model, task: {TENSORS}.",
+            code="needs-onnx-model",
+        )
 
 
 def _check_arrays(
     recipe: Recipe, model: ForeignModel, mistakes: Mistakes, bad: set[str], warnings: list[Message]
 ) -> None:
     """Compare the arrays of every split with the graph's inputs, by their headers."""
-    from smelt.core.rows.arrays import shapes_in
+    from smelt.core.rows.arrays import rows_of, shapes_in
 
     data = recipe.data
     if recipe.tokenizer is not None:
@@ -148,12 +198,6 @@ def _check_arrays(
             mistakes.add(
                 ("data", name), f"is for texts; task: {TENSORS} reads arrays.", code="does-not-fit-task"
             )
-    if data.split.given():
-        mistakes.add(
-            ("data", "split"),
-            f"is for rows of text; give task: {TENSORS} a file for each split.",
-            code="does-not-fit-task",
-        )
     if "columns" in data.model_fields_set:
         mistakes.add(
             ("data", "columns"),
@@ -164,15 +208,20 @@ def _check_arrays(
         if touches(bad, f"data.{name}"):
             continue
         try:
-            shapes = shapes_in(placed(recipe.base, origin), name)
+            path = placed(recipe.base, origin)
+            shapes = shapes_in(path, name)
+            problems = [f"{origin}: {problem}" for problem in model.signature.problems(shapes)]
+            if not problems:
+                axes = model.signature.axes
+                rows_of({key: shape for key, shape in shapes.items() if key in axes}, path, axes)
         except InputError as error:
             mistakes.refuse(("data", name), error)
             continue
         except (OSError, RuntimeError, ValueError) as error:
             mistakes.add(("data", name), str(error), code="unreadable-file")
             continue
-        for problem in model.signature.problems(shapes):
-            mistakes.add(("data", name), f"{origin}: {problem}", code="does-not-fit-graph")
+        for problem in problems:
+            mistakes.add(("data", name), problem, code="does-not-fit-graph")
         unread = model.signature.unread(list(shapes))
         if unread:
             warnings.append(

@@ -48,7 +48,10 @@ def in_two(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         later, first = parts[NEXT], parts[FIRST]
     opsets = [_opsets(model) for model in (encoder, first, later)]
     if any(said != opsets[0] for said in opsets):
-        raise InputError("encoder and decoder have operators of different opsets: export them together")
+        raise InputError(
+            "encoder and decoder have operators of different opsets: export them together",
+            code="opset-mismatch",
+        )
     wanted = [i.name.removeprefix(PAST) for i in later.graph.input if _is_cross(i.name, PAST)]
     return _encoder(encoder, first, wanted), _decoder(later), first
 
@@ -67,7 +70,8 @@ def in_one(model: Any) -> Any:
     if any(value.type.tensor_type.elem_type == TensorProto.INT8 for value in caches):
         raise InputError(
             "its caches are int8, which round what its calls are compared by: start from the folder with"
-            " weights, or from a graph with float caches"
+            " weights, or from a graph with float caches",
+            code="unsupported-cache",
         )
     if all(value.name != "position_ids" for value in inputs):
         inputs.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, [None, None]))
@@ -94,7 +98,9 @@ def _specialized(model: Any, value: bool) -> Any:
 
     graph = with_branch(model.graph, BRANCH, value)
     if any(BRANCH in reads(node) for node in graph.node):
-        raise InputError(f"{MERGED}.onnx: {BRANCH} chooses something else than branches of If")
+        raise InputError(
+            f"{MERGED}.onnx: {BRANCH} chooses something else than branches of If", code="unsupported-graph"
+        )
     return helper.make_model(graph, opset_imports=list(model.opset_import), ir_version=model.ir_version)
 
 
@@ -106,7 +112,8 @@ def _encoder(encoder: Any, first: Any, wanted: list[str]) -> Any:
     outputs = [o for o in first.graph.output if o.name in names]
     if len(outputs) != len(names):
         raise InputError(
-            "the decoder takes keys and values of the encoder that its first graph does not leave"
+            "the decoder takes keys and values of the encoder that its first graph does not leave",
+            code="missing-cache",
         )
     found = needed(first.graph.node, names)
     known = {STATES: HIDDEN, SOURCE_MASK: MASK, "input_ids": _ROWS} | {name: name for name in names}
@@ -141,7 +148,8 @@ def _decoder(later: Any) -> Any:
     nodes = [copied(node) for node in needed(graph.node, [o.name for o in outputs])]
     if any(STATES in reads(node) for node in nodes):
         raise InputError(
-            f"its decoder reads {STATES} at every token, where keys and values of them are expected"
+            f"its decoder reads {STATES} at every token, where keys and values of them are expected",
+            code="unsupported-graph",
         )
     weights = list(graph.initializer)
     nodes += _squeezed(nodes, outputs, weights, later)

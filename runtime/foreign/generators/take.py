@@ -34,7 +34,7 @@ def take_generator(files: Mapping[str, Path], config: Mapping[str, Any], out: Pa
         try:
             decoder = in_one(models[MODEL])
         except InputError as error:
-            raise InputError(f"{files[MODEL]}: {error}.") from error
+            raise InputError(f"{files[MODEL]}: {error}.", code=error.code) from error
         path = write_gathered(decoder, files[MODEL], out / f"{MODEL}.onnx")
         caches = try_generator(Paths(path), _usual(config), str(files[MODEL]))
         _say_caches(path, caches)
@@ -42,7 +42,7 @@ def take_generator(files: Mapping[str, Path], config: Mapping[str, Any], out: Pa
     try:
         encoder, decoder, first = in_two(models)
     except InputError as error:
-        raise InputError(f"{origin}: {error}.") from error
+        raise InputError(f"{origin}: {error}.", code=error.code) from error
     source = files[MERGED] if MERGED in files else files[NEXT]
     with TemporaryDirectory(dir=out.parent) as space:
         beside = files.get(FIRST) or write_gathered(first, source, Path(space, f"{FIRST}.onnx"))

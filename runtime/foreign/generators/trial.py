@@ -55,9 +55,9 @@ def try_generator(paths: Paths, usual: tuple[int, int] | None, origin: str) -> d
     try:
         said = ask(__name__, [words, json.dumps(usual)], most)
     except FailedError as error:
-        raise InputError(f"{origin}: trying its graphs failed: {error}.") from error
+        raise InputError(f"{origin}: trying its graphs failed: {error}.", code="graph-failed") from error
     if "problem" in said:
-        raise InputError(f"{origin}: {said['problem']}.")
+        raise InputError(f"{origin}: {said['problem']}.", code=said["code"])
     return {name: (heads, width) for name, (heads, width) in said["caches"].items()}
 
 
@@ -73,9 +73,12 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
     except MemoryError:
         raise
     except ValueError as error:
-        return {"problem": str(error)}
+        return {"problem": str(error), "code": "parity-failed"}
     except Exception as error:  # ONNX Runtime's errors share no other base
-        return {"problem": "ONNX Runtime cannot run its graphs: " + " ".join(str(error).split())[:400]}
+        return {
+            "problem": "ONNX Runtime cannot run its graphs: " + " ".join(str(error).split())[:400],
+            "code": "graph-failed",
+        }
 
 
 def _of_two(paths: Paths, usual: Sequence[int] | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from smelt.evaluate.report.table import table
 from smelt.evaluate.report.view import (
     change,
     change_interval,
+    matters,
     number,
     probability,
     rows,
@@ -67,7 +68,7 @@ def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
         (-0.0034, (-0.0061, 0.0012), 0.3, "0.00", "[−0.01, 0.00]"),
         (-1.25, (-2.0, -0.3), 0.01, "−1.25", "[−2.00, −0.30]"),
         (-1.25, (-2.5, 0.0), 0.01, "−1.25", "[−2.50, 0.00]"),  # a zero that is one
-        (1e-9, (1e-10, 1e-8), 0.01, "0.000000", "[0.000000, 0.000000]"),
+        (1e-9, (1e-10, 1e-8), 0.01, "0.00", "[0.00, 0.00]"),  # the last digit of a float
         (-1.25, None, 0.2, "−1.25", ""),
     ],
 )
@@ -76,6 +77,12 @@ def test_a_significant_difference_is_not_shown_as_a_zero(difference, ends, p_val
     assert change(found, "bleu") == text
     assert change_interval(found, "bleu") == brackets
     assert change(None, "bleu") == "–"
+
+
+def test_a_difference_that_is_zero_in_all_digits_has_no_star():
+    assert matters(Difference(difference=-0.000001, ci95=None, p_value=0.001))
+    assert not matters(Difference(difference=-4e-7, ci95=None, p_value=0.001))
+    assert not matters(Difference(difference=-0.5, ci95=None, p_value=0.2))
 
 
 def test_what_has_no_interval_is_drawn_without_brackets(report):

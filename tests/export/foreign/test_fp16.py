@@ -7,12 +7,16 @@ import foreign_graphs as graphs
 import harness
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from smelt.core.data import split_of
 from smelt.core.rows.arrays import Arrays
-from smelt.export.foreign.fp16 import Fp16, Fp16Settings
+from smelt.export.foreign.fp16 import Fp16, Fp16Settings, float32_nodes
+from smelt.export.foreign.prepared import lift_constants
+from smelt.export.precision.narrow import narrow
 
 
 def run(folder: Path, model: Any, **settings: Any) -> Any:
@@ -87,3 +91,138 @@ def test_reductions_with_axes_as_attribute_and_as_input(tmp_path: Path, opset: i
         ctx = harness.run(Fp16(), Fp16Settings(), source, tmp_path / f"out{kept}", data=data)
         assert bool(ctx.facts["kept_float32"]) == bool(kept)
         assert ctx.facts["parity"]["relative"] < 0.01
+
+
+NODE = helper.make_node
+# each gives `o`, [8, 8] or [8], which is added to what a product gives
+FIXED = {
+    "HannWindow": [NODE("HannWindow", ["size"], ["o"])],
+    "HammingWindow": [NODE("HammingWindow", ["size"], ["o"], output_datatype=1)],
+    "BlackmanWindow": [NODE("BlackmanWindow", ["size"], ["o"])],
+    "EyeLike": [NODE("EyeLike", ["w"], ["e"], dtype=1), NODE("MatMul", ["x", "e"], ["o"])],
+    "EyeLike of its input": [NODE("EyeLike", ["w"], ["e"]), NODE("MatMul", ["x", "e"], ["o"])],
+    "ConstantOfShape": [NODE("ConstantOfShape", ["eight"], ["o"])],
+    "Constant value_float": [NODE("Constant", [], ["o"], value_float=0.3)],
+    "Constant value_floats": [NODE("Constant", [], ["o"], value_floats=[0.1] * 8)],
+    "Cast": [NODE("Cast", ["x"], ["i"], to=7), NODE("Cast", ["i"], ["o"], to=1)],
+    "CastLike": [NODE("Cast", ["x"], ["i"], to=7), NODE("CastLike", ["i", "m"], ["o"])],
+    "RandomNormal": [
+        NODE("RandomNormal", [], ["r"], shape=[8], dtype=1, seed=1.0), NODE("Mul", ["r", "zero"], ["o"])
+    ],
+    "RandomNormalLike": [
+        NODE("RandomNormalLike", ["m"], ["r"], dtype=1, seed=1.0), NODE("Mul", ["r", "zero"], ["o"])
+    ],
+    "Bernoulli": [
+        NODE("Bernoulli", ["zero"], ["r"], dtype=1, seed=1.0), NODE("Add", ["r", "m"], ["o"])
+    ],
+    "LayerNormalization": [
+        NODE("LayerNormalization", ["m", "scale"], ["l", "mean"]), NODE("Add", ["l", "mean"], ["o"])
+    ],
+    "DequantizeLinear": [
+        NODE("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        NODE("DequantizeLinear", ["q", "s", "z"], ["o"]),
+    ],
+    "OneHotEncoder": [
+        NODE("Cast", ["x"], ["i"], to=7),
+        NODE("OneHotEncoder", ["i"], ["h"], domain="ai.onnx.ml", cats_int64s=[-1, 0, 1], zeros=1),
+        NODE("ReduceMax", ["h"], ["o"], axes=[2], keepdims=0),
+    ],
+    "Scaler beside a Concat": [
+        NODE("Scaler", ["x"], ["s"], domain="ai.onnx.ml", offset=[0.1] * 8, scale=[2.0] * 8),
+        NODE("Concat", ["s", "m"], ["c"], axis=1),
+        NODE("MatMul", ["c", "wide"], ["o"]),
+    ],
+    "Normalizer": [
+        NODE("Normalizer", ["m"], ["n"], domain="ai.onnx.ml", norm="L2"), NODE("Mul", ["n", "m"], ["o"])
+    ],
+    "LabelEncoder": [
+        NODE("Cast", ["x"], ["i"], to=7),
+        NODE("LabelEncoder", ["i"], ["o"], domain="ai.onnx.ml", keys_int64s=[0, 1], values_floats=[0.5, 1.5]),
+    ],
+    "a sequence": [
+        NODE("SequenceConstruct", ["m", "x"], ["s"]), NODE("Constant", [], ["i"], value_int=1),
+        NODE("SequenceAt", ["s", "i"], ["o"]),
+    ],
+    "ScatterND with a reduction": [NODE("ScatterND", ["m", "place", "more"], ["o"], reduction="add")],
+    "MeanVarianceNormalization": [NODE("MeanVarianceNormalization", ["m"], ["o"], axes=[0, 1])],
+    "a weight that comes out": [NODE("Identity", ["w"], ["o"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_float32_by_its_definition_stays_it(name: str) -> None:
+    random = np.random.default_rng(0)
+    arrays = {
+        "w": random.normal(0, 0.3, (8, 8)).astype(np.float32),
+        "wide": random.normal(size=(16, 8)).astype(np.float32),
+        "scale": np.ones(8, np.float32), "zero": np.zeros(8, np.float32), "size": np.int64(8),
+        "eight": np.array([8]), "place": np.array([[0, 0]]),
+        "more": np.array([1.5], np.float32),
+    }  # fmt: skip
+    nodes = [NODE("MatMul", ["x", "w"], ["m"]), *FIXED[name], NODE("Add", ["o", "m"], ["y"])]
+    read = {each for node in nodes for each in node.input}
+    weights = [numpy_helper.from_array(value, each) for each, value in arrays.items() if each in read]
+    x = random.normal(size=(8, 8)).astype(np.float32)
+    model = graphs.model_of(
+        nodes, [graphs.value("x", [8, 8])], [graphs.value("y", [8, 8])], weights, opset=17
+    )
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    if name == "a weight that comes out":
+        model.graph.output.append(graphs.value("w", [8, 8]))
+    wanted = ReferenceEvaluator(model).run(None, {"x": x}) if name not in LEFT_OUT else None
+    expected = answers(model, x)
+    lift_constants(model)
+    narrow(model, "model", "fp16", float32_nodes(model), {"x", "y", "w"})
+    got = answers(model, x)
+    for one, other in zip(got, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_allclose(one, other, atol=0.01 * np.abs(other).max())
+    for one, other in zip(expected, wanted or expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_a_batch_that_is_transposed_before_a_product_crashes_nothing(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31 crashes on the CPU where the Transpose is float16."""
+    nodes = [NODE("Transpose", ["x"], ["t"], perm=[1, 0, 2]), NODE("MatMul", ["t", "w"], ["y"])]
+    random = np.random.default_rng(0)
+    weight = numpy_helper.from_array(random.normal(size=(8, 4)).astype(np.float32), "w")
+    model = graphs.model_of(
+        nodes, [graphs.value("x", ["N", "T", 8])], [graphs.value("y", ["T", "N", 4])], [weight]
+    )
+    source = graphs.artifact(tmp_path / "src", model)
+    x = random.normal(size=(8, 6, 8)).astype(np.float32)
+    data = {"calibration": split_of("rows.npz", Arrays({"x": x}, 8))}
+    ctx = harness.run(Fp16(), Fp16Settings(), source, tmp_path / "out", data=data)
+    assert ctx.facts["parity"]["relative"] < 0.01
+    assert types(tmp_path) == {"w": TensorProto.FLOAT16}
+
+
+# the reference has none of these, or other random numbers
+LEFT_OUT = ("RandomNormal", "RandomNormalLike", "Bernoulli", "DequantizeLinear")
+
+
+def answers(model: Any, x: Any) -> Any:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})
+
+
+@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e-7, True)])
+def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: float, told: bool) -> None:
+    model = graphs.two_layers()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(scale), tensor.name)
+        )
+    ctx = run(tmp_path, model)
+    assert (ctx.facts["parity"]["error"] > 0.02) == told
+    assert any("'logits'" in warning for warning in ctx.warnings) == told
+
+
+def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
+    model = graphs.two_layers()
+    model.graph.node[-1].output[0] = "certain"
+    model.graph.node.append(NODE("RandomNormalLike", ["certain"], ["noise"], "noise"))
+    model.graph.node.append(NODE("Add", ["certain", "noise"], ["logits"], "noisy"))
+    ctx = run(tmp_path, model)
+    assert len(ctx.warnings) == 1
+    assert "gives other outputs in each call" in ctx.warnings[0]

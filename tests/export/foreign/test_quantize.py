@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from pydantic import ValidationError
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
@@ -70,7 +71,7 @@ def test_nodes_that_are_to_stay_float_do(tmp_path: Path) -> None:
     run(tmp_path, graphs.two_layers(), leave=["second"])
     assert operators(tmp_path).count("MatMulInteger") == 1
     assert "MatMul" in operators(tmp_path)
-    with pytest.raises(InputError, match=r"no node 'secnod' in the graph\. Did you mean 'second'"):
+    with refused("unknown-node", InputError):
         run(tmp_path / "other", graphs.two_layers(), leave=["secnod"])
 
 
@@ -132,3 +133,23 @@ def test_an_old_opset_is_converted_or_gets_one_scale_for_a_matrix_and_a_word_of_
     sizes = {t.name: list(t.dims) for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}
     assert sizes["w1_scale"] == ([64] if converts else [])
     assert bool(ctx.warnings) == (not converts)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_names_that_the_quantizer_makes_may_be_in_the_graph_already(tmp_path: Path, scheme: str) -> None:
+    """onnxruntime.quantization makes x_scale, h_quantized, w1_quantized and nodes of such names."""
+    model = graphs.two_layers(width=64)
+    new = {"h0": "x_scale", "h1": "x_scale_quantized", "b1": "w1_quantized", "b2": "x_zero_point"}
+    new |= {"o": "w1_DequantizeLinear_Output"}
+    for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+        node.output[:] = [new.get(name, name) for name in node.output]
+        node.name = {"relu": "x_QuantizeLinear", "nothing": "first_quant"}.get(node.name, node.name)
+    for tensor in model.graph.initializer:
+        tensor.name = new.get(tensor.name, tensor.name)
+    ctx = run(tmp_path, model, scheme=scheme)
+    assert ctx.facts["parity"]["relative"] < 0.4
+    made = onnx.load(tmp_path / "out/model.onnx")
+    onnx.checker.check_model(made)
+    names = {name for node in made.graph.node for name in (*node.input, *node.output)}
+    assert {"x", "logits", "x_scale", "x_zero_point"} <= names  # those of the graph are as they were

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.export.foreign import simplify
@@ -16,7 +17,7 @@ from smelt.export.foreign.simplify import Simplify, SimplifySettings
 from smelt.runtime.foreign.limits import FailedError
 
 
-def nodes(path: Path) -> list[str]:
+def nodes_of(path: Path) -> list[str]:
     return [node.op_type for node in onnx.load(path / "model.onnx").graph.node]
 
 
@@ -30,8 +31,8 @@ def test_what_does_nothing_goes_and_the_rest_computes_the_same(tmp_path: Path) -
     source = graphs.artifact(tmp_path / "src", graphs.two_layers())
     rows = graphs.split()
     ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data={"calibration": rows})
-    assert "Identity" in nodes(tmp_path / "src")
-    assert "Identity" not in nodes(tmp_path / "out")
+    assert "Identity" in nodes_of(tmp_path / "src")
+    assert "Identity" not in nodes_of(tmp_path / "out")
     assert ctx.warnings == []
     assert (ctx.facts["nodes_before"], ctx.facts["parity"]["rows"]) == (6, 16 + 3)
     expected = graphs.classes(tmp_path / "src/model.onnx", rows)
@@ -86,7 +87,7 @@ def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
 
     def stopped(module: str, arguments: Any, given: Any) -> Any:
         limits.append(given)
-        raise FailedError("it took more than 7 s of processor time")
+        raise FailedError("it took more than 7 s of processor time", "time-limit")
 
     monkeypatch.setattr(simplify, "ask", stopped)
     source = graphs.artifact(tmp_path / "src", graphs.two_layers())
@@ -94,10 +95,55 @@ def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
     ctx = harness.run(Simplify(), settings, source, tmp_path / "out")
     assert limits == [(2_000_000_000, 7)]
     assert ctx.warnings == ["not simplified: onnxsim was stopped: it took more than 7 s of processor time"]
-    assert nodes(tmp_path / "out") == nodes(tmp_path / "src")
+    assert nodes_of(tmp_path / "out") == nodes_of(tmp_path / "src")
 
 
 def test_graphs_that_smelt_exported_are_left_to_their_own_stage(tmp_path: Path) -> None:
     source = graphs.artifact(tmp_path / "src", graphs.two_layers(), foreign=False)
-    with pytest.raises(InputError, match="for ONNX models that a recipe starts from"):
+    with refused("needs-onnx-model", InputError):
         harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out")
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize(("error", "kept"), [(4.8e-6, True), (4.8e-5, False)])
+def test_the_last_digits_of_a_softmax_over_thousands_of_classes_are_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, kept: bool
+) -> None:
+    """Its values deviate by 0.01 and its largest is 1, whose digits count."""
+    weight = np.random.default_rng(0).normal(0, 4, (8, 6625)).astype(np.float32)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
+        helper.make_node("Softmax", ["m"], ["logits"], "softmax", axis=1),
+    ]
+    ends = [graphs.value("x", ["N", 8])], [graphs.value("logits", ["N", 6625])]
+    model = graphs.model_of(nodes, *ends, [numpy_helper.from_array(weight, "w")])
+
+    def changed(source: Path, folder: Path) -> Any:
+        model = onnx.load(source)
+        factor = numpy_helper.from_array(np.float32(1 + error), "factor")
+        model.graph.initializer.append(factor)
+        model.graph.node[1].output[0] = "before"
+        model.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["logits"], "times"))
+        return model
+
+    monkeypatch.setattr("smelt.export.simplify.simplified", changed)
+    source = graphs.artifact(tmp_path / "src", model)
+    data = {"calibration": graphs.split()}
+    ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert ("Mul" in nodes_of(tmp_path / "out")) == kept
+    assert (ctx.warnings == []) == kept
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_shapes_that_are_missing_are_found_or_asked_for(tmp_path: Path) -> None:
+    model = graphs.two_layers()
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    source = graphs.artifact(tmp_path / "src", model)
+    data = {"calibration": graphs.split()}
+    ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert "Identity" not in nodes_of(tmp_path / "out")
+    assert ctx.warnings == []
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    again = graphs.artifact(tmp_path / "other", model)
+    ctx = harness.run(Simplify(), SimplifySettings(), again, tmp_path / "out2", data=data)
+    assert "input 'x' says nothing of its shape" in ctx.warnings[0]

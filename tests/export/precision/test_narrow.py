@@ -5,6 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from refusals import refused
 
 from smelt.core.errors import RunError
 from smelt.export.parity.twin import widen_halves
@@ -98,7 +99,7 @@ def test_a_weight_that_both_precisions_read_stays_float32_and_is_cast():
 
 def test_a_weight_that_no_float16_holds_is_an_error_only_where_it_is_read_in_half():
     weight = a_chain(1e6)
-    with pytest.raises(RunError, match=r"'wb' holds .*e\+06, which float16 cannot"):
+    with refused("beyond-16-bits", RunError):
         narrow(weight, "encoder_model")
     model = a_chain(1e6)
     narrow(model, "encoder_model", "fp16", {"b"})

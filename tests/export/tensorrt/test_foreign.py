@@ -17,6 +17,7 @@ from smelt.export.foreign.fp16 import Fp16, Fp16Settings
 from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
 from smelt.export.foreign.simplify import Simplify, SimplifySettings
 from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
+from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.profile import Range
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
@@ -43,6 +44,28 @@ def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
     }
     with refused("no-calibration-data", InputError):
         foreign_ranges(tmp_path, settings, harness.context(tmp_path / "other", "tensors"))
+
+
+def test_the_batch_is_on_the_axis_of_the_rows(tmp_path: Path) -> None:
+    made = graphs.recurrent(["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
+    write_signature(tmp_path, signature_of(made))
+    # as they are read: the axis of the rows first
+    arrays = Arrays({"x": np.zeros((5, 6, 4), np.float32), "state": np.zeros((5, 1, 8), np.float32)}, 5)
+    ctx = harness.context(tmp_path / "out", "tensors", {"calibration": split_of("r.npz", arrays)})
+    [ranges], _ = foreign_ranges(tmp_path, TensorrtSettings(max_batch_size=16), ctx)
+    found = foreign_shapes(made, ranges, "m.onnx")
+    assert found["x"][2] == (16, 6, 4)
+    assert found["state"][0] == (1, 1, 8)
+    assert found["state"][2] == (1, 16, 8)
+
+
+def test_axes_called_by_a_question_mark_may_have_different_sizes() -> None:
+    made = graphs.model_of([], [graphs.value("x", ["?", 3, "?"])], [graphs.value("x", [])])
+    shapes = {"x": ((1, 3, 7), (1, 3, 7), (8, 3, 7))}
+    assert check_profile(made, shapes, None) == []
+    made.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    made.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "n"
+    assert len(check_profile(made, shapes, None)) == 1
 
 
 def test_of_texts_axis_1_is_the_length() -> None:

@@ -8,6 +8,7 @@ import forked_workers
 import harness
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from refusals import error_of, refused
 
 import smelt
@@ -155,3 +156,35 @@ def test_a_file_that_is_narrow_already_is_told_by_plan_and_init(here: Path, kind
         "nothing to quantize", ""
     )
     harness.smelt("plan", here / "m.yaml", code=0)
+
+
+def test_a_file_of_float64_weights_is_scored_and_not_quantized(here: Path) -> None:
+    model = graphs.two_layers()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
+        )
+    for found in (*model.graph.input, *model.graph.output):
+        found.type.tensor_type.elem_type = TensorProto.DOUBLE
+    graphs.save(model, here / "m.onnx")
+    with refused("already-narrow", InputError):
+        smelt.run(recipe(here, "[{quantize: {}}]"))
+    harness.smelt("run", recipe(here, "[simplify]"), code=0)
+
+
+def test_the_plan_names_nodes_that_draw_random_numbers(here: Path) -> None:
+    model = graphs.two_layers()
+    model.graph.node.append(helper.make_node("RandomNormalLike", ["logits"], ["noise"], "noisy"))
+    model.graph.output.append(graphs.value("noise", ["N", 4]))
+    graphs.save(model, here / "m.onnx")
+    (found,) = [one for one in load_plan(recipe(here)).warnings if one.code == "random-outputs"]
+    assert "'noisy'" in found.message
+
+
+def test_one_file_is_divided_into_what_is_calibrated_on_and_what_is_scored(here: Path) -> None:
+    harness.smelt("init", "m.onnx", "--data", "test.npz", code=0)
+    splits = load_plan(here / "m.yaml").splits
+    assert {name: len(split) for name, split in splits.items()} == {"train": 8, "test": 32}
+    parts = [split.arrays.values["x"] for split in splits.values() if split.arrays is not None]
+    together = np.concatenate(parts)
+    np.testing.assert_array_equal(np.sort(together, 0), np.sort(np.load("test.npz")["x"], 0))

@@ -4,6 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 import fake_tensorrt
+import foreign_graphs
 import numpy as np
 import onnx
 import pytest
@@ -261,3 +262,23 @@ def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
         expected = class_logits(runner, tensorrt_graphs.ROWS, 5)
     with open_runner(artifact(tmp_path, "tensorrt", "text-classification")) as runner:
         np.testing.assert_allclose(class_logits(runner, tensorrt_graphs.ROWS, 5), expected, atol=1e-3)
+
+
+def test_arrays_are_cut_on_the_axis_that_holds_their_rows(trt, tmp_path):
+    """Five rows on an engine that takes two, the state's on axis 1, as the output's that is like it."""
+    shapes = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
+    source = foreign_graphs.artifact(tmp_path / "a", foreign_graphs.recurrent(*shapes))
+    rows = foreign_graphs.recurrent_rows(tmp_path / "r.npz", 5)
+    path = source.path / "model.onnx"
+    most = {"x": (2, 6, 4), "state": (1, 2, 8)}
+    least = {"x": (1, 6, 4), "state": (1, 1, 8)}
+    fake_tensorrt.write_plan(
+        path, {n: (least[n], least[n], most[n]) for n in most}, source.path / "model.plan"
+    )
+    wanted = foreign_graphs.by_hand(path, rows)
+    with open_runner(artifact(source.path, "tensorrt", "tensors"), 1) as runner:
+        found = runner.run(rows)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5)
+    fed = [call[2] for call in trt.calls if call[:2] == ("set_input_shape", "state")]
+    assert [shape[1] for shape in fed] == [2, 2, 1]

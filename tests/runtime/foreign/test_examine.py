@@ -33,6 +33,8 @@ def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None
         "nodes": 6,
         "parameters": 8 * 16 + 16 + 16 * 4 + 4,
         "producer": "",
+        "operators": {"MatMul": 2, "Add": 2, "Relu": 1, "Identity": 1},
+        "random": [],
         "codes": 0,
         "floats": "float32",
     }
@@ -251,6 +253,28 @@ def no_output() -> Any:
     return model
 
 
+def one_name_twice() -> Any:
+    made = graphs.two_layers()
+    made.graph.node[1].name = made.graph.node[0].name
+    return made
+
+
+def in_bfloat16() -> Any:
+    weight = helper.make_tensor("w", TensorProto.BFLOAT16, [8, 4], np.ones(32, np.float32))
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BFLOAT16),
+        helper.make_node("MatMul", ["c", "w"], ["h"], "product"),
+        helper.make_node("Cast", ["h"], ["y"], to=TensorProto.FLOAT),
+    ]
+    return graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 4])], [weight], 20)
+
+
+def without_inputs() -> Any:
+    made = graphs.two_layers()
+    made.graph.initializer.append(numpy_helper.from_array(np.ones((1, 8), np.float32), "x"))
+    return made
+
+
 def a_sequence() -> Any:
     model = graphs.one_node("SequenceConstruct")
     kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(graphs.FLOAT, ["N", 8]))
@@ -280,12 +304,42 @@ def a_sequence() -> Any:
         (gives_twice, "two places give the value 'h1'"),
         (no_output, "the graph's output 'other' is given by no node"),
         (a_sequence, "options={'zipmap': False}"),
+        (lambda: graphs.one_node("Magic", "ai.onnx.ml"), "an older opset of ai.onnx.ml"),
+        (one_name_twice, "node.ClearField('name')"),
+        (in_bfloat16, "weights are bfloat16, for which the CPU has no such operator: export it in float32"),
+        (without_inputs, "computes the same in every call"),
     ],
 )
 def test_a_graph_that_cannot_be_run_is_said_with_its_place(
     tmp_path: Path, make: Callable[[], Any], said: str
 ) -> None:
     assert said in problem(graphs.save(make(), tmp_path / "m.onnx"))
+
+
+def random_graph(training: bool) -> Any:
+    """Return a graph of Dropout, in training or not, and of one that is so by an input."""
+    made = graphs.two_layers()
+    truth = numpy_helper.from_array(np.array(training), "training")
+    made.graph.initializer.append(truth)
+    made.graph.node.append(helper.make_node("Dropout", ["logits", "", "training"], ["out"], "drop"))
+    made.graph.output.append(graphs.value("out", ["N", 4]))
+    return made
+
+
+def test_nodes_that_draw_random_numbers_are_named(tmp_path: Path) -> None:
+    path = graphs.save(random_graph(training=True), tmp_path / "m.onnx")
+    assert answer([str(path)])["facts"]["random"] == ["Dropout 'drop'"]
+    graphs.save(random_graph(training=False), path)
+    assert answer([str(path)])["facts"]["random"] == []
+    noisy = random_graph(training=False)
+    noisy.graph.node[-1].CopyFrom(helper.make_node("RandomNormalLike", ["logits"], ["out"], "noise"))
+    graphs.save(noisy, path)
+    assert answer([str(path)])["facts"]["random"] == ["RandomNormalLike 'noise'"]
+
+
+def test_an_axis_called_by_a_question_mark_has_no_name(tmp_path: Path) -> None:
+    path = graphs.save(graphs.two_layers(batch="?"), tmp_path / "m.onnx")
+    assert answer([str(path)])["signature"]["inputs"][0]["shape"] == [None, 8]
 
 
 def test_several_mistakes_are_said_together(tmp_path: Path) -> None:

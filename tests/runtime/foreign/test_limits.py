@@ -34,13 +34,13 @@ def test_an_answer_comes_back_whatever_was_printed_beside_it() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "code"),
     [
-        ("crash", r"its process crashed \(SIGSEGV\)"),
-        ("memory", "it asked for more than 1.0 GB of memory"),
-        ("time", r"it took more than (1 s of processor time|6 s)"),  # the clock, where the machine is busy
+        ("crash", "process-crashed"),
+        ("memory", "memory-limit"),
+        ("time", "time-limit"),
     ],
 )
-def test_what_happens_there_is_said_here(what: str, said: str) -> None:
-    with pytest.raises(FailedError, match=said):
+def test_what_happens_there_is_said_here(what: str, code: str) -> None:
+    with pytest.raises(FailedError, check=lambda error: error.code == code):
         ask("asked_module", [what], Limits(1_000_000_000, 1))

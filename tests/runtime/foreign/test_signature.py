@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.core.rows.arrays import Arrays, Shape
@@ -33,11 +34,10 @@ def test_what_does_not_fit_is_said(shapes: dict[str, Shape], said: str | None) -
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 
-def test_a_fixed_batch_wants_a_multiple_of_it() -> None:
+def test_a_fixed_batch_takes_any_number_of_rows() -> None:
     fixed = Signature(inputs=(Value(name="x", dtype="float32", shape=(4, 3)),), outputs=())
     assert fixed.batch == 4
-    assert list(fixed.problems({"x": Shape("float32", (8, 3))})) == []
-    assert "exactly 4 in a call" in next(fixed.problems({"x": Shape("float32", (9, 3))}))
+    assert list(fixed.problems({"x": Shape("float32", (9, 3))})) == []
 
 
 def test_rows_are_cut_and_what_belongs_to_all_stays_whole() -> None:
@@ -53,5 +53,5 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_signature(tmp_path, MADE)
     assert read_signature(tmp_path) == MADE
     (tmp_path / "signature.json").write_text('{"inputs": 3}')
-    with pytest.raises(InputError, match="not what this version of smelt reads"):
+    with refused("damaged-file", InputError):
         read_signature(tmp_path)

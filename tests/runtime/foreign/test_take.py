@@ -6,7 +6,7 @@ import foreign_graphs as graphs
 import numpy as np
 import onnx
 import onnxruntime
-import pytest
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.foreign.take import take_graph
@@ -50,5 +50,5 @@ def test_weights_that_went_away_are_said(tmp_path: Path) -> None:
     source = graphs.save(graphs.two_layers(), tmp_path / "any.onnx", "weights.bin")
     (tmp_path / "weights.bin").unlink()
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match="its weights cannot be copied"):
+    with refused("unreadable-file", InputError):
         take_graph(source, tmp_path / "out", outside=True)

@@ -6,6 +6,7 @@ import foreign_graphs as graphs
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.foreign.trial import answer, limits_for, try_graph
@@ -21,7 +22,7 @@ def test_an_input_may_have_any_name(tmp_path: Path) -> None:
     )
     rows = {name: np.ones((3, 2), np.float32) for name in names}
     try_graph(graphs.save(made, tmp_path / "m.onnx"), rows, "m.onnx")
-    with pytest.raises(InputError, match=r"m\.onnx: ONNX Runtime cannot run it on the first rows"):
+    with refused("graph-failed", InputError):
         try_graph(tmp_path / "m.onnx", rows | {"file": np.ones((2, 3, 4), np.float32)}, "m.onnx")
 
 

@@ -51,6 +51,47 @@ def with_whole_numbers() -> Any:
     return made
 
 
+def recurrent(x: Sequence[Any], state: Sequence[Any], new_state: Sequence[Any]) -> Any:
+    """Return a GRU of these shapes: x float32 [N, T, 4] and state [1, N, 8] -> y [N, T, 8], new_state."""
+    random = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["by_time"], "first", perm=[1, 0, 2]),
+        helper.make_node(
+            "GRU", ["by_time", "w", "r", "", "", "state"], ["all", "new_state"], "gru", hidden_size=8
+        ),
+        helper.make_node("Squeeze", ["all", "one"], ["steps"], "squeeze"),
+        helper.make_node("Transpose", ["steps"], ["y"], "last", perm=[1, 0, 2]),
+    ]
+    weights = [
+        numpy_helper.from_array(random.normal(0, 0.3, (1, 24, 4)).astype(np.float32), "w"),
+        numpy_helper.from_array(random.normal(0, 0.3, (1, 24, 8)).astype(np.float32), "r"),
+        numpy_helper.from_array(np.array([1]), "one"),
+    ]
+    return model_of(
+        nodes, [value("x", x), value("state", state)],
+        [value("y", [x[0], x[1], 8]), value("new_state", new_state)], weights,
+    )  # fmt: skip
+
+
+def recurrent_rows(path: Path, count: int = 40, seed: int = 1) -> dict[str, Any]:
+    """Write rows for `recurrent`, those of the state on axis 1; return them."""
+    random = np.random.default_rng(seed)
+    made = {
+        "x": random.normal(size=(count, 6, 4)).astype(np.float32),
+        "state": random.normal(size=(1, count, 8)).astype(np.float32),
+    }
+    np.savez(path, allow_pickle=False, **made)
+    return made
+
+
+def by_hand(path: Path, feeds: Any) -> dict[str, Any]:
+    """Return what ONNX Runtime gives for all rows in one call."""
+    from smelt.runtime.backends.onnx_session import open_session
+
+    session = open_session(path, 1)
+    return dict(zip([o.name for o in session.get_outputs()], session.run(None, dict(feeds)), strict=True))
+
+
 def save(model: Any, path: Path, outside: str | None = None) -> Path:
     """Write a model; with `outside`, its weights go into that file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.data import Columns, Example, Split
@@ -75,7 +76,7 @@ def test_values_that_are_not_finite_are_told_with_their_cache(wrong):
         def run(self, names, feeds):
             return [np.array([[[[1.0, 2.0], [wrong, 0.0]]]], np.float32)]
 
-    with pytest.raises(RunError, match=r"present.3.value holds values that are not finite on the train rows"):
+    with refused("non-finite-outputs", RunError):
         ranges.largest_magnitudes(Session(), [np.arange(2)], set(), "train")
 
 
@@ -86,7 +87,7 @@ def test_rows_begin_all_over_the_text_and_are_as_long_as_the_model_takes():
     assert len(rows) == ranges.ROWS
     assert ["".join(map(chr, ids)) for ids in (rows[0], rows[1], rows[-1])] == ["aaaa|bb", "kkkk|ll", "hhhh"]
     assert max(map(len, calibration_rows(split, Words(), 10**6))) == ranges.LENGTH
-    with pytest.raises(InputError, match="made: onnx: kv_cache: int8: its text has no token"):
+    with refused("empty-text", InputError):
         calibration_rows(Split("made", (Example(""),)), Words(), 7)
 
 
@@ -94,5 +95,5 @@ def test_rows_for_calibration_come_before_those_to_train_on(tmp_path):
     split = read_split(causal.lines(tmp_path / "t.txt").name, "language-modeling", Columns(), tmp_path)
     assert calibration_split({"train": split, "calibration": split, "validation": split}) == "calibration"
     assert calibration_split({"train": split, "calibration": Split("empty", ())}) == "train"
-    with pytest.raises(InputError, match="needs calibration or train data"):
+    with refused("no-calibration-data", InputError):
         calibration_split({"validation": split})

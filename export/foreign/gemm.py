@@ -1,0 +1,73 @@
+"""The factors of Gemm, alpha and beta, as weights, since ONNX Runtime's quantizers compute with 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_INPUT, _MATRIX, _BIAS = 0, 1, 2
+
+
+def scaled(graph: Any) -> list[Any]:
+    """Return the Gemm nodes whose alpha or beta is not 1, of floats."""
+    nodes = (node for node in graph.node if node.op_type == "Gemm" and node.domain in ("", "ai.onnx"))
+    return [node for node in nodes if _factor(node, "alpha") != 1 or _factor(node, "beta") != 1]
+
+
+def fold_factors(graph: Any) -> None:
+    """Multiply the matrix by alpha and the bias by beta; where one is no constant, a Mul does it.
+
+    The matrices and biases of Gemm nodes are theirs alone (`prepared` sees to it).
+    """
+    outputs = {value.name for value in graph.output}
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in outputs}
+    for node in scaled(graph):
+        alpha, beta = _factor(node, "alpha"), _factor(node, "beta")
+        _multiply(graph, node, _MATRIX if node.input[_MATRIX] in tensors else _INPUT, alpha, tensors)
+        if len(node.input) > _BIAS and node.input[_BIAS]:
+            _multiply(graph, node, _BIAS, beta, tensors)
+        kept = [attribute for attribute in node.attribute if attribute.name not in ("alpha", "beta")]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+
+
+def _factor(node: Any, name: str) -> float:
+    return next((float(one.f) for one in node.attribute if one.name == name), 1.0)
+
+
+def _multiply(graph: Any, node: Any, place: int, factor: float, tensors: dict[str, Any]) -> None:
+    """Multiply an input of a node: in its constant, else by a node before it."""
+    from onnx import helper, numpy_helper
+
+    name = node.input[place]
+    if factor == 1:
+        return
+    if name in tensors:
+        value = numpy_helper.to_array(tensors[name])
+        tensors[name].CopyFrom(numpy_helper.from_array((value * factor).astype(value.dtype), name))
+        return
+    kind = _kind_of(graph, node, tensors)
+    taken = {each for one in graph.node for each in (*one.input, *one.output)} | set(tensors)
+    new = [f"{name}.{word}{place}" for word in ("factor", "scaled")]
+    while taken & set(new):
+        new = [f"{word}_" for word in new]
+    tensors[new[0]] = graph.initializer.add()
+    tensors[new[0]].CopyFrom(numpy_helper.from_array(np.asarray(factor, kind), new[0]))
+    at = next(at for at, one in enumerate(graph.node) if one is node or one.output[0] == node.output[0])
+    graph.node.insert(at, helper.make_node("Mul", [name, new[0]], [new[1]], f"{new[1]}.mul"))
+    graph.node[at + 1].input[place] = new[1]
+
+
+def _kind_of(graph: Any, node: Any, tensors: dict[str, Any]) -> Any:
+    """Return the numpy type of a Gemm node's numbers, float32 where nothing tells."""
+    from onnx import helper
+
+    kinds = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    }
+    kinds |= {name: tensor.data_type for name, tensor in tensors.items()}
+    known = (kinds[name] for name in (*node.input, *node.output) if kinds.get(name))
+    found = next(known, None)
+    return np.float32 if found is None else helper.tensor_dtype_to_np_dtype(found)

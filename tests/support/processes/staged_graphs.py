@@ -1,0 +1,287 @@
+"""Drawn graphs through the stages for ONNX: `python staged_graphs.py DRAWS HOME [SEED]` prints what is wrong.
+
+Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-graph` in four ways
+and `fp16`. A stage may refuse it with an error that has a code. What it writes must be a valid file that runs
+with one thread and with two, and gives what the graph gave, or a warning. A draw has a process of its own,
+with limits: what a native library does there ends that draw alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drawn_graphs
+import numpy as np
+from drawn_graphs import Drawn
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+SECONDS, MEMORY = 120, 3 << 30
+ROWS = 12
+# Root mean square of the difference, as a share of that of the values, from which on it has to be told.
+FAR = {"simplify": 1e-3, "fp16": 0.05, "dynamic": 0.4, "minmax": 0.4, "entropy": 0.4, "percentile": 0.4}
+STAGES = tuple(FAR)
+
+
+def draw(draws: int, number: int | None, see: Callable[[int, Drawn], None]) -> None:
+    """Call `see` with each of so many drawn graphs and its number; without `number` always the same ones."""
+    count = iter(range(10**9))
+
+    @settings(
+        max_examples=draws, database=None, deadline=None, derandomize=number is None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(drawn_graphs.graphs())
+    def drawn(graph: Drawn) -> None:
+        see(next(count), graph)
+
+    (drawn if number is None else seed(number)(drawn))()
+
+
+def faults_of(graph: Drawn, folder: Path, stages: tuple[str, ...] = STAGES) -> tuple[list[str], list[str]]:
+    """Return what is wrong of a graph in these stages, and how each ended; in processes of their own.
+
+    A stage that crashes once more with its native parts in processes of their own, as a user has them, is
+    wrong; else those are part of the process that is watched here, which takes a tenth of the time.
+    """
+    ends, left = [], list(stages)
+    faults: list[str] = []
+    while left:
+        said, signalled = _forked(lambda tell, some=left: _all(graph, folder, some, True, tell), folder)
+        for stage, end, fault in said:
+            ends.append(f"{stage}: {end}")
+            faults += [f"{stage}: {fault}"] if fault else []
+        left = left[len(said) :]
+        if left and left[0] in stages and signalled:
+            [stage, *left] = left
+            said, signalled = _forked(lambda tell, one=stage: _all(graph, folder, [one], False, tell), folder)
+            end, fault = said[0][1:] if said else ("crashed", f"ended by signal {signalled}")
+            ends.append(f"{stage}: {end}")
+            faults += [f"{stage}: {fault}"] if fault else []
+        elif not signalled and left:
+            return [*faults, f"{left[0]}: the process ended early"], ends
+    return faults, ends
+
+
+def _forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tuple[list[Any], int]:
+    """Return what `work` told in a forked process with limits, and the signal that ended it."""
+    told = folder.with_suffix(".jsonl")
+    told.write_text("")
+    child = os.fork()
+    if not child:
+        try:
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(SECONDS)
+            with told.open("a") as file, open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+
+                def tell(line: Any) -> None:
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+
+                try:
+                    work(tell)
+                except Exception:  # of this file itself
+                    tell(("set-up", "raised", traceback.format_exc()[-600:]))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    return lines, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def _all(graph: Drawn, folder: Path, stages: list[str], here: bool, tell: Callable[[Any], None]) -> None:
+    """Tell of each stage (stage, how it ended, what is wrong or None)."""
+    import foreign_graphs
+
+    from smelt.core.data import split_of
+    from smelt.core.rows.arrays import Arrays
+
+    if here:
+        _ask_here()
+    shutil.rmtree(folder, ignore_errors=True)
+    source = foreign_graphs.artifact(folder / "source", graph.model)
+    data = {"calibration": split_of("rows.npz", Arrays(graph.rows(ROWS, 1), ROWS))}
+    wanted = _run(folder / "source" / "model.onnx", graph, 1)
+    for stage in stages:
+        end, fault = _staged(stage, source, data, graph, wanted, folder / stage)
+        tell((stage, end, fault))
+
+
+def _ask_here() -> None:
+    """Let stages do in this process, which is watched, what they ask of processes of their own."""
+    import importlib
+
+    def ask(module: str, arguments: Any, limits: Any) -> Any:
+        return json.loads(json.dumps(importlib.import_module(module).answer(list(arguments))))
+
+    for name in ("smelt.export.foreign.simplify", "smelt.runtime.foreign.trial"):
+        importlib.import_module(name).ask = ask  # type: ignore[attr-defined]
+
+
+def _staged(
+    name: str, source: Any, data: Any, graph: Drawn, wanted: list[Any], out: Path
+) -> tuple[str, str | None]:
+    """Return how a stage ended, and what is wrong with that."""
+    import harness
+    import onnx
+
+    from smelt.core.errors import SmeltError
+
+    stage, chosen = _stage(name)
+    try:
+        ctx = harness.run(stage, chosen, source, out, data=data)
+    except SmeltError as error:
+        words = re.sub(r"\S*draw/\S*", "FILE", " ".join(str(error).split()))
+        end = f"refused {error.code}" + (f" {words[:300]}" if "SMELT_DRAWS_SHOWN" in os.environ else "")
+        return end, None if error.code else f"an error without a code: {words[:300]}"
+    except Exception as error:  # whatever a stage does not foresee
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            "raised",
+            f"{type(error).__name__}: {str(error)[:300]} ({Path(place.filename).name}:{place.lineno})",
+        )
+    path = out / "model.onnx"
+    try:
+        onnx.checker.check_model(str(path), full_check=False)
+    except Exception as error:  # of several kinds
+        return "invalid", f"onnx.checker: {' '.join(str(error).split())[:300]}"
+    for threads in (1, 2):
+        try:
+            got = _run(path, graph, threads)
+        except Exception as error:
+            return "invalid", f"ONNX Runtime, {threads} threads: {' '.join(str(error).split())[:300]}"
+        if (off := _difference(got, wanted)) > FAR[name] and not ctx.warnings:
+            return (
+                "far",
+                f"{off:.3g} off with {threads} threads, parity {ctx.facts.get('parity')}, no warning",
+            )
+    return (f"warned {ctx.warnings[0][:60]}" if ctx.warnings else "done"), None
+
+
+def _stage(name: str) -> tuple[Any, Any]:
+    from smelt.export.foreign.fp16 import Fp16, Fp16Settings
+    from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+    from smelt.export.foreign.simplify import Simplify, SimplifySettings
+
+    if name == "simplify":
+        return Simplify(), SimplifySettings()
+    if name == "fp16":
+        return Fp16(), Fp16Settings()
+    if name == "dynamic":
+        return QuantizeGraph(), QuantizeGraphSettings(scheme="int8-dynamic")
+    return QuantizeGraph(), QuantizeGraphSettings(scheme="int8-static", method=name)  # type: ignore[arg-type]
+
+
+def _run(path: Path, graph: Drawn, threads: int) -> list[Any]:
+    """Return the outputs of a graph on the calibration rows in other batches, opened as users do.
+
+    Other rows may lie outside of the ranges that a stage saw, which it cannot warn of.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    rows, size = graph.rows(ROWS, 1), graph.batch or 5
+    read = {one.name for one in session.get_inputs()}
+    return [
+        session.run(
+            None,
+            {name: v if v.ndim == 0 else v[::-1][at : at + size] for name, v in rows.items() if name in read},
+        )
+        for at in range(0, ROWS, size)
+    ]
+
+
+def _difference(got: list[Any], wanted: list[Any]) -> float:
+    """Return how far the worst output is off: root mean squares; infinite where shape or finiteness is."""
+    worst = 0.0
+    for outputs in zip(zip(*got, strict=True), zip(*wanted, strict=True), strict=True):
+        for a, b in zip(*outputs, strict=True):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                return float("inf")
+        a, b = (np.concatenate([np.ravel(part) for part in parts]) for parts in outputs)
+        if b.dtype.kind != "f":
+            worst = max(worst, float(np.mean(a != b)) if b.size else 0.0)
+            continue
+        there = np.isfinite(b)
+        if not np.array_equal(there, np.isfinite(a)):
+            return float("inf")
+        a, b = a[there].astype(np.float64), b[there].astype(np.float64)
+        size = float(np.sqrt(np.mean(b**2))) if b.size else 0.0
+        if b.size:
+            worst = max(worst, float(np.sqrt(np.mean((a - b) ** 2))) / (size or 1.0))
+    return worst
+
+
+def problem_of(graph: Drawn, folder: Path) -> str | None:
+    """Return why onnx or ONNX Runtime does not take the graph by itself."""
+
+    def look(tell: Callable[[Any], None]) -> None:
+        import onnx
+
+        folder.mkdir(exist_ok=True)
+        path = folder / "alone.onnx"
+        path.write_bytes(graph.model.SerializeToString())
+        try:
+            onnx.checker.check_model(str(path), full_check=True)
+            _run(path, graph, 2)
+        except Exception as error:
+            tell(" ".join(str(error).split())[:400])
+            return
+        tell(None)
+
+    said, signalled = _forked(look, folder)
+    return f"signal {signalled}" if not said else said[0]
+
+
+def main(draws: int, home: Path, number: int | None = None) -> int:
+    """Print what is wrong, with the number of its draw, and keep those graphs in `home`; return how many."""
+    import harness  # noqa: F401  what all draws need is imported once
+    import onnxruntime
+    import onnxsim  # noqa: F401
+    from onnxruntime import quantization  # noqa: F401
+
+    onnxruntime.set_default_logger_severity(4)
+    home.mkdir(parents=True, exist_ok=True)
+    ends, found = Counter[str](), 0
+
+    def see(at: int, graph: Drawn) -> None:
+        nonlocal found
+        if (problem := problem_of(graph, home / "draw")) is not None:
+            ends["not valid by itself"] += 1
+            ends[f"  {problem[:150]}"] += "SMELT_DRAWS_SHOWN" in os.environ
+            return
+        faults, ended = faults_of(graph, home / "draw")
+        ends.update(ended)
+        for fault in faults:
+            print(f"{at}: {graph}: {fault}", flush=True)
+            (home / f"{at}.onnx").write_bytes(graph.model.SerializeToString())
+            (home / f"{at}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
+        found += len(faults)
+
+    draw(draws, number, see)
+    for end, count in sorted(ends.items()):
+        print(f"{count:5} {end}", file=sys.stderr)
+    print(f"drawn: {draws}", file=sys.stderr)
+    return found
+
+
+if __name__ == "__main__":
+    numbers = [int(word) for word in sys.argv[3:4]]
+    sys.exit(min(100, main(int(sys.argv[1]), Path(sys.argv[2]), *numbers)))

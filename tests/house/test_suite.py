@@ -76,14 +76,6 @@ def test_contexts_and_command_lines_are_made_by_the_harness() -> None:
     assert {name: made for name, made in others.items() if made} == {}, "use tests/support/harness.py"
 
 
-def test_no_room_of_support_is_a_heap() -> None:
-    found = {}
-    for folder in [TESTS / "support", *(p for p in (TESTS / "support").iterdir() if p.is_dir())]:
-        files = [p for p in folder.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))]
-        found[folder.name] = len(files)
-    assert {name: count for name, count in found.items() if count > 15} == {}
-
-
 def test_the_rooms_of_support_can_be_imported_from() -> None:
     rooms = {p.relative_to(ROOT).as_posix() for p in (TESTS / "support").iterdir() if any(p.glob("*.py"))}
     given = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -76,7 +76,7 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[Message]
         wrong = _wrong(family, settings, choice, counts[name])
         if wrong:
             setting = name if getattr(settings, name) is not None else "importance"
-            mistakes.append(wrong.model_copy(update={"setting": setting}))
+            mistakes.append(mistake(wrong.code, wrong.message, setting=setting))
         after[stacks[name].setting] = choice if isinstance(choice, int) else len(choice)
     return mistakes, after
 
@@ -107,7 +107,7 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
         kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
         wrong = None if count is None else _wrong_parts(said, count, len(kinds))
         if wrong:
-            found.append(wrong.model_copy(update={"setting": name}))
+            found.append(mistake(wrong.code, wrong.message, setting=name))
     return found
 
 

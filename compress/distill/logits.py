@@ -108,7 +108,7 @@ class Distill:
         after = dict(config)
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
-            found = [one.model_copy(update={"setting": f"student.{one.setting}"}) for one in wrong]
+            found = [mistake(one.code, one.message, setting=f"student.{one.setting}") for one in wrong]
         found += check_training(settings, config) + check_folders(settings, config)
         # the layers of a student that cannot be are not counted
         return found + ([] if found else check_losses(settings, after)), after
@@ -139,7 +139,7 @@ class Distill:
             found.append(mistake("does-not-fit-task", text, setting="sequences"))
         for number, phase in enumerate(settings.phases or ()):
             found += [
-                one.model_copy(update={"setting": f"phases.{number}.{one.setting}"})
+                mistake(one.code, one.message, setting=f"phases.{number}.{one.setting}")
                 for one in phase.losses.unfit(task)
             ]
         if settings.keep_logits is not None and not any(

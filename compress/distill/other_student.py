@@ -48,7 +48,7 @@ def check_other(student: StudentSettings, config: Mapping[str, Any]) -> tuple[li
         text = f"its vocabulary has {said} tokens, the model's {words}; both are given the same tokens."
         wrong = mistake("vocabulary-mismatch", text)
     if wrong is not None:
-        return [wrong.model_copy(update={"setting": word})], {}
+        return [mistake(wrong.code, wrong.message, setting=word)], {}
     outputs = {name: config[name] for name in _OUTPUTS if name in config}
     return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
 

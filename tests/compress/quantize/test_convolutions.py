@@ -212,8 +212,9 @@ def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic
     ],
 )
 def test_the_plan_refuses_what_is_of_linear_layers(wrong, setting):
-    [(found, _)], _ = Quantize.check_model(QuantizeSettings.model_validate(wrong), {"model_type": "resnet"})
-    assert found == setting
+    [found], _ = Quantize.check_model(QuantizeSettings.model_validate(wrong), {"model_type": "resnet"})
+    code = "unsupported-scheme" if setting == "scheme" else "does-not-fit-model"
+    assert (found.setting, found.code) == (setting, code)
 
 
 def test_the_plan_refuses_a_target_that_cannot_run_them():
@@ -221,4 +222,5 @@ def test_the_plan_refuses_a_target_that_cannot_run_them():
     _, left = Quantize.check_model(said, {"model_type": "resnet"})
     for target, wrong in {"ort-cpu": [], "openvino": [], "tensorrt": ["target"]}.items():
         found, _ = Onnx.check_model(OnnxSettings.model_validate({"target": target}), left)
-        assert [setting for setting, _ in found] == wrong
+        assert [one.setting for one in found] == wrong
+        assert set(codes(found)) <= {"unsupported-target"}

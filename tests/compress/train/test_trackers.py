@@ -34,7 +34,7 @@ def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work
     said = " ".join(harness.smelt("plan", tmp_path / "recipe.yaml").stdout.split())
     assert "swanlab>=0.5" in said
     ran = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "out", code=2)
-    assert "error[not-installed]" in ran.output
+    assert "error[step-unavailable]" in ran.output
     assert "swanlab>=0.5" in ran.output
     assert not (tmp_path / "out").exists()
 

@@ -38,7 +38,7 @@ def test_plan_takes_the_codes_and_precisions_of_every_arm(tmp_path, monkeypatch)
     graphs = next(stage for stage in recipe["stages"] if stage["name"] == "int4-fp16-graphs")
     graphs["onnx"]["dtype"] = "bf16"
     written.write_text(yaml.safe_dump(recipe))
-    with refused("unsupported-dtype", InputError):
+    with refused("low-precision-scales", InputError):
         load_plan(written)
 
 

@@ -10,6 +10,7 @@ from refusals import places, refused
 from sample_report import sample
 
 from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.evaluate.report.schema import (
     ClassifierParts,
     Difference,
@@ -106,7 +107,7 @@ def test_docs_name_every_key_of_the_schema():
     text = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding="utf-8")
     for part in (
         *(Report, Step, Quality, Latency, Difference, Gate),
-        *(GenerationParts, ClassifierParts, Round),
+        *(GenerationParts, ClassifierParts, Round, Message),
     ):
         for name, field in part.model_fields.items():
             assert f"`{field.alias or name}`" in text

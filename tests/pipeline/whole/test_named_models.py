@@ -108,7 +108,9 @@ def test_models_that_take_other_images_are_refused_before_any_work(who, place, t
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     changed(tmp_path / "other", image_size=64)
     error = error_of(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.found] == [("CODE_N1", f"stages[0].distill.{place}")]
+    assert [(one.code, one.setting) for one in error.found] == [
+        ("image-size-mismatch", f"stages[0].distill.{place}")
+    ]
     assert "64 pixels" in str(error)
 
 
@@ -117,7 +119,9 @@ def test_a_teacher_of_fewer_positions_wants_texts_that_are_cut(tmp_path):
     shutil.rmtree(tmp_path / "other")
     tiny.bert(tmp_path / "other", max_position_embeddings=8)
     error = error_of(harness.smelt("plan", recipe, code=2))
-    assert [(one.code, one.setting) for one in error.found] == [("CODE_N2", "stages[0].distill.teacher")]
+    assert [(one.code, one.setting) for one in error.found] == [
+        ("longer-than-model", "stages[0].distill.teacher")
+    ]
     assert "8 positions" in str(error)
     recipe.write_text(recipe.read_text().replace("max_steps: 1", "max_steps: 1, max_length: 8"))
     assert smelt.run(recipe, out=tmp_path / "run").exit_code == 0

@@ -137,5 +137,5 @@ def test_lengths_beyond_the_positions_fail_the_step_with_its_remedy(home, smelt,
     assert result.returncode == 1
     steps = json.loads((home / "long" / "report.json").read_text())["steps"]
     assert steps[2]["status"] == "error"
-    assert steps[2]["error"]["code"] == "CODE_RT"
+    assert steps[2]["error"]["code"] == "unsupported-graph"
     assert all(value in steps[2]["error"]["message"] for value in ("400", "32", "tensorrt: {lengths: ...}"))

@@ -250,11 +250,11 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
             ("'pearson'",),
         ),
         ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[2].finetune", ("data.jsonl",)),
-        ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[0].prune.importance", ("data.jsonl",)),
+        ({"recipe": CHAIN, "scores": False}, "missing-scores", "stages[1].prune.importance", ("data.jsonl",)),
         (
             {"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)},
-            "CODE_SE",
-            "stages[1].distill.losses.logits",
+            "unknown-loss",
+            "stages[0].distill.losses.logits",
             ("attention, cosine, embedding, embeddings, hidden, relations, scores, similarity",),
         ),
         (

@@ -188,7 +188,7 @@ def _overhead() -> list[float]:
 
     from smelt.execute.run import Options, run_plan
     from smelt.execute.scoring import Scorer
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     spent = 0.0
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from smelt.core.data import Task
     from smelt.execute.run_result import Report, Result
     from smelt.export.package.write import Package
-    from smelt.plan.plan import Plan
+    from smelt.planning.plan import Plan
     from smelt.use.loaded import Model
     from smelt.use.recipes import Recipe
 

@@ -116,7 +116,7 @@ def run(
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
     from smelt.execute.run import Options, run_plan
     from smelt.execute.run_result import summary_lines
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
@@ -136,7 +136,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     Exits with 2 where something is wrong, or a step cannot run on this machine.
     """
     from smelt.core.errors import InputError
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     made = load_plan(recipe, overrides, until)
     show(str(made))

@@ -12,7 +12,7 @@ from smelt.evaluate.metrics import WINDOW_METRICS
 from smelt.recipe.recipe import SPEEDS
 
 if TYPE_CHECKING:
-    from smelt.plan.plan import PlannedGate
+    from smelt.planning.plan import PlannedGate
 
 Step = Mapping[str, Any]
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Split
 from smelt.core.labels import ProblemType
 from smelt.core.messages import Message
-from smelt.plan.labels import settle_labels
-from smelt.plan.sentences import sentence_rules, settle_sentences
-from smelt.plan.text_rules import text_rules
-from smelt.plan.untrained import config_file
+from smelt.planning.labels import settle_labels
+from smelt.planning.sentences import sentence_rules, settle_sentences
+from smelt.planning.text_rules import text_rules
+from smelt.planning.untrained import config_file
 from smelt.runtime.text.rules import TextRules
 from smelt.runtime.text.sentence_files import SentenceRules
 
 if TYPE_CHECKING:
-    from smelt.plan.plan import Plan
+    from smelt.planning.plan import Plan
 
 Labels = tuple[ProblemType, list[str]]
 

@@ -13,7 +13,7 @@ from smelt.core.messages import Message, as_json, warning
 from smelt.execute.gate_verdicts import Evidence, judge
 
 if TYPE_CHECKING:
-    from smelt.plan.plan import Plan, Step
+    from smelt.planning.plan import Plan, Step
 
 _EMPTY: dict[str, Any] = {
     "reason": None,

@@ -29,13 +29,13 @@ from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work, place_of_store
 from smelt.look.machine import unscored_reason
-from smelt.plan.untrained import NOT_SCORED
-from smelt.plan.warnings import data_warnings, few_windows
+from smelt.planning.untrained import NOT_SCORED
+from smelt.planning.warnings import data_warnings, few_windows
 from smelt.recipe.recipe import SPEEDS
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
-    from smelt.plan.plan import Plan, Step
+    from smelt.planning.plan import Plan, Step
 
 ROOT = "model"
 _NOT_ASKED = "scores were not asked for"

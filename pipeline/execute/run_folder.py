@@ -21,7 +21,7 @@ from smelt.execute.store_runs import linked_keys
 
 if TYPE_CHECKING:
     from smelt.execute.steps import Workshop
-    from smelt.plan.plan import Plan
+    from smelt.planning.plan import Plan
 
 _LOG = "log.txt"
 # What a run that was killed at its very beginning leaves.

@@ -29,7 +29,7 @@ from smelt.runtime.foreign.tried import note_tried
 
 if TYPE_CHECKING:
     from smelt.execute.display import Display
-    from smelt.plan.plan import Step
+    from smelt.planning.plan import Step
 
 _LIBRARIES = (
     "torch",

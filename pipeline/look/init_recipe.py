@@ -194,7 +194,7 @@ def _require_plan(text: str, path: Path) -> None:
     Raises:
         InputError: it is not: rows that are broken, labels that the model does not know, ...
     """
-    from smelt.plan.load import make_plan
+    from smelt.planning.load import make_plan
 
     try:
         make_plan(parse_yaml(text, path.name), path)

@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 }
 # What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
 # the problem type decides, of vectors whether there are scores, which is known when model and data are
-# (smelt.plan.labels, smelt.plan.sentences).
+# (smelt.planning.labels, smelt.planning.sentences).
 DEFAULT_METRICS = METRICS | {
     "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
     "text-classification": (),

@@ -18,7 +18,7 @@ from smelt.core.stage import needs_of
 from smelt.execute.run import Options, run_plan
 from smelt.look.foreign import is_onnx
 from smelt.look.model import look
-from smelt.plan.load import make_plan
+from smelt.planning.load import make_plan
 from smelt.recipe.stage_table import load_stage
 from smelt.use.recipes import Recipe
 

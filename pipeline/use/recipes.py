@@ -15,7 +15,7 @@ from smelt.recipe.recipe import examine, find_recipe
 from smelt.recipe.yaml_file import Document, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
-    from smelt.plan.plan import Plan
+    from smelt.planning.plan import Plan
 
 
 class Recipe:
@@ -119,7 +119,7 @@ def plan_of(
     Raises:
         InputError: every mistake in the recipe, the model's folder and the data.
     """
-    from smelt.plan.load import load_plan, make_plan
+    from smelt.planning.load import load_plan, make_plan
 
     if isinstance(recipe, Recipe):
         return make_plan(recipe.document(), recipe.path, overrides, until)

@@ -8,7 +8,7 @@ import yaml
 from refusals import refused
 
 from smelt.core.errors import InputError
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.recipe.recipe import read_recipe
 
 

@@ -71,7 +71,7 @@ def test_only_the_parts_that_are_asked_for_run(tmp_path):
 
 def test_commands_name_what_is_there(tmp_path):
     """Every file and every setting in a command exists: a misspelt one would show only on a GPU."""
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     training = next(each for each in gpu.parts() if each.name == "training-bf16").command
     overrides = tuple(training[at + 1] for at, word in enumerate(training) if word == "--set")

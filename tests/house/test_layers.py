@@ -148,7 +148,7 @@ def test_the_check_of_foreign_code_finds_it(text: str) -> None:
         ("runtime", "from smelt.compress import prune"),
         ("compress", "from smelt.export.onnx import Onnx"),
         ("evaluate", "from smelt import run"),
-        ("export", "def f():\n    import smelt.plan.plan"),
+        ("export", "def f():\n    import smelt.planning.plan"),
     ],
 )
 def test_layer_check_finds_a_break(folder: str, text: str) -> None:

@@ -15,7 +15,7 @@ def test_quickstart_ships() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipe_is_found_by_name_and_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     monkeypatch.chdir(Path.home())  # a recipe must not lean on the folder that smelt is started in
     plan = load_plan(path.stem, (), None)

@@ -15,12 +15,12 @@ from smelt.execute.roots.foreign import begin_with_graph
 from smelt.execute.roots.imported import import_root
 from smelt.execute.roots.named import require_finite_models
 from smelt.execute.roots.untrained import start
-from smelt.plan.warnings import decoding_warnings
+from smelt.planning.warnings import decoding_warnings
 
 if TYPE_CHECKING:
     from smelt.execute.scoring import Scorer
     from smelt.execute.steps import Workshop
-    from smelt.plan.plan import Plan
+    from smelt.planning.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from smelt.core.data import CLASSIFICATION, SIMILARITY
 from smelt.core.errors import InputError
 from smelt.look.model_folder import read_config
-from smelt.plan.plan import Plan
+from smelt.planning.plan import Plan
 from smelt.recipe.problem import has_classifier
 
 

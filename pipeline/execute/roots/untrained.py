@@ -16,7 +16,7 @@ from smelt.core.messages import Message
 from smelt.execute.head import Head
 from smelt.execute.steps import Workshop
 from smelt.look.model_folder import local_folder
-from smelt.plan.untrained import config_file, processor_settings, read_outline
+from smelt.planning.untrained import config_file, processor_settings, read_outline
 from smelt.recipe.inputs import NewTokenizer, Untrained
 from smelt.recipe.problem import has_classifier
 from smelt.recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.models.checkpoint import load_model
 

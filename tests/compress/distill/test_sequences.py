@@ -14,7 +14,7 @@ from smelt.compress.distill.settings import DistillSettings, SequenceSettings
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.predict import generate_candidates

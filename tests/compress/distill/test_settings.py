@@ -10,7 +10,7 @@ from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.data import Columns
 from smelt.core.rows.examples import read_split
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 
 @pytest.mark.parametrize(

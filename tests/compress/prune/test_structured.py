@@ -236,7 +236,7 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
 
 
 def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     tiny.marian(tmp_path / "model")
     tiny.pairs(tmp_path / "rows.jsonl")

@@ -17,7 +17,7 @@ from smelt.core.rows.examples import read_split
 from smelt.core.stage import needs_of
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.runtime.generate.shortlist import FILE, make_shortlist, read_shortlist
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 

@@ -11,7 +11,7 @@ import tiny
 from refusals import error_of, refused
 
 from smelt.core.errors import InputError
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.quality import score_labels, score_texts
 from smelt.evaluate.significance import compare, difference_interval, interval_of
 from smelt.execute.gate_verdicts import Evidence, judge, needed, smallest_batch
-from smelt.plan.plan import PlannedGate
+from smelt.planning.plan import PlannedGate
 
 DRAW = np.random.default_rng(0)
 GOLD = DRAW.integers(0, 2, size=400)

@@ -18,7 +18,7 @@ from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune.threads import cores
 from smelt.look import machine
 from smelt.look.machine import multiplies_bf16, trains_on
-from smelt.plan.plan import Step
+from smelt.planning.plan import Step
 from smelt.runtime.generate.settings import Generation
 
 ROWS = Split("made", (Example("a"), Example("b")))

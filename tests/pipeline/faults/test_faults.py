@@ -252,7 +252,7 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
     It imports first: nobody may not be allowed to read this Python.
     """
     code = (
-        "import contextlib, os, sys; from smelt.cli import main; from smelt.plan.load import load_plan\n"
+        "import contextlib, os, sys; from smelt.cli import main; from smelt.planning.load import load_plan\n"
         "import smelt.execute.run, encodings.unicode_escape\n"
         "with contextlib.suppress(Exception): load_plan(sys.argv[2])\n"
         "os.geteuid() or os.setuid(65534)\n"

@@ -16,7 +16,7 @@ from refusals import error_of
 from smelt.core.artifact import read_artifact
 from smelt.core.store.holder import read_holder
 from smelt.execute.run import Options, run_plan
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 RECIPE = """
 model: m

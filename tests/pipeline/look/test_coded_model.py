@@ -14,7 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import codes
 from smelt.look.coded_model import coded_model
 from smelt.look.model import look
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 RECIPE = """\
 model: artifact

@@ -18,7 +18,7 @@ from smelt.look.init_coded import coded_steps
 from smelt.look.init_recipe import Wishes, init_recipe
 from smelt.look.init_stages import Machine
 from smelt.look.model import look
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.runtime.models.weight_files import weight_tensors
 
 CPU = Machine(2, gpu=False, tensorrt=False)

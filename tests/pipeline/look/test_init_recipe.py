@@ -15,7 +15,7 @@ from smelt.look import machine
 from smelt.look.data import look_at_data
 from smelt.look.init_recipe import Machine, _scalar, init_recipe, recipe_text
 from smelt.look.model import look
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.recipe.yaml_file import parse_yaml
 
 

@@ -15,7 +15,7 @@ from smelt.look import init_stages
 from smelt.look.init_recipe import Wishes, init_recipe
 from smelt.look.init_stages import ENOUGH, Machine, Step, layers, lines_of, steps
 from smelt.look.model import look
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.recipe.yaml_file import parse_yaml
 
 # half of the layers, half of the neurons, one training

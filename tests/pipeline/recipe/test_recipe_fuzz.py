@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 from smelt.recipe.stage_table import TABLE
 
 PIECES = [

@@ -10,7 +10,7 @@ import pytest
 from refusals import places
 from refused_recipes import RECIPE, TRANSLATE, refused_recipe
 
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 pytest_plugins = ["refused_recipes"]
 

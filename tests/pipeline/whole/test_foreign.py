@@ -13,7 +13,7 @@ from refusals import error_of, refused
 
 import smelt
 from smelt import InputError
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 RECIPE = """
 model: m.onnx

@@ -11,7 +11,7 @@ import pytest
 
 import smelt
 from smelt import InputError
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 NAMELESS = ([None, None, 4], [1, None, 8], [1, None, 8])

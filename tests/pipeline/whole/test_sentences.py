@@ -12,7 +12,7 @@ import tiny
 from refusals import error_of, refused
 
 import smelt
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 CHAIN = """
 model: m

@@ -176,7 +176,7 @@ def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
 
 
 def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch):
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     tiny.bert(tmp_path / "m")

@@ -15,7 +15,7 @@ from once import made_once
 
 from smelt.families.registry import BY_TASK, FAMILIES
 from smelt.look.init_recipe import init_recipe
-from smelt.plan.load import load_plan
+from smelt.planning.load import load_plan
 
 # those that have to be told their languages have a test of their own
 CASES = [(f, task) for task, known in BY_TASK.items() for f in known if f in every_family.OF_TEXTS]

@@ -22,7 +22,7 @@ from paired_techniques import MODELS, TECHNIQUES, chain, write_recipe
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, codes
-from smelt.plan.plan import Plan, Step
+from smelt.planning.plan import Plan, Step
 
 
 class Bench:
@@ -42,7 +42,7 @@ class Bench:
         Raises:
             InputError: the plan refuses them.
         """
-        from smelt.plan.load import load_plan
+        from smelt.planning.load import load_plan
 
         return load_plan(write_recipe(self.folder, self.model, list(chain(*stages)), target))
 

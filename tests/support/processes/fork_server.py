@@ -26,7 +26,7 @@ _IMPORTED_BY_A_RUN = [
         "sklearn.metrics",
         "transformers.trainer",
         "smelt.execute.run",
-        "smelt.plan.order.checks",
+        "smelt.planning.order.checks",
     ),
     *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.stage"),
     *(

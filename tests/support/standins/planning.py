@@ -19,8 +19,8 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message
 from smelt.core.stage import Settings, StepName
 from smelt.look import machine
-from smelt.plan.load import load_plan
-from smelt.plan.plan import Plan
+from smelt.planning.load import load_plan
+from smelt.planning.plan import Plan
 from smelt.recipe import stage_table
 
 BOTH = frozenset({"translation", "text-classification"})

@@ -176,7 +176,7 @@ def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch,
     [("translation", "bluw", "bleu"), ("translation", "accuracy", "loss"), (TASK, "bleu", "loss, accuracy")],
 )
 def test_the_plan_names_a_metric_that_is_not_scored(tmp_path, task, metric, known):
-    from smelt.plan.load import load_plan
+    from smelt.planning.load import load_plan
 
     (tiny.marian if task == "translation" else tiny.bert)(tmp_path / "model")
     (tiny.pairs if task == "translation" else tiny.labelled)(tmp_path / "rows.jsonl")

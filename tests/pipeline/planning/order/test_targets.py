@@ -1,0 +1,62 @@
+"""What a target that does not run the codes of a step is told of: ways out that are ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planning import mistakes, plan
+from refusals import places
+
+from smelt.planning.order.targets import RUNTIMES
+from smelt.runtime.schemes.scheme import TARGETS
+
+pytest_plugins = ["planning"]
+
+
+OPENVINO = ["int8-static", "int8-groupwise", "int4"]
+
+
+@pytest.mark.parametrize("scheme", OPENVINO)
+def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_change(
+    translator: Path, scheme: str
+) -> None:
+    stages = f"[quantize: {{scheme: {scheme}, vocabulary: WORD}}, onnx: {{target: openvino}}]"
+    [found] = mistakes(translator, stages.replace("WORD", "int8-dynamic"))
+    assert places([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    ways = ("`from: model`", "target: ort-cpu,", "`vocabulary: int8-static or int8-groupwise or int4`.")
+    assert [way for way in ways if way not in found.message] == []
+    for word in OPENVINO:  # what it names is taken
+        plan(translator, stages.replace("WORD", word))
+    plan(translator, stages.replace("WORD", "int8-dynamic, embeddings: false, head: false"))  # unused
+
+
+@pytest.mark.parametrize(
+    ("codes", "way"),
+    [
+        ("scheme: int3", "with int8-static or int8-groupwise or int4."),
+        ("scheme: binary", "with int8-static or int8-groupwise or int4."),
+        ("scheme: int3, vocabulary: int4", "with int8-static or int8-groupwise or int4."),
+        (
+            "scheme: int3, vocabulary: int8-dynamic",
+            "with int8-static or int8-groupwise or int4, without `vocabulary`.",
+        ),
+    ],
+)
+def test_of_layers_that_a_target_does_not_run_the_scheme_is_to_change(
+    translator: Path, codes: str, way: str
+) -> None:
+    [found] = mistakes(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
+    assert places([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    assert found.message.endswith(way)
+
+
+def test_a_target_without_any_scheme_names_none(translator: Path) -> None:
+    [found] = mistakes(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
+    assert places([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    targets = "ort-cpu or tensorrt or openvino or ort-tensorrt-rtx"
+    assert found.message.endswith(f"target: {targets}.")
+
+
+def test_every_target_has_a_name() -> None:
+    assert set(RUNTIMES) == set(TARGETS)

@@ -222,9 +222,8 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     sign = 1 if score["higher_is_better"] else -1
     ends_up = [sign * end for end in test["ci95"] or (-math.inf, math.inf)]
     if _is_worse(step):
-        asked = [gate["passed"] for gate in step.get("gates") or [] if gate["metric"] == metric]
-        kept = bool(asked) and all(asked)
-        told = f"{difference}, {view.probability(test['p_value'])}{'; its gate allows that' if kept else ''}"
+        allowed = "; its gate allows that" if _is_allowed(step) else ""
+        told = f"{difference}, {view.probability(test['p_value'])}{allowed}"
         text = f"{name} is worse than {report['baseline']}: {told}."
     elif (
         score["n"] < _ROWS
@@ -251,8 +250,9 @@ def step_to_ship(report: Mapping[str, Any]) -> str | None:
     """Return the smallest step that any machine with ONNX Runtime runs, of those that are worth having.
 
     Where no times say which are (none were taken, or all but the baseline's were disturbed), it is of those
-    that are not significantly worse than the baseline, else it is the best. A step that fails a gate is named
-    only where all do, one whose quality is that of chance never. None where no step left for it.
+    that are not significantly worse than the baseline, or whose gates allow that, else it is the best. A step
+    that fails a gate is named only where all do, one whose quality is that of chance never. None where no
+    step left for it.
     """
     there = [
         step
@@ -262,7 +262,7 @@ def step_to_ship(report: Mapping[str, Any]) -> str | None:
     there = [step for step in there if not at_chance(step)]
     kept = [s for s in there if all(gate["passed"] is not False for gate in s.get("gates") or [])] or there
     worth = [step for step in kept if step["name"] in report["frontier"]]
-    worth = worth or [step for step in kept if not _is_worse(step)] or _best(kept)
+    worth = worth or [step for step in kept if not _is_worse(step) or _is_allowed(step)] or _best(kept)
     if not worth:
         return None
     return str(min(worth, key=lambda step: step["size_bytes"])["name"])
@@ -277,6 +277,14 @@ def _is_worse(step: Mapping[str, Any]) -> bool:
         sign = 1 if score["higher_is_better"] else -1
         return test is not None and test["p_value"] < SIGNIFICANT and sign * test["difference"] < 0
     return False
+
+
+def _is_allowed(step: Mapping[str, Any]) -> bool:
+    """Say whether the first metric of a step, which may be worse, has gates and passes them."""
+    tested = step.get("against_baseline") or {}
+    metric = next((name for name in step.get("quality") or {} if name in tested), None)
+    asked = [gate["passed"] for gate in step.get("gates") or [] if gate.get("metric") == metric]
+    return metric is not None and bool(asked) and all(asked)
 
 
 def _best(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

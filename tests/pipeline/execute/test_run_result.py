@@ -65,6 +65,15 @@ def test_a_step_that_fails_a_gate_is_named_only_where_all_do():
     assert step_to_ship({"steps": steps[1:2], "frontier": []}) == "fails"
 
 
+def test_a_loss_that_a_gate_allows_keeps_no_step_from_being_shipped():
+    steps = [judged("whole", 9, 100.0, 1.0), judged("int8", 3, 99.9, 0.002)]
+    assert step_to_ship({"steps": steps, "frontier": []}) == "whole"
+    steps[1]["gates"] = [{"metric": "m", "passed": True}]
+    assert step_to_ship({"steps": steps, "frontier": []}) == "int8"
+    steps[1]["gates"] = [{"metric": "size_mb", "passed": True}]
+    assert step_to_ship({"steps": steps, "frontier": []}) == "whole"
+
+
 def test_disturbed_times_name_what_a_run_without_times_would():
     steps = [judged("onnx", 9, 38.2, 1.0), judged("bad", 2, 31.3, 0.002), judged("good", 5, 38.0, 0.6)]
     row = {"batch_size": 1, "speedup": 1.0}

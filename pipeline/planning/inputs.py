@@ -82,6 +82,8 @@ def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, S
     readable = not touches(bad, "task", "data.columns", "data.axes")
     splits: dict[str, Split] = {}
     for name, origin in recipe.data.files().items():
+        if touches(bad, f"data.{name}"):
+            continue
         try:
             path = placed(recipe.base, origin)
             if _is_hub(origin, path) or (path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES):

@@ -222,6 +222,8 @@ def _check_arrays(
             continue
         for problem in problems:
             mistakes.add(("data", name), problem, code="does-not-fit-graph")
+        if problems:
+            bad.add(f"data.{name}")  # nothing more can be said of its rows
         unread = model.signature.unread(list(shapes))
         if unread:
             warnings.append(

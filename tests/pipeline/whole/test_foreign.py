@@ -136,6 +136,14 @@ def test_all_mistakes_are_said_at_once(here: Path) -> None:
     }
 
 
+def test_a_file_without_an_input_is_one_mistake(here: Path) -> None:
+    np.savez("test.npz", wrong=np.ones((4, 8), np.float32))
+    (here / "r.yaml").write_text(RECIPE.replace("STAGES", "[simplify: {}]").replace("LATENCY", "false"))
+    with pytest.raises(InputError) as refused:
+        load_plan(here / "r.yaml")
+    assert str(refused.value).count("data.test") == 1
+
+
 def test_a_graph_that_asks_for_too_much_when_it_is_run_leaves_nothing(here: Path) -> None:
     graphs.save(graphs.bomb(), here / "m.onnx")
     assert isinstance(harness.smelt("run", recipe(here), code=2).error, InputError)

@@ -52,13 +52,16 @@ class DataLook:
     notes: tuple[str, ...] = ()
 
 
-def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] | None = None) -> DataLook:
+def look_at_data(
+    given: Sequence[Path], task: Task, columns: Mapping[str, str] | None = None, trains: bool = True
+) -> DataLook:
     """Find the splits among `given`: files, or folders with files.
 
     Args:
         given: one file that is called after no split is divided.
         task: what the rows are for.
         columns: names that the user gives, by role; the others are guessed.
+        trains: whether the model can be trained; a graph cannot, so most rows of one file are for test.
 
     Raises:
         InputError: no such file, no data in a folder, two files for one split, or a column that is needed and
@@ -70,7 +73,7 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
     shares, notes = {}, []
     if "test" not in splits and "train" in splits:
         shares = {name: SHARE for name in ("test", "validation") if name not in splits}
-        if task == TENSORS:
+        if not trains:
             shares = {"test": SHARE_OF_ARRAYS}
             notes.append("there is no file for test, so most rows are kept for it; stages see the others")
         else:
@@ -138,7 +141,8 @@ def _require_arrays(files: Sequence[Path]) -> None:
     wrong = next((path for path in files if file_kind(path) != ARCHIVE), None)
     if wrong is not None:
         raise InputError(
-            f"{wrong}: expected a file, {ARCHIVE} of the graph's inputs (--data).",
+            f"{wrong}: expected an {ARCHIVE} file of the graph's inputs (--data). Write it with"
+            " numpy.savez(FILE, **arrays), an array for each input. For a graph of texts give --task.",
             code="wrong-format",
             file=str(wrong),
         )

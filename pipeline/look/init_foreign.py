@@ -16,9 +16,11 @@ from smelt.core.text import printable
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import OTHER_FLOATS, ForeignModel, examined, find_graph, texts_beside
 from smelt.look.model_folder import read_config
+from smelt.plan.foreign.graph import HIDDEN
 from smelt.recipe.problem import has_classifier
-from smelt.runtime.foreign.signature import Signature
+from smelt.runtime.foreign.signature import Signature, Value
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
+from smelt.runtime.text.sentence_files import MODULES
 
 ROWS = ".jsonl"
 _WIDTH = 78
@@ -58,7 +60,7 @@ def graph_recipe(
         )
     seen = ForeignModel(file, found.signature, found.files, texts_beside(file, None), dict(found.facts or {}))
     chosen = _task(seen, task)
-    rows = look_at_data(data, chosen, columns) if data else None
+    rows = look_at_data(data, chosen, columns, trains=False) if data else None
     splits = dict(rows.splits) if rows else {}
     axes = _axes(seen.signature, splits.get("test") or splits["train"]) if rows and chosen == TENSORS else {}
     seen = replace(seen, signature=seen.signature.with_axes(axes))
@@ -88,10 +90,13 @@ def _task(seen: ForeignModel, wanted: Task | None) -> Task:
         return TENSORS
     if "logits" in outputs and has_classifier(read_config(seen.texts)[0]):
         return "text-classification"
-    return SIMILARITY if "sentence_embedding" in outputs else TENSORS
+    pooled = HIDDEN in outputs and (seen.texts / MODULES).is_file()
+    return SIMILARITY if "sentence_embedding" in outputs or pooled else TENSORS
 
 
 def _of_rows(seen: ForeignModel, task: Task) -> list[str]:
+    if task == SIMILARITY:
+        return ['# A row of the data: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
     if task != TENSORS:
         return ['# A row of the data: {"text": "...", "label": "..."}, and "text_b" for pairs']
     others = {v.name: v.axis for v in seen.signature.inputs if v.axis != 0 and v.shape != ()}
@@ -160,13 +165,24 @@ def _axes(signature: Signature, file: Path) -> dict[str, int | None]:
         dims[axis] for name, dims in sizes.items() if (axis := axes[name]) is not None and axis < len(dims)
     ]
     rows = max(counts, key=counts.count, default=0)
+    names = {value.name: _batch_name(value) for value in signature.inputs}
     found = {
         name: axis if axis is not None and axis < len(dims) and dims[axis] == rows else _place(dims, rows)
         for name, dims in sizes.items()
         if dims
     }
+    for name, place in found.items():
+        # inputs whose batch has one name are not the same in every call: their arrays do not fit each other
+        if place is None and names[name] and list(names.values()).count(names[name]) > 1:
+            found[name] = axes[name]
     changed = {name: axis for name, axis in found.items() if axis != axes[name]}
     return found if list(signature.with_axes(changed).unclear_axes(changed)) else changed
+
+
+def _batch_name(value: Value) -> str | None:
+    """Return the name of the dimension that holds the samples; None where it has none."""
+    size = value.shape[value.axis] if value.shape and value.axis is not None else None
+    return size if isinstance(size, str) else None
 
 
 def _place(dims: Sequence[int], rows: int) -> int | None:
@@ -179,12 +195,13 @@ def _quantization(seen: ForeignModel, task: Task, calibrated: bool) -> Iterator[
     Convolutions are quantized by int8-static alone. It costs transformers more than int8-dynamic does (a
     MiniLM 0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
     """
-    operators = seen.facts.get("operators", {})
+    operators, inside = seen.facts.get("operators", {}), seen.facts.get("inner_operators", {})
     if seen.facts.get("codes") or seen.facts.get("floats") in OTHER_FLOATS:
         yield "  # its weights are no float32: there is nothing to quantize"
         return
     convolutions = sum(operators.get(name, 0) for name in _CONVOLUTIONS)
-    products = sum(operators.get(name, 0) for name in _PRODUCTS)
+    # int8-dynamic quantizes the bodies of If, Loop and Scan too
+    products = sum(operators.get(name, 0) + inside.get(name, 0) for name in _PRODUCTS)
     if not convolutions and not products:
         yield "  # none of its operators is one that int8 schemes quantize"
         return

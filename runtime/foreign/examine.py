@@ -205,12 +205,12 @@ def _files(model: Any) -> list[str]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    from smelt.runtime.foreign.structure import random_nodes
+    from smelt.runtime.foreign.structure import all_nodes, random_nodes
     from smelt.runtime.foreign.tensors import codes, parameters, stored_floats
 
-    # not those of If, Loop and Scan: no stage changes what is inside of these
-    operators = Counter(node.op_type for node in model.graph.node)
-    operators.update(node.op_type for function in model.functions for node in function.node)
+    tops = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    operators = Counter(node.op_type for node in tops)
+    inner = Counter(node.op_type for node in all_nodes(tops)) - operators  # in If, Loop and Scan
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
@@ -219,6 +219,7 @@ def _facts(model: Any) -> dict[str, Any]:
         "parameters": parameters(model),
         "producer": producer[:80],
         "operators": dict(operators.most_common()),
+        "inner_operators": dict(inner.most_common()),
         "random": list(random_nodes(model)),
         "codes": codes(model),
         "floats": stored_floats(model),

@@ -7,7 +7,7 @@ import foreign_graphs as graphs
 import numpy as np
 import pytest
 import yaml
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import InputError
 from smelt.look.init_foreign import graph_recipe
@@ -62,6 +62,54 @@ def test_the_scheme_is_one_that_does_something_to_the_operators(
     operators: tuple[str, ...], expected: str | None, tmp_path: Path
 ) -> None:
     assert scheme(written(layers(*operators), tmp_path)) == expected
+
+
+def test_products_in_a_body_are_quantized_and_convolutions_in_it_are_not(tmp_path: Path) -> None:
+    for operator, expected in (("MatMul", "int8-dynamic"), ("Conv", None)):
+        branch = helper.make_graph(
+            [helper.make_node(operator, ["x", "w"], ["y"], "inside")],
+            "branch",
+            [],
+            [graphs.value("y", ["N", 3, 4, 4])],
+        )
+        shape = (3, 3, 1, 1) if operator == "Conv" else (4, 4)
+        weights = [
+            numpy_helper.from_array(np.ones(shape, np.float32), "w"),
+            numpy_helper.from_array(np.bool_(True), "yes"),
+        ]
+        node = helper.make_node("If", ["yes"], ["out"], "if", then_branch=branch, else_branch=branch)
+        sizes = ["N", 3, 4, 4]
+        model = graphs.model_of([node], [graphs.value("x", sizes)], [graphs.value("out", sizes)], weights)
+        assert scheme(written(model, tmp_path)) == expected
+
+
+def test_hidden_states_with_a_rule_of_pooling_beside_them_are_an_embedder(tmp_path: Path) -> None:
+    ids = [graphs.value(name, ["N", "L"], TensorProto.INT64) for name in ("input_ids", "attention_mask")]
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["last_hidden_state"], "gather"),
+        helper.make_node("Identity", ["attention_mask"], ["mask"], "mask"),
+    ]
+    table = numpy_helper.from_array(np.ones((9, 4), np.float32), "table")
+    model = graphs.model_of(nodes, ids, [graphs.value("last_hidden_state", ["N", "L", 4])], [table])
+    (tmp_path / "config.json").write_text("{}")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"text": "number {at}"}}\n' for at in range(50)))
+    assert written(model, tmp_path)["task"] == "tensors"
+    with pytest.raises(InputError, match="--task"):
+        written(model, tmp_path, texts)
+    (tmp_path / "modules.json").write_text("[]")
+    found = written(model, tmp_path, texts)
+    assert found["task"] == "sentence-similarity"
+    # no stage trains a graph, so a tenth would be too few to score and the rest unused
+    assert found["data"] == {"train": "texts.jsonl", "split": {"test": 0.8}}
+
+
+def test_arrays_that_do_not_fit_a_named_batch_get_no_axes(tmp_path: Path) -> None:
+    named = graphs.recurrent(["batch", "time", 4], [1, "batch", 8], [1, "batch", 8])
+    arrays = graphs.recurrent_rows(tmp_path / "rows.npz", 40)
+    arrays["state"] = arrays["state"][:, :39]
+    np.savez(tmp_path / "rows.npz", allow_pickle=False, **arrays)
+    assert "axes" not in written(named, tmp_path, tmp_path / "rows.npz")["data"]  # which the plan refuses
 
 
 def test_a_file_alone_and_a_folder_with_one_are_divided(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None
         "parameters": 8 * 16 + 16 + 16 * 4 + 4,
         "producer": "",
         "operators": {"MatMul": 2, "Add": 2, "Relu": 1, "Identity": 1},
+        "inner_operators": {},
         "random": [],
         "codes": 0,
         "floats": "float32",

@@ -230,7 +230,7 @@ class Stage(Protocol[SettingsT_contra]):
         `needs_with(settings, given)` besides (see `needs_of`).
     settings_type: the stage's own subclass of `Settings`.
     leaves, spoils: optional class methods of the settings: what a step leaves that a later one may lose, by
-        a word, and what a step loses of it, by the word with what to do instead (see smelt.planning.order.lost).
+        a word, and what a step loses of it, by the word with what to do instead (smelt.planning.order.lost).
     cuts_units: optional; true for a stage that takes single heads or neurons.
     holds_units(settings): optional; why none can be taken from what it leaves, None where they can.
     needs_float: optional; true for a stage that changes float weights, which a quantized model no longer has.

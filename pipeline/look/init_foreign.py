@@ -16,7 +16,7 @@ from smelt.core.text import printable
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import OTHER_FLOATS, ForeignModel, examined, find_graph, texts_beside
 from smelt.look.model_folder import read_config
-from smelt.plan.foreign.graph import HIDDEN
+from smelt.planning.foreign.graph import HIDDEN
 from smelt.recipe.problem import has_classifier
 from smelt.runtime.foreign.signature import Signature, Value
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING

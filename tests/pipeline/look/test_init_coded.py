@@ -109,7 +109,7 @@ def test_of_a_hub_id_the_config_says_it(folder, tmp_path, monkeypatch):
     assert look("some/gptq").coded.said == "gptq"
     config["quantization_config"]["bits"] = 8
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused("XX", InputError):
+    with refused("unsupported-bits", InputError):
         look("some/gptq")
 
 

@@ -22,6 +22,9 @@ Feeds = dict[str, NDArray[Any]]
 _SURE = 1.96  # standard errors
 _KAPPA = 0.25  # share of the way from chance to full agreement
 _DEGENERATE = 0.9  # chance, from where on nearly all rows have one class
+# Of the range of a row's values: two that are nearer than that are the same choice, as 1 and 0.999 of a
+# sigmoid are, or two peaks of a wave.
+_TIE = 0.05
 _NAMES = ("logits", "scores", "probabilities", "label", "output_label", "output_probability")
 _MANY_CLASSES = 0.25  # distinct whole numbers, as a share of the rows, from where on they are no classes
 
@@ -30,8 +33,9 @@ _MANY_CLASSES = 0.25  # distinct whole numbers, as a share of the rows, from whe
 class Output:
     """What was seen of one output.
 
-    squares: of the differences. hits: rows with the class that the float graph chooses. classes: how often
-    the float graph chooses each. odd: values that are finite in one graph alone, or outputs of another shape.
+    squares: of the differences. hits: rows with the class that the float graph chooses. near: those, and rows
+    whose class has nearly the largest value in the float graph. classes: how often the float graph chooses
+    each. odd: values that are finite in one graph alone, or outputs of another shape.
     """
 
     count: int = 0
@@ -41,6 +45,7 @@ class Output:
     odd: int = 0
     chosen: int = 0
     hits: int = 0
+    near: int = 0
     classes: Counter[Any] = field(default_factory=Counter)
 
     @property
@@ -71,13 +76,14 @@ class Output:
         """Return whether significantly less of the classes agree than chance and a quarter of the rest.
 
         Chance is the agreement of two graphs that choose each class as often as the float graph, each on its
-        own (as in Cohen's kappa, 1960). The upper end of Wilson's interval is compared.
+        own (as in Cohen's kappa, 1960). The upper end of Wilson's interval is compared. A class that has
+        nearly the largest value in the float graph agrees too.
         """
         if self.top1 is None:
             return False
         chance = sum((times / self.chosen) ** 2 for times in self.classes.values())
         floor = chance + _KAPPA * (1 - chance)
-        return chance < _DEGENERATE and _upper(self.top1, self.chosen) < floor
+        return chance < _DEGENERATE and _upper(self.near / self.chosen, self.chosen) < floor
 
     def _whole_numbers_that_are_no_classes(self) -> bool:
         return len(self.classes) > max(2, _MANY_CLASSES * self.chosen) and not self.count
@@ -89,9 +95,11 @@ class Output:
             return
         if wanted.dtype.kind != "f":
             self._choose(got.ravel(), wanted.ravel())
+            self.near = self.hits
             return
         if classes and wanted.ndim > 1 and wanted.shape[-1] > 1:
             self._choose(got.argmax(-1).ravel(), wanted.argmax(-1).ravel())
+            self.near += _nearly_largest(wanted, got.argmax(-1))
         one, other = np.isfinite(got), np.isfinite(wanted)
         both = one & other
         same = ~one & ~other & ((got == wanted) | (np.isnan(got) & np.isnan(wanted)))
@@ -199,6 +207,15 @@ def _counting(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
             name: value[mask == 1][None] if value.ndim > 2 and value.shape[:2] == mask.shape else value
             for name, value in found.items()
         }
+
+
+def _nearly_largest(values: NDArray[Any], chosen: NDArray[Any]) -> int:
+    """Return in how many rows the value at the place `chosen` is the largest of the last axis, or nearly."""
+    most, least = values.max(-1), values.min(-1)
+    value = np.take_along_axis(values, chosen[..., None], -1)[..., 0]
+    same = chosen == values.argmax(-1)  # also where the range is infinite
+    with np.errstate(invalid="ignore"):
+        return int((same | (value >= most - _TIE * (most - least))).sum())
 
 
 def _upper(share: float, n: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.runtime.foreign.structure import domain_of
+from smelt.runtime.foreign.structure import domain_of, inner_graphs, reads
 
 # From here down a constant is the fill value of a mask: BERT's is -10000, others' -65504, -1e9 and -3.4e38.
 _FILL = -1e4
@@ -50,6 +50,37 @@ def unfit_nodes(graph: Any, kinds: Mapping[str, int], operators: Collection[str]
     nodes = ((at, node) for at, node in enumerate(graph.node) if node.op_type in operators)
     reasons = ((at, _unfit_type(node, kinds) or _unfit_domain(node)) for at, node in nodes)
     return {at: reason for at, reason in reasons if reason}
+
+
+def standing_nodes(graph: Any, operators: Collection[str]) -> dict[int, str]:
+    """Return the places of the ReLU and Clip that the static quantizer must not take, each with the reason.
+
+    It removes them after a convolution: the range of their output, which has 0 inside, does their work. A
+    bound on the other side of 0, or one that is computed, is then lost; and inner graphs (If, Loop, Scan) go
+    on to read what was removed, now without it.
+    """
+    inside = {name for node in graph.node if inner_graphs(node) for name in reads(node)}
+    constants = {name: value for name, value in _constants(graph) if value.size == 1}
+    found = {}
+    for at, node in enumerate(graph.node):
+        if node.op_type not in ("Relu", "Clip") or node.op_type not in operators:
+            continue
+        if inside & {node.input[0], node.output[0]}:
+            found[at] = "read in If, Loop or Scan"
+        elif node.op_type == "Clip" and not _is_around_zero(node, constants):
+            found[at] = "bounds that are not around 0, or computed"
+    return found
+
+
+def _is_around_zero(node: Any, constants: Mapping[str, NDArray[Any]]) -> bool:
+    """Return whether a Clip has constant bounds, the lower one at most 0 and the upper one at least 0."""
+    low, high = [*node.input[1:3], "", ""][:2]
+    if any(name and name not in constants for name in (low, high)):
+        return False
+    said = {attribute.name: attribute.f for attribute in node.attribute}  # before opset 11
+    least = float(constants[low].item()) if low else said.get("min", -np.inf)
+    most = float(constants[high].item()) if high else said.get("max", np.inf)
+    return least <= 0 <= most
 
 
 def masked_values(graph: Any) -> set[str]:

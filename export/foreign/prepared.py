@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from smelt.runtime.foreign.structure import all_nodes, reads
+from smelt.runtime.foreign.structure import all_nodes, domain_of, reads
 
 # Since when QuantizeLinear and DequantizeLinear have an axis, and so scales for each output.
 BY_OUTPUT = 13
@@ -31,6 +31,8 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
       is then wrong, and shape inference fails. So they are removed.
     - The quantizers compute Gemm with an alpha and a beta of 1, so both become part of its weights; the bias
       gets a number for each output.
+    - The quantizers know only types that onnx infers, which ends at an operator of another domain
+      (com.microsoft.Gelu): static ranges would be missing behind it. So such types are written down.
     """
     from smelt.export.foreign.gemm import fold_factors, scaled
     from smelt.export.foreign.gemm_bias import fit_biases, misshapen
@@ -41,7 +43,7 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     graph = bare.graph
     wrong = _constants(bare) or _shared(graph) or scaled(graph) or misshapen(graph)
     wrong = wrong or _described(graph)
-    if not wrong and is_normal(bare) and _opset(bare) >= BY_OUTPUT:
+    if not wrong and not _of_others(bare) and is_normal(bare) and _opset(bare) >= BY_OUTPUT:
         return path, _opset(bare)
     model = normalized(path)
     for value in _described(model.graph):
@@ -51,8 +53,30 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     fold_factors(model.graph)
     fit_biases(model.graph)
     model = _converted(model)
+    _write_types(model)
     write_graph(model, folder / path.name)
     return folder / path.name, _opset(model)
+
+
+def _of_others(model: Any) -> bool:
+    """Say whether the graph has operators that onnx does not define, as far as a domain tells it."""
+    return any(domain_of(node.domain) for node in model.graph.node)
+
+
+def _write_types(model: Any) -> None:
+    """Write down the types of the values that follow operators of other domains; shapes stay unknown."""
+    if not _of_others(model):
+        return
+    from onnx import helper
+
+    from smelt.export.precision.types import value_types
+
+    graph = model.graph
+    said = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
+    kinds = value_types(model)
+    for name in (name for node in graph.node for name in node.output if name not in said):
+        if name in kinds:
+            graph.value_info.append(helper.make_tensor_value_info(name, kinds[name], None))
 
 
 def _opset(model: Any) -> int:
@@ -98,10 +122,11 @@ def _described(graph: Any) -> list[Any]:
 
 
 def _shared(graph: Any) -> list[tuple[Any, int]]:
-    """Return (node, place of the input) of the matrices and biases that other nodes read too."""
+    """Return (node, place of the input) of the matrices and biases that others read too, or the caller."""
     weights = {tensor.name for tensor in graph.initializer}
     nodes = list(all_nodes(graph.node))
     readers = Counter(name for node in nodes for name in node.input)
+    readers.update(value.name for value in graph.output)
     return [
         (node, place)
         for node in nodes

@@ -52,7 +52,7 @@ class QuantizeGraph:
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     foreign: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeGraphSettings

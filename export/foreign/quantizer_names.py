@@ -2,7 +2,8 @@
 
 They call what they make of `x`: `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on. They do not check
 whether the graph has such a name, as one with the inputs `image` and `image_scale` does. The result is then
-an invalid graph, or one that reads another value.
+an invalid graph, or one that reads another value. What they make of a node has its name too, so in a graph
+with inner graphs (If, Loop, Scan) each node needs one, and no other may have it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from smelt.runtime.foreign.structure import inner_graphs
+from smelt.runtime.foreign.structure import all_nodes, inner_graphs
 
 
 def apart(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple[Path, dict[str, str]]:
@@ -29,12 +30,15 @@ def apart(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple[Path, dic
     taken = values | nodes
     clashing = sorted({one for name in taken for one in _beginnings(name) if one in values})
     nodes_too = sorted({name for name in nodes if any(one in taken for one in _beginnings(name))} - {*keep})
-    if not clashing and not nodes_too:
+    nested = any(inner_graphs(node) for node in bare.node)
+    if not clashing and not nodes_too and not nested:
         return path, {}
     new = {name: _fresh(name, taken) for name in clashing}
     model = read_graph(path)
     _rename(model.graph, new)
     _rename_nodes(model.graph, {name: _fresh(name, taken) for name in nodes_too})
+    if nested:
+        _distinguish_nodes(model.graph, {*keep}, taken)
     write_graph(model, folder / path.name)
     return folder / path.name, {after: before for before, after in new.items()}
 
@@ -91,3 +95,13 @@ def _rename_nodes(graph: Any, names: Mapping[str, str]) -> None:
         node.name = names.get(node.name, node.name)
         for inside in inner_graphs(node):
             _rename_nodes(inside, names)
+
+
+def _distinguish_nodes(graph: Any, keep: set[str], taken: set[str]) -> None:
+    """Give nodes without a name, and all but the first of those with one, names that nothing has."""
+    seen, begin = set(keep), _fresh("node", taken)
+    for number, node in enumerate(all_nodes(graph.node)):
+        if node.name not in keep:
+            if not node.name or node.name in seen:
+                node.name = f"{begin}.{node.op_type}.{number}"
+            seen.add(node.name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from smelt.core.stage import Context
 from smelt.export.foreign.calibrate import Calibration, calibrate
-from smelt.export.foreign.float_nodes import float_nodes, masked_values, unfit_nodes
+from smelt.export.foreign.float_nodes import float_nodes, masked_values, standing_nodes, unfit_nodes
 from smelt.export.foreign.quantize_settings import QuantizeGraphSettings
 from smelt.export.precision.types import graphs_of
 from smelt.runtime.schemes.registry import DEFAULT
@@ -46,6 +46,7 @@ def quantize(
     kept = float_nodes(model, kinds, settings.op_types)
     bodies = list(graphs_of(model.graph))[1:]
     if settings.observes:
+        kept = standing_nodes(model.graph, settings.op_types) | kept
         found = _calibrated(source, model, kinds, settings, feeds, target.parent)
         for at, node in enumerate(model.graph.node):
             if node.op_type in settings.op_types and found.huge & {*node.input, *node.output}:
@@ -65,7 +66,12 @@ def quantize(
         return
     names = [*settings.leave, *_named(model.graph, kept, ctx)]
     for body in bodies:
-        names += _named(body, unfit_nodes(body, kinds, settings.op_types), ctx)
+        unfit = unfit_nodes(body, kinds, settings.op_types)
+        # of an LSTM the quantizer finds no weights that lie in a graph around its own
+        unfit |= {
+            at: "inside of If, Loop or Scan" for at, one in enumerate(body.node) if one.op_type == "LSTM"
+        }
+        names += _named(body, unfit, ctx)
     quantize_dynamic(
         model if kept or bodies else source, target, op_types_to_quantize=settings.op_types,
         per_channel=settings.per_channel, weight_type=QuantType.QInt8,

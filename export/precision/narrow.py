@@ -70,6 +70,10 @@ class _Narrowing:
         self.inner: dict[str, str] = {}
         self.casts: ChainMap[tuple[str, int], str] = ChainMap()
         self.nodes: list[Any] = []
+        self.taken: set[str] = set()
+        for graph in graphs_of(model.graph):
+            self.taken.update(value.name for value in (*graph.input, *graph.initializer))
+            self.taken.update(name for node in graph.node for name in node.output)
         self.depth = self.made = 0
 
     def convert(self) -> None:
@@ -172,11 +176,9 @@ class _Narrowing:
         self.nodes.append(node)
         for place, name in enumerate(node.output):
             if name in given and ends.get(name, given[name]) != given[name]:
-                self.inner[name] = node.output[place] = f"{name}_inner"
-                self.types[f"{name}_inner"] = given[name]
-                self.nodes.append(
-                    helper.make_node("Cast", [f"{name}_inner"], [name], f"{name}.cast", to=ends[name])
-                )
+                self.inner[name] = node.output[place] = inner = self._fresh(f"{name}_inner")
+                self.types[inner] = given[name]
+                self.nodes.append(helper.make_node("Cast", [inner], [name], f"{name}.cast", to=ends[name]))
 
     def _convert_attributes(self, node: Any) -> None:
         """Narrow the numbers of a constant, and what a Cast to float32 gives."""
@@ -206,10 +208,18 @@ class _Narrowing:
             word = helper.tensor_dtype_to_string(kind).rpartition(".")[2].lower()
             # names in one graph may not be those of a graph around it, whose Cast may come later
             self.made += self.depth > 0
-            self.casts[name, kind] = made = f"{name}.{word}" + (f".{self.made}" if self.depth else "")
+            made = self._fresh(f"{name}.{word}" + (f".{self.made}" if self.depth else ""))
+            self.casts[name, kind] = made
             self.types[made] = kind
             self.nodes.append(helper.make_node("Cast", [source], [made], f"{made}.cast", to=kind))
         return self.casts[name, kind]
+
+    def _fresh(self, name: str) -> str:
+        """Return `name`, or one like it where a value of the graph has it already."""
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
 
     def _convert_tensor(self, tensor: Any) -> None:
         from onnx import TensorProto, numpy_helper

@@ -145,3 +145,14 @@ def test_without_rows_of_the_recipe_nothing_is_judged(
     source = graphs.artifact(tmp_path / "src", graphs.two_layers())
     ctx = harness.run(QuantizeGraph(), QuantizeGraphSettings(), source, tmp_path / "out", data={})
     assert len(ctx.warnings) == 1
+
+
+def test_nearly_equal_values_are_one_choice() -> None:
+    """A sigmoid gives 1 at many places, a wave has many peaks: which of them is largest says nothing."""
+    ones = (RANDOM.random((64, 100)) > 0.5).astype(np.float32)
+    lower = ones * (1 - 1e-6 * RANDOM.random(ones.shape).astype(np.float32))
+    waves = np.sin(np.arange(4000) / 5).astype(np.float32) + RANDOM.normal(0, 0.05, (64, 4000))
+    for got, wanted in ((lower, ones), (waves + RANDOM.normal(0, 0.05, waves.shape), waves)):
+        found = compared(got, wanted)
+        assert found.outputs["y"].top1 < 0.25
+        assert not list(found.too_far(0.3, judge_classes=True))

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.data import split_of
 from smelt.core.rows.arrays import Arrays
-from smelt.export.foreign.float_nodes import float_nodes, masked_values
+from smelt.export.foreign.float_nodes import float_nodes, masked_values, standing_nodes
 from smelt.export.foreign.quantize import QuantizeGraph
 from smelt.export.foreign.quantize_settings import QuantizeGraphSettings
 from smelt.runtime.backends.onnx_session import open_session
@@ -121,3 +121,22 @@ def test_other_types_stay_float() -> None:
     model = graphs.model_of(nodes, [graphs.value("x", [3, 2, 8])], [graphs.value("y", [3, 2, 8])], weights)
     found = float_nodes(model, {"d": TensorProto.DOUBLE}, ["MatMul"])
     assert set(found) == {1}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "stays"),
+    [({"low": 0, "high": 6}, False), ({"high": 6}, False), ({"low": 0.01}, True), ({"high": -0.01}, True)],
+)
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_clip_that_the_range_of_its_output_does_not_stand_for_stays_float(
+    bounds: dict[str, float], stays: bool, computed: bool
+) -> None:
+    """The static quantizer removes a Clip behind a convolution; a range of int8 always has 0 inside."""
+    end = "_" if computed else ""
+    weights = [numpy_helper.from_array(np.float32(value), name + end) for name, value in bounds.items()]
+    nodes = [N("Identity", [name + end], [name]) for name in bounds if computed]
+    nodes.append(N("Clip", ["x", *(name if name in bounds else "" for name in ("low", "high"))], ["y"]))
+    model = graphs.model_of(nodes, [graphs.value("x", ["N", 4])], [graphs.value("y", ["N", 4])], weights)
+    found = standing_nodes(model.graph, ("Clip",))
+    assert set(found) == ({len(nodes) - 1} if stays or computed else set())
+    assert not standing_nodes(model.graph, ("Conv",))

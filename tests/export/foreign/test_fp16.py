@@ -226,3 +226,11 @@ def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:
     ctx = run(tmp_path, model)
     assert len(ctx.warnings) == 1
     assert "gives other outputs in each call" in ctx.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["logits_inner", "x.float16"])
+def test_names_that_the_graph_has_are_not_taken_twice(tmp_path: Path, name: str) -> None:
+    model = graphs.two_layers()
+    model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
+    ctx = run(tmp_path, model)
+    assert ctx.facts["parity"]["relative"] < 0.01

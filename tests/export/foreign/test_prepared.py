@@ -235,7 +235,7 @@ def test_attention_of_onnx_is_not_taken_for_that_of_the_runtime(tmp_path: Path) 
     operators = [node.op_type for node in onnx.load(tmp_path / "out/model.onnx").graph.node]
     assert ("Attention" in operators, "QAttention" in operators) == (True, False)
     assert "MatMulInteger" in operators
-    assert len(ctx.warnings) == 1
+    assert len(ctx.warnings) == 2  # and the float matrix that it reads
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
@@ -273,3 +273,39 @@ def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
     chosen = QuantizeGraphSettings(scheme="int8-dynamic")
     ctx = harness.run(QuantizeGraph(), chosen, source, tmp_path / "out", data=data)
     assert ctx.facts["parity"]["error"] < 0.1
+
+
+@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_a_matrix_that_is_an_output_is_not_transposed(scheme: str, size: int, tmp_path: Path) -> None:
+    """The dynamic quantizer transposes the matrix of a Gemm in its place."""
+    weight = np.random.default_rng(0).normal(size=(size, 8)).astype(np.float32)
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], "head", transB=1)]
+    x, ends = graphs.value("x", ["N", 8]), [graphs.value("y", ["N", size]), graphs.value("w", [size, 8])]
+    model = graphs.model_of(nodes, [x], ends, [numpy_helper.from_array(weight, "w")])
+    source, data = graphs.artifact(tmp_path / "src", model), {"calibration": graphs.split()}
+    ctx = harness.run(
+        QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out", data=data
+    )
+    assert 0 < ctx.facts["parity"]["error"] < 0.05
+    found = open_session(tmp_path / "out/model.onnx", 1).run(["w"], dict(graphs.split().arrays.values))[0]
+    assert np.array_equal(found, weight)
+
+
+def test_static_ranges_reach_behind_operators_of_other_domains(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    weights = {"w1": random.normal(size=(8, 16)), "w2": random.normal(size=(16, 4)), "b": np.ones(4)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h"], "first"),
+        helper.make_node("Gelu", ["h"], ["g"], "gelu", domain="com.microsoft"),
+        helper.make_node("Gemm", ["g", "w2", "b"], ["y"], "second"),
+    ]
+    tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
+    model = graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 4])], tensors)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    source, data = graphs.artifact(tmp_path / "src", model), {"calibration": graphs.split()}
+    settings = QuantizeGraphSettings(scheme="int8-static")
+    ctx = harness.run(QuantizeGraph(), settings, source, tmp_path / "out", data=data)
+    names = {tensor.name for tensor in onnx.load(tmp_path / "out/model.onnx").graph.initializer}
+    assert {"w1_quantized", "w2_quantized"} <= names
+    assert ctx.facts["parity"]["error"] < 0.05

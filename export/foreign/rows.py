@@ -92,6 +92,11 @@ def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> t
     last = (
         min(rows.rows, count) if signature.batch is None else max(size, min(rows.rows, count) // size * size)
     )
+    if signature.batch is None and min(size, last) > 1:
+        try:
+            runner.run(signature.feeds(rows, 0, min(size, last)))
+        except RunError:  # its batch is open by name alone; row by row it may run
+            size = 1
     return [signature.feeds(rows, at, min(at + size, last)) for at in range(0, last, size)], True
 
 

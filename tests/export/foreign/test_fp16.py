@@ -234,3 +234,12 @@ def test_names_that_the_graph_has_are_not_taken_twice(tmp_path: Path, name: str)
     model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
     ctx = run(tmp_path, model)
     assert ctx.facts["parity"]["relative"] < 0.01
+
+
+def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
+    """Its batch has a name, and a Reshape inside has its size."""
+    model = graphs.two_layers()
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 8]), "shape"))
+    model.graph.node[0].input[0] = "row"
+    model.graph.node.insert(0, helper.make_node("Reshape", ["x", "shape"], ["row"]))
+    assert run(tmp_path, model).facts["parity"]["relative"] < 0.01

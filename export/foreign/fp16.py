@@ -87,6 +87,7 @@ class Fp16:
         )
         from smelt.export.graph_files import write_graph
         from smelt.export.precision.narrow import narrow
+        from smelt.runtime.foreign.signature import row_axes_in
 
         require_one_graph(src, self.name)
         models = {path: normalized(path) for path in graphs_in(src)}
@@ -113,7 +114,7 @@ class Fp16:
                 " with the operators that lead there, or leave this step out.",
                 code="non-finite-outputs",
             )
-        found = Comparison()
+        found = Comparison(row_axes_in(src.path))
         for one in zip(fed, got, wanted, strict=True):
             found.add(*one)
         found.note(ctx)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, TENSORS, Task
 from smelt.core.errors import InputError, RunError
+from smelt.core.rows.arrays import Axes
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.export.foreign.comparison import Comparison, require_near
@@ -115,7 +116,7 @@ class QuantizeGraph:
         judge_classes = settings.max_difference is None
         noise = None
         if any(found.too_far(settings.limit, judge_classes)):
-            noise = Comparison()
+            noise = Comparison(found.axes)
             for path in paths:
                 _repeat(noise, path, feeds[path.stem], ctx)
         require_near(found, settings.limit, judge_classes, _advice(settings), ctx, noise)
@@ -125,7 +126,7 @@ def _compare(found: Comparison, new: Path, old: Path, feeds: list[Any], ctx: Con
     """Run both graphs on up to `_COMPARED` samples, spread over `feeds`."""
     from smelt.export.foreign.rows import outputs_of
 
-    some = _some(feeds)
+    some = _some(feeds, found.axes)
     pairs = zip(outputs_of(new, some, ctx.threads), outputs_of(old, some, ctx.threads), strict=True)
     for fed, (got, wanted) in zip(some, pairs, strict=True):
         found.add(fed, got, wanted)
@@ -135,16 +136,16 @@ def _repeat(noise: Comparison, path: Path, feeds: list[Any], ctx: Context) -> No
     """Run the float graph twice on the samples of `_compare`; outputs that are random differ."""
     from smelt.export.foreign.rows import outputs_of
 
-    some = _some(feeds)
+    some = _some(feeds, noise.axes)
     found = outputs_of(path, [fed for one in some for fed in (one, one)], ctx.threads)
     for fed in some:
         noise.add(fed, next(found), next(found))
 
 
-def _some(feeds: list[Any]) -> list[Any]:
+def _some(feeds: list[Any], axes: Axes) -> list[Any]:
     from smelt.export.foreign.rows import rows_in
 
-    calls = max(1, _COMPARED // rows_in(feeds[0]))
+    calls = max(1, _COMPARED // rows_in(feeds[0], axes))
     return feeds[:: max(1, -(-len(feeds) // calls))]
 
 

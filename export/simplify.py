@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.core.messages import Message, warning
+
 # puts Reshape, Shape and Concat around every product of three dimensions: 85 nodes became 153
 _SKIPPED = ["fuse_matmul_add_bias_into_gemm_batched"]
 _ALLOWED = 1e-4  # largest difference, of an output's standard deviation
@@ -20,7 +22,7 @@ _OF_LARGEST = 0.1  # of the same difference, of its largest value: many outputs 
 _COPIES_OUTSIDE = 3
 
 
-def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> str | None:
+def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | None:
     """Simplify the graph in `path` in place; its place-holders are spelled out either way.
 
     Args:
@@ -28,7 +30,7 @@ def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> str | None:
         tokens: int64 [n], real tokens that the comparison feeds; None of a graph that reads none.
 
     Returns:
-        None when it was simplified, else why the graph was left as it was.
+        None when it was simplified, else a warning that says why the graph was left as it was.
     """
     from smelt.export.graph_files import data_file, write_graph
     from smelt.export.load_time import spell_out, spell_out_file
@@ -36,16 +38,19 @@ def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> str | None:
     with TemporaryDirectory(dir=path.parent, prefix=".simplify-") as folder:
         after = simplified(path, Path(folder))
         spell_out_file(path)  # place-holders can be simplified around, but not run
-        if isinstance(after, str):
+        if isinstance(after, Message):
             return after
         spell_out(after)
         candidate = Path(folder, path.name)
         write_graph(after, candidate)
         before_bytes, after_bytes = _size(path), _size(candidate)
         if after_bytes > before_bytes * 1.05:
-            return f"onnxsim made it larger ({before_bytes:,} to {after_bytes:,} bytes)"
+            return warning(
+                "larger-graph", f"onnxsim made it larger ({before_bytes:,} to {after_bytes:,} bytes)"
+            )
         if not (difference := _difference_without_rounding(path, candidate, tokens)) <= _ALLOWED:
-            return f"the simplified graph computes something else (relative difference {difference:.2g})"
+            text = f"the simplified graph computes something else (relative difference {difference:.2g})"
+            return warning("outputs-changed", text)
         candidate.replace(path)
         if data_file(candidate).is_file():
             data_file(candidate).replace(data_file(path))
@@ -72,9 +77,11 @@ def simplified(path: Path, folder: Path) -> Any:
     if not (outside := has_data_file(before)):
         source, more = before, {}
     elif "output_path" not in inspect.signature(onnxsim.simplify).parameters:
-        return "this onnxsim cannot take graphs whose weights lie outside; version 0.8 can"
+        text = "this onnxsim cannot take graphs whose weights lie outside; version 0.8 can"
+        return warning("outdated-package", text)
     elif (needed := _COPIES_OUTSIDE * _size(path)) > (free := available_bytes()):
-        return f"onnxsim would need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        text = f"onnxsim would need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        return warning("out-of-memory", text)
     else:
         source, more = str(path), {"output_path": str(folder / "onnxsim.onnx")}
     try:
@@ -83,8 +90,8 @@ def simplified(path: Path, folder: Path) -> Any:
             after = read_graph(folder / "onnxsim.onnx")
     except Exception as error:  # a C++ extension: whatever it throws, the graph that we have is good
         words = str(error) if not isinstance(error, RunError) else f"its result cannot be read: {error}"
-        return f"onnxsim failed: {words}"
-    return after if good else "onnxsim's own check failed"
+        return warning("onnxsim-failed", f"onnxsim failed: {words}")
+    return after if good else warning("onnxsim-check-failed", "onnxsim's own check failed")
 
 
 def _difference_without_rounding(first: Path, second: Path, tokens: NDArray[np.int64] | None) -> float:

@@ -14,6 +14,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import RunError
 from smelt.core.memory import available_bytes
+from smelt.core.messages import Message, as_json, warning
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.runtime.foreign.limits import FailedError, Limits, ask
@@ -78,7 +79,7 @@ class Simplify:
                             file.rename(ctx.out / file.name)
             if reason is not None:
                 which = f"{path.stem}: " if len(paths) > 1 else ""
-                ctx.warn("not-simplified", f"{which}not simplified: {reason}")
+                ctx.warnings.append(reason.prefixed(f"{which}not simplified: "))
         before, after = (
             sum(len(read_graph(folder / path.name, values=False).graph.node) for path in paths)
             for folder in (src.path, ctx.out)
@@ -107,18 +108,18 @@ class Fed:
         return [*self._rows[name], *other_batch(self.src, self._rows[name][0])]
 
 
-def _simplify(path: Path, candidate: Path, settings: SimplifySettings) -> str | None:
+def _simplify(path: Path, candidate: Path, settings: SimplifySettings) -> Message | None:
     """Write what onnxsim makes of the graph as `candidate`; return why there is nothing."""
     free = max(_LEAST_BYTES, int(_SHARE * available_bytes()))
     memory = free if settings.memory_gb is None else int(settings.memory_gb * 1e9)
     try:
         said = ask(__name__, [str(path), str(candidate)], Limits(memory, settings.seconds))
     except FailedError as error:
-        return f"onnxsim was stopped: {error}"
-    return None if said is None else str(said)
+        return warning(error.code, f"onnxsim was stopped: {error}")
+    return None if said is None else Message(**said)
 
 
-def answer(arguments: Sequence[str]) -> str | None:
+def answer(arguments: Sequence[str]) -> dict[str, Any] | None:
     """Simplify the graph in the first file into the second, in this process; return why not, or None."""
     from smelt.export.foreign.normalize import inlined
     from smelt.export.graph_files import read_graph, write_graph
@@ -128,10 +129,11 @@ def answer(arguments: Sequence[str]) -> str | None:
     bare = read_graph(source, values=False)
     unknown = [v.name for v in bare.graph.input if not v.type.tensor_type.HasField("shape")]
     if unknown:
-        return (
+        text = (
             f"its input '{unknown[0][:80]}' says nothing of its shape, which onnxsim needs; export the model"
             " with the number of dimensions at least"
         )
+        return as_json([warning("missing-shape", text)])[0]
     with TemporaryDirectory(dir=target.parent) as folder:
         if bare.functions or any(not v.type.tensor_type.HasField("shape") for v in bare.graph.output):
             model = inlined(source)
@@ -139,8 +141,8 @@ def answer(arguments: Sequence[str]) -> str | None:
             source = Path(folder, source.name)
             write_graph(model, source)
         after = simplified(source, Path(folder))
-        if isinstance(after, str):
-            return after
+        if isinstance(after, Message):
+            return as_json([after])[0]
         write_graph(after, target)
     return None
 
@@ -158,7 +160,7 @@ def _give_shapes(model: Any) -> None:
             value.CopyFrom(known[value.name])
 
 
-def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
+def _refusal(path: Path, candidate: Path, fed: Fed) -> Message | None:
     """Say why the simplified graph is not kept, or None."""
     from smelt.export.foreign.rows import difference, require_runs, rows_in, run_graph
     from smelt.export.graph_files import data_file
@@ -168,7 +170,9 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
         return sum(file.stat().st_size for file in (path, data_file(path)) if file.is_file())
 
     if size(candidate) > 1.05 * size(path) + _SLACK_BYTES:
-        return f"onnxsim made it larger ({size(path):,} to {size(candidate):,} bytes)"
+        return warning(
+            "larger-graph", f"onnxsim made it larger ({size(path):,} to {size(candidate):,} bytes)"
+        )
     feeds, ctx = fed.rows(path.stem), fed.ctx
     try:
         require_runs(candidate, feeds)
@@ -176,9 +180,9 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
         off = difference(got, wanted)
         wrong = _wrong(got, wanted)
     except (RunError, KeyError) as error:
-        return f"the simplified graph does not run: {error}"
+        return warning("graph-failed", f"the simplified graph does not run: {error}")
     if wrong is not None:
-        return f"it computes something else ({wrong})"
+        return warning("outputs-changed", f"it computes something else ({wrong})")
     before = ctx.facts.get("parity", {"rows": 0, "relative": 0.0})
     rows = before["rows"] + sum(rows_in(one, row_axes_in(ctx.out)) for one in feeds)
     ctx.facts["parity"] = {"rows": rows, "relative": max(off, before["relative"])}

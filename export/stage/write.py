@@ -64,7 +64,7 @@ def _write(
     write_graph(model, path)
     del model  # simplifying holds two graphs of its own
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
-        ctx.warn("not-simplified", f"{graph.name}: not simplified: {reason}")
+        ctx.warnings.append(reason.prefixed(f"{graph.name}: not simplified: "))
     spell_out_file(path)
     if settings.target == "ort-cpu":
         join_biases_file(path)

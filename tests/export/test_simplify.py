@@ -10,11 +10,18 @@ import onnxsim
 import pytest
 from graph_edits import change, put_behind
 
+from smelt.core.messages import Message
 from smelt.export import graph_files, simplify
 from smelt.export.parity.example_feeds import LENGTHS, OTHER_LENGTHS
 from smelt.export.simplify import simplify_file
 
 TOKENS = np.arange(2, 40)
+
+
+def code_of(message: Message | None) -> str | None:
+    return message and message.code
+
+
 GRAPHS = [
     ("marian", "encoder_model"),
     ("marian", "decoder_with_past_model"),
@@ -50,9 +57,7 @@ def test_a_candidate_that_lost_a_mask_or_a_layer_is_refused(family, graph, mista
     path = graph_of(family, graph, tmp_path)
     before = path.read_bytes()
     simplifier(monkeypatch, mutations.ALL[mistake])
-    said = simplify_file(path, TOKENS)
-    assert said is not None
-    assert said.startswith("the simplified graph computes something else (relative difference ")
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -125,7 +130,7 @@ def test_a_candidate_of_codes_that_computes_something_else_is_refused(scheme, mi
     path = graph_of("bert", "model", tmp_path, scheme)
     before = path.read_bytes()
     simplifier(monkeypatch, mistake)
-    assert "computes something else" in str(simplify_file(path, TOKENS))
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
     assert path.read_bytes() == before
 
 
@@ -142,7 +147,7 @@ def test_a_candidate_that_holds_the_size_of_a_batch_is_refused(lengths, tmp_path
         model.graph.node.insert(0, node)
 
     simplifier(monkeypatch, fix)
-    assert "computes something else" in str(simplify_file(path, TOKENS))
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
 
 
 def infinite(model):
@@ -160,8 +165,7 @@ def renamed_input(model):
 def test_a_candidate_that_cannot_be_compared_is_refused(change, tmp_path, monkeypatch):
     path = graph_of("marian", "encoder_model", tmp_path)
     simplifier(monkeypatch, change)
-    said = simplify_file(path, TOKENS)
-    assert said == "the simplified graph computes something else (relative difference inf)"
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
 
 
 def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_path, monkeypatch):
@@ -176,11 +180,11 @@ def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_
         raise RuntimeError("bad pass")
 
     simplifier(monkeypatch, larger)
-    assert "onnxsim made it larger (" in str(simplify_file(path, TOKENS))
+    assert code_of(simplify_file(path, TOKENS)) == "larger-graph"
     simplifier(monkeypatch, lambda model: None, good=False)
-    assert simplify_file(path, TOKENS) == "onnxsim's own check failed"
+    assert code_of(simplify_file(path, TOKENS)) == "onnxsim-check-failed"
     simplifier(monkeypatch, broken)
-    assert simplify_file(path, TOKENS) == "onnxsim failed: bad pass"
+    assert code_of(simplify_file(path, TOKENS)) == "onnxsim-failed"
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -192,9 +196,9 @@ def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tm
     path = graph_of("bert", "model", tmp_path)
     graph_files.write_graph(onnx.load(path), path)
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
-    assert "onnxsim would need 0.0 GB of memory, and 0.0 GB are free" in str(simplify_file(path, TOKENS))
+    assert code_of(simplify_file(path, TOKENS)) == "out-of-memory"
     monkeypatch.setattr(onnxsim, "simplify", lambda model, skipped_optimizers=None: pytest.fail("called"))
-    assert "cannot take graphs whose weights lie outside; version 0.8 can" in str(simplify_file(path, TOKENS))
+    assert code_of(simplify_file(path, TOKENS)) == "outdated-package"
     assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
 
 

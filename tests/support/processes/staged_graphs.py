@@ -169,7 +169,7 @@ def _staged(
                 "far",
                 f"{off:.3g} off with {threads} threads, parity {ctx.facts.get('parity')}, no warning",
             )
-    return (f"warned {ctx.warnings[0][:60]}" if ctx.warnings else "done"), None
+    return (f"warned {ctx.warnings[0].code}" if ctx.warnings else "done"), None
 
 
 def _stage(name: str) -> tuple[Any, Any]:

@@ -88,11 +88,18 @@ class InputError(SmeltError):
 
 
 def together(found: Iterable[Message], kind: type[InputError] = InputError) -> InputError:
-    """Return the error that reports `found`, one per line; it has their code where all have the same."""
+    """Return the error that reports `found`, one per line.
+
+    It has their code where all have the same, and of a single one its setting, file and line.
+    """
     messages = tuple(found)
     kinds = {message.code for message in messages}
     code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
-    return kind("\n".join(map(str, messages)), code=code, found=messages)
+    error = kind("\n".join(map(str, messages)), code=code, found=messages)
+    if len(messages) == 1:
+        [only] = messages
+        error.setting, error.file, error.line = only.setting, only.file, only.line
+    return error
 
 
 class RunError(SmeltError):

@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 def run(
     recipe: str | Path | Recipe,
     *,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
     until: str | None = None,
     out: str | Path | None = None,
     store: str | Path | None = None,
@@ -117,7 +117,7 @@ def run(
 def plan(
     recipe: str | Path | Recipe,
     *,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
     until: str | None = None,
 ) -> Plan:
     """Check a recipe, as `smelt plan` does, and return what would be done.
@@ -224,12 +224,28 @@ def package(artifact: str | Path, form: str = "standalone", out: str | Path | No
     return package_artifact(artifact, form, out)
 
 
-def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+def _changes(overrides: Sequence[str] | Mapping[str, Any] | None) -> list[str]:
+    """Return overrides as `--set` takes them.
+
+    Raises:
+        InputError: a value that no recipe can hold, or a list of other things than texts.
+    """
     import json
 
+    from smelt.use.recipes import plain
+
     if isinstance(overrides, Mapping):
-        return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
-    return _list(overrides)
+        values = {str(name): plain(value, (str(name),)) for name, value in overrides.items()}
+        return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
+    changes = _list(overrides or ())
+    for change in changes:
+        if not isinstance(change, str):
+            raise InputError(
+                f"overrides: expected a mapping, or a list of texts such as 'seed=3', read {change!r}.",
+                code="wrong-value",
+                setting="overrides",
+            )
+    return changes
 
 
 def _list(value: str | Sequence[str]) -> list[str]:

@@ -46,16 +46,22 @@ class Report(Mapping[str, Any]):
         Raises:
             InputError: there is no report, or not one that this version of smelt reads.
         """
-        path = Path(run) if Path(run).is_file() else Path(run, "report.json")
+        place = Path(run).expanduser()
+        path = place if place.is_file() else place / "report.json"
         if not path.is_file():
             raise InputError(
                 f"{path}: no such file. Give the folder of a run, such as runs/quickstart.",
                 code="missing-file",
+                file=str(path),
             )
         try:
             return cls(load_json(path))
         except ValueError as error:
-            raise InputError(f"{path}: broken JSON: {error}", code="damaged-file") from error
+            raise InputError(f"{path}: broken JSON: {error}", code="damaged-file", file=str(path)) from error
+        except InputError as error:
+            raise InputError(
+                f"{path}: {error}", code=error.code, file=str(path), found=error.found
+            ) from error
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per step.
@@ -83,6 +89,9 @@ class Report(Mapping[str, Any]):
         return (
             f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0" title="report"></iframe>'
         )
+
+    def __repr__(self) -> str:
+        return f"Report({self.data['recipe'].get('name', 'run')!r}, {self.data['status']!r})"
 
     def __str__(self) -> str:
         from smelt.evaluate.report.table import table
@@ -136,8 +145,8 @@ class Result:
             InputError: no such step, or it gave nothing.
         """
         folder = self.folder / "artifacts" / step
-        if not folder.is_dir():
-            given = [s["name"] for s in self.report["steps"] if s["artifact"]]
+        given = [s["name"] for s in self.report["steps"] if s["artifact"]]
+        if step not in given or not folder.is_dir():
             known = ", ".join(given)
             raise InputError(
                 f"'{step}' gave no artifact; there are {known}.{nearest(step, given)}", code="no-artifact"

@@ -246,7 +246,7 @@ def _described(plan: Plan) -> str:
             " `optional: true` beside the stage to skip it.",
             0,
         )
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _tree(plan: Plan, name: str, indent: str) -> Iterator[str]:

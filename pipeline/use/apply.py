@@ -6,16 +6,19 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import MANIFEST, Artifact, read_artifact
 from smelt.core.data import CLASSIFICATION, IMAGES, TENSORS, TEXT_TO_TEXT, Task
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import InputError, RunError, together
 from smelt.core.files import load_json
+from smelt.core.messages import Message
 from smelt.core.stage import needs_of
 from smelt.execute.run import Options, run_plan
+from smelt.export.package.new_folder import new_folder, require_free
 from smelt.look.foreign import is_onnx
 from smelt.look.model import look
 from smelt.planning.load import make_plan
@@ -45,6 +48,7 @@ def apply_stage(
         raise InputError(
             f"{target}: exists and is not an empty folder. Give another `out`.", code="out-exists"
         )
+    require_free(target)
     cls = load_stage(stage)
     source = Path(model).expanduser()
     place = str(source.absolute()) if source.exists() else str(model)
@@ -53,21 +57,50 @@ def apply_stage(
         files = _files(data, "train" if "train" in needs_of(cls, cls.settings_type()) else "calibration")
         if not set(files) & set(_SPLITS):
             files["test"] = str(_made_up(kind, place, Path(folder)))
-        files.setdefault("test", next(files[name] for name in _SPLITS if name in files))
+        if not isinstance(split := files.get("split"), Mapping) or "test" not in split:
+            files.setdefault("test", next(files[name] for name in _SPLITS if name in files))
         keys: dict[str, Any] = {} if threads is None else {"threads": threads}
-        recipe = Recipe(
-            place, kind, files, [{stage: dict(settings), "name": _STEP}],
-            name=stage, seed=seed, device=device, score={"latency": False}, **keys,
-        )  # fmt: skip
-        plan = make_plan(recipe.document(), recipe.path)
-        options = Options(Path(folder, "run"), Path(folder, "store"), quiet=True, scored=False)
-        result = run_plan(plan, options)
+        try:
+            recipe = Recipe(
+                place, kind, files, [{stage: dict(settings), "name": _STEP}],
+                name=stage, seed=seed, device=device, score={"latency": False}, **keys,
+            )  # fmt: skip
+            plan = make_plan(recipe.document(), recipe.path)
+            options = Options(Path(folder, "run"), Path(folder, "store"), quiet=True, scored=False)
+            result = run_plan(plan, options)
+        except InputError as error:
+            raise _as_arguments(
+                error, stage, "test" in (data if isinstance(data, Mapping) else ())
+            ) from error
+        if result.report["status"] == "interrupted":  # which a run reports, and a call does not survive
+            raise KeyboardInterrupt
         for step in result.report["steps"]:
             if step["error"]:
-                raise RunError(step["error"]["message"], code=step["error"]["code"])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(result.artifact(_STEP), target, dirs_exist_ok=True)
+                found = Message(**step["error"])
+                raise RunError(
+                    found.message, code=found.code, setting=found.setting, file=found.file, line=found.line
+                )
+        with new_folder(target) as made:
+            shutil.copytree(result.artifact(_STEP), made, dirs_exist_ok=True)
     return read_artifact(target)
+
+
+def _as_arguments(error: InputError, stage: str, has_test: bool) -> InputError:
+    """Return what was found in the recipe that stands for a call, as what was found in its arguments."""
+    if not error.found:
+        return error
+    own = (f"{stage}.yaml", str(Path.cwd() / f"{stage}.yaml"))
+    settings = f"stages[0].{stage}"
+    found = []
+    for one in error.found:
+        if one.setting == "data.test" and not has_test and len(error.found) > 1:
+            continue  # said already of the file that stands there too
+        text = one.message.removeprefix(f"{one.file}:{one.line}: ") if one.file in own else one.message
+        text = text.removeprefix(f"{settings}.").removeprefix(f"{settings}: ")
+        where = None if one.setting == settings else (one.setting or "").removeprefix(f"{settings}.") or None
+        place = (None, None) if one.file in own else (one.file, one.line)
+        found.append(replace(one, message=text, setting=where, file=place[0], line=place[1]))
+    return together(found, type(error))
 
 
 def _task_of(source: Path, place: str) -> Task:
@@ -85,7 +118,9 @@ def _files(data: str | PathLike[str] | Mapping[str, Any] | None, alone: str) -> 
         data = {alone: data}
     names = (*_SPLITS, "unlabelled")
     return {
-        name: str(Path(value).expanduser().absolute()) if name in names and Path(value).exists() else value
+        name: str(path.absolute())
+        if name in names and isinstance(value, str | PathLike) and (path := Path(value).expanduser()).exists()
+        else value
         for name, value in data.items()
     }
 

@@ -11,8 +11,11 @@ import yaml
 
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
+from smelt.look.foreign import is_onnx
+from smelt.recipe.errors import check, dotted, shown
 from smelt.recipe.recipe import examine, find_recipe
-from smelt.recipe.yaml_file import Document, parse_yaml, read_yaml
+from smelt.recipe.stage_table import ON_GRAPHS, load_stage
+from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from smelt.planning.plan import Plan
@@ -51,13 +54,15 @@ class Recipe:
         base: str | PathLike[str] = ".",
         **keys: Any,
     ) -> None:
-        values = {"model": model, "task": task, "data": data, **keys, "stages": list(stages)}
-        try:
-            text = yaml.dump(_plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-        except yaml.YAMLError as error:
-            raise InputError(f"{name}: a recipe holds texts, numbers, lists and mappings: {error}.",
-                             code="wrong-value") from error  # fmt: skip
-        self._read(text, Path(base).resolve() / f"{name}.yaml")
+        if not isinstance(name, str) or not name.strip() or Path(name).name != name or name == "..":
+            raise InputError(
+                f"name: expected the name of a folder, such as my-model, read {name!r}.",
+                code="wrong-value",
+                setting="name",
+            )
+        values = plain({"model": model, "task": task, "data": data, **keys, "stages": stages})
+        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        self._read(text, Path(base).expanduser().resolve() / f"{name}.yaml")
 
     @classmethod
     def from_yaml(cls, source: str | PathLike[str]) -> Recipe:
@@ -75,9 +80,21 @@ class Recipe:
         return made
 
     def to_yaml(self, path: str | PathLike[str] | None = None) -> str:
-        """Return the recipe as YAML; also write it to `path` where one is given."""
+        """Return the recipe as YAML; also write it to `path` where one is given.
+
+        Raises:
+            InputError: `path` cannot be written.
+        """
         if path is not None:
-            write_atomically(Path(path), self.text)
+            target = Path(path).expanduser()
+            try:
+                write_atomically(target, self.text)
+            except OSError as error:
+                raise InputError(
+                    f"{target}: cannot be written: {error.strerror}. Give the path of a file.",
+                    code="unwritable-file",
+                    file=str(target),
+                ) from error
         return self.text
 
     def document(self) -> Document:
@@ -86,7 +103,12 @@ class Recipe:
 
     def _read(self, text: str, path: Path) -> None:
         self.text, self.path = text, path
-        _, mistakes, _ = examine(self.document(), path, ())
+        recipe, mistakes, _ = examine(self.document(), path, ())
+        on_graphs = ON_GRAPHS if is_onnx(recipe.model, recipe.base) else {}
+        for entry in recipe.stages:
+            if entry.settled:
+                cls = load_stage(on_graphs.get(entry.word, entry.word))
+                check(cls.settings_type, entry.settings, entry.path, mistakes)
         mistakes.raise_all()
 
     def __repr__(self) -> str:
@@ -100,15 +122,27 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` with paths as texts, and tuples and mappings as lists and dictionaries."""
+def plain(value: Any, where: Where = ()) -> Any:
+    """Return `value` as YAML and JSON hold it: paths as texts, numbers of NumPy as numbers, tuples as lists.
+
+    Raises:
+        InputError: something else; the message names the setting.
+    """
     if isinstance(value, PathLike):
         return str(Path(value))
+    if hasattr(value, "tolist"):  # numbers and arrays of NumPy
+        return plain(value.tolist(), where)
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): plain(part, (*where, str(key))) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value
+        return [plain(part, (*where, number)) for number, part in enumerate(value)]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise InputError(
+        f"{dotted(where)}: expected texts, numbers, lists and mappings, read {shown(value)}.",
+        code="wrong-value",
+        setting=dotted(where),
+    )
 
 
 def plan_of(

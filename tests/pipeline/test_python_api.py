@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import family_models
+import numpy
 import pandas
 import pytest
 import sentences
 import tiny
 import yaml
-from refusals import refused
+from refusals import places, refused
 
 import smelt
 from smelt.core.messages import codes
@@ -75,9 +76,62 @@ def test_mistakes_of_a_recipe_in_python_are_reported_together(home: Path) -> Non
     assert [one.setting for one in caught.value.found] == ["task", "stages[0].quantise"]
 
 
+def test_a_single_mistake_has_its_place_on_the_error_too(home: Path) -> None:
+    with refused("unknown-task", smelt.InputError) as caught:
+        recipe(home, task="sentiment")
+    assert (caught.value.setting, caught.value.file, caught.value.line) == ("task", "api.yaml", 2)
+
+
+def test_settings_of_stages_are_checked_when_a_recipe_is_made(home: Path) -> None:
+    with refused("unknown-setting", smelt.InputError) as caught:
+        recipe(home, stages=[{"quantize": {"schema": "int4"}}])
+    assert caught.value.setting == "stages[0].quantize.schema"
+
+
 def test_values_that_no_recipe_can_hold_are_refused(home: Path) -> None:
+    with refused("wrong-value", smelt.InputError) as caught:
+        recipe(home, stages=[{"prune": {"keep": object()}}])
+    assert caught.value.setting == "stages[0].prune.keep"
+
+
+@pytest.mark.parametrize("stages", ["quantize", {"quantize": {"scheme": "int4"}}])
+def test_stages_that_are_no_list_are_refused_rather_than_read_in_part(home: Path, stages: Any) -> None:
+    with refused("wrong-value", smelt.InputError) as caught:
+        recipe(home, stages=stages)
+    assert caught.value.setting == "stages"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", None])
+def test_a_recipe_has_the_name_of_a_folder(home: Path, name: Any) -> None:
+    with refused("wrong-value", smelt.InputError) as caught:
+        smelt.Recipe("m", "text-classification", {"test": "data.jsonl"}, name=name, base=home)
+    assert caught.value.setting == "name"
+
+
+def test_numbers_of_numpy_are_numbers(home: Path) -> None:
+    data = {"train": Path("data.jsonl"), "test": "data.jsonl"}
+    stages = [{"factorize": {"ratio": numpy.float64(0.5), "rows": numpy.int64(8)}}]
+    made = recipe(home, seed=numpy.int64(3), data=data, stages=stages)
+    assert yaml.safe_load(made.text)["stages"] == [{"factorize": {"ratio": 0.5, "rows": 8}}]
+    plan = smelt.plan(made, overrides={"seed": numpy.int64(4), "data.test": Path("data.jsonl")})
+    assert plan.recipe.seed == 4
+
+
+def test_a_yaml_file_that_cannot_be_written_is_an_error_of_input(home: Path) -> None:
+    with refused("unwritable-file", smelt.InputError):
+        recipe(home).to_yaml(home)
+
+
+def test_overrides_hold_any_character(home: Path) -> None:
+    with refused("missing-file", smelt.InputError) as caught:
+        smelt.plan(recipe(home), overrides={"data.test": "\N{GRINNING FACE}.jsonl"})
+    assert "\N{GRINNING FACE}.jsonl" in str(caught.value)
+
+
+def test_overrides_of_another_kind_are_refused(home: Path) -> None:
+    assert smelt.plan(recipe(home), overrides=None).steps
     with refused("wrong-value", smelt.InputError):
-        recipe(home, seed=object())
+        smelt.plan(recipe(home), overrides=[("seed", 3)])  # type: ignore[list-item]
 
 
 def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +142,8 @@ def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFix
     assert "few-test-rows" in codes(made.warnings)
     recipe(home).to_yaml(home / "api.yaml")
     printed = harness.smelt("plan", str(home / "api.yaml"), "--set", "quantize.scheme=int4", code=0).output
-    assert str(made).split(":", 1)[1] == printed.split(":", 1)[1]
+    assert not str(made).endswith("\n")
+    assert f"{str(made).split(':', 1)[1]}\n" == printed.split(":", 1)[1]
     assert "int4" in str(made)
 
 
@@ -137,6 +192,23 @@ def test_a_report_is_read_from_the_folder_of_a_run(result: Any, home: Path, tmp_
         smelt.Report.read(tmp_path)
 
 
+def test_a_report_of_another_schema_is_refused_by_the_name_of_its_file(result: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(dict(result.report) | {"schema": 1}))
+    with refused("invalid-report", smelt.InputError) as caught:
+        smelt.Report.read(tmp_path)
+    assert caught.value.file == str(tmp_path / "report.json")
+
+
+def test_a_report_shows_itself_in_a_line(result: Any) -> None:
+    assert repr(result.report) == "Report('api', 'passed')"
+
+
+@pytest.mark.parametrize("step", ["", "..", "quantise"])
+def test_what_is_no_step_has_no_artifact(result: Any, step: str) -> None:
+    with refused("no-artifact", smelt.InputError):
+        result.artifact(step)
+
+
 def test_one_stage_after_the_other_makes_what_a_recipe_makes(home: Path, result: Any, tmp_path: Path) -> None:
     coded = smelt.apply("quantize", home / "m", out=tmp_path / "q", scheme="int8-dynamic")
     graph = smelt.apply("onnx", coded.path, out=tmp_path / "deep" / "g", data=home / "data.jsonl")
@@ -172,6 +244,39 @@ def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None
     with refused("out-exists", smelt.InputError):
         smelt.apply("quantize", home / "m", out=tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_mistakes_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> None:
+    with refused("several-mistakes", smelt.InputError) as caught:
+        smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4", seed=-1)
+    assert places(caught.value.found) == [("wrong-value", "seed", None), ("unknown-setting", "schema", None)]
+    assert "yaml" not in str(caught.value)
+    with refused("missing-file", smelt.InputError) as caught:
+        smelt.apply("quantize", home / "m", out=tmp_path / "q", data=tmp_path / "none.jsonl")
+    assert [one.setting for one in caught.value.found] == ["data.calibration"]
+    with refused("wrong-value", smelt.InputError) as caught:
+        smelt.apply("quantize", home / "m", out=tmp_path / "q", data=["rows.jsonl"])  # type: ignore[arg-type]
+    with refused("parent-not-a-folder", smelt.InputError):
+        smelt.apply("quantize", home / "m", out=home / "data.jsonl" / "q")
+
+
+def test_test_rows_are_split_off_where_the_data_say_so(home: Path, tmp_path: Path) -> None:
+    data = {"train": home / "data.jsonl", "split": {"test": 0.25}}
+    smelt.apply("finetune", home / "m", out=tmp_path / "f", data=data, max_steps=1)
+    assert (tmp_path / "f" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("where", ["smelt.compress.quantize.stage.Quantize.__call__", "shutil.copytree"])
+def test_a_stage_that_is_interrupted_leaves_nothing(
+    home: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        smelt.apply("quantize", home / "m", out=tmp_path / "deep" / "q")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("task", ["translation", "language-modeling", "sentence-similarity"])

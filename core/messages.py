@@ -40,7 +40,9 @@ class Message:
     def __str__(self) -> str:
         place = self.file or ("line" if self.line is not None else "")
         at = "" if self.line is None else f":{self.line}" if self.file else f" {self.line}"
-        where = "" if self.message.startswith(f"{place}{at}") else f"{place}{at}"  # an error's text has it
+        where = f"{place}{at}"
+        if re.match(rf"{re.escape(where)}(?!\w)", self.message):
+            where = ""  # an error's text has it
         return ": ".join(part for part in (where, self.step or "", self.message) if part)
 
     def prefixed(self, prefix: str) -> Message:

@@ -46,7 +46,10 @@ def apply_stage(
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(
-            f"{target}: exists and is not an empty folder. Give another `out`.", code="out-exists"
+            f"{target}: exists and is not an empty folder. Give another `out`.",
+            code="out-exists",
+            setting="out",
+            file=str(target),
         )
     require_free(target)
     cls = load_stage(stage)
@@ -135,7 +138,11 @@ def _made_up(task: Task, place: str, folder: Path) -> Path:
     if task in TEXT_TO_TEXT:
         row = {"source": _TEXT, "target": _TEXT}
     elif task in (TENSORS, IMAGES):
-        raise InputError(f"data: a stage on a model for {task} needs rows to try it on.", code="missing-data")
+        raise InputError(
+            f"data: a stage on a model for {task} needs rows to try it on.",
+            code="missing-data",
+            setting="data",
+        )
     elif task in CLASSIFICATION:
         config = load_json(Path(place, "config.json")) if Path(place, "config.json").is_file() else {}
         names = list((config.get("id2label") or {"0": "LABEL_0"}).values())

@@ -74,8 +74,8 @@ class Data(Settings):
     `train`. prefix, source_language, target_language: what is put before each
     source text, and the languages of a multilingual model; None takes what the model says (see
     `smelt.planning.text_rules`). windows: how the text of a language model is cut. axes: of an ONNX model,
-    which axis of an input's array holds the samples, by the input's name; null: none, the array is the same in
-    every call. An output whose dimensions have no names may be named too.
+    which axis of an input's array holds the samples, by the input's name; null: none, the array is the same
+    in every call. An output whose dimensions have no names may be named too.
     """
 
     train: Name | None = None

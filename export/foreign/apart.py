@@ -18,7 +18,7 @@ from smelt.core.messages import Message, warning
 from smelt.core.rows.arrays import Arrays
 from smelt.runtime.foreign.limits import FailedError, ask
 from smelt.runtime.foreign.signature import Signature
-from smelt.runtime.foreign.trial import limits_for
+from smelt.runtime.foreign.trial import limits_for, read_feeds, write_feeds
 
 # Rows that are run together: of an `If` on their sum, 1 in 128 draws of 8 takes the same branch for all.
 ROWS = 8
@@ -63,12 +63,8 @@ def batch_warnings(
 
 def _asked(graph: Path, signature: Signature, feeds: Mapping[str, NDArray[Any]]) -> dict[str, str]:
     with TemporaryDirectory(prefix="smelt-") as folder:
-        rows = Path(folder, "rows.npz")
-        # by place, as names may be any
-        texts = [value.astype(str) if value.dtype == object else value for value in feeds.values()]
-        np.savez(rows, *texts, allow_pickle=False)
         axes = {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
-        said = [str(graph), str(rows), json.dumps(list(feeds)), json.dumps(axes)]
+        said = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
         try:
             found: dict[str, str] = ask(__name__, said, limits_for(graph, dict(feeds)))
         except FailedError:  # what several rows need is no matter of a first look
@@ -83,11 +79,7 @@ def answer(arguments: Sequence[str]) -> dict[str, str]:
     """
     from smelt.runtime.backends.onnx_session import open_session
 
-    names, axes = json.loads(arguments[2]), json.loads(arguments[3])
-    with np.load(arguments[1], allow_pickle=False) as file:
-        values = [file[f"arr_{at}"] for at in range(len(file.files))]
-    texts = (value.astype(object) if value.dtype.kind == "U" else value for value in values)
-    feeds = dict(zip(names, texts, strict=True))
+    feeds, axes = read_feeds(*arguments[1:3]), json.loads(arguments[3])
     count = next(v.shape[axes[n]] for n, v in feeds.items() if v.ndim and axes[n] is not None)
     try:
         session = open_session(Path(arguments[0]), threads=1)

@@ -52,8 +52,11 @@ def divide(split: Split, shares: Mapping[str, float], seed: int) -> dict[str, Sp
     """
     groups = _stretches(split, seed) if _is_lines(split) else _copies(split, seed)
     if len(groups) <= len(shares):
+        kind = "row" if split.arrays is not None else "image" if split.images else "text"
+        they = f"{len(groups)} different {kind}{'' if len(groups) == 1 else 's'}"
         raise InputError(
-            f"{split.origin}: {len(groups)} different texts cannot be divided into {len(shares) + 1} splits.",
+            f"{split.origin}: {they} cannot be divided into {len(shares) + 1} splits; equal ones stay"
+            " together. Give more that differ, or a file for each split.",
             code="too-few-texts",
         )
     taken: dict[str, list[int]] = {}

@@ -63,8 +63,9 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(package_name="smelt")
 def main() -> None:
-    """Make trained transformers small and fast, one measured stage at a time.
+    """Make trained models small and fast, one measured stage at a time.
 
+    It takes models of texts and of images, and ONNX graphs of any kind.
     Begin with `smelt run quickstart`, which needs no data and no model of yours.
     """
 

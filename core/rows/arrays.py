@@ -11,7 +11,7 @@ import hashlib
 import io
 import math
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -189,8 +189,21 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
     return found
 
 
-def rows_of(shapes: Mapping[str, Shape], path: Path | str, axes: Axes = NO_AXES) -> int:
+def rows_of(
+    shapes: Mapping[str, Shape],
+    path: Path | str,
+    axes: Axes = NO_AXES,
+    by_name: Collection[str] = (),
+    of_artifact: bool = False,
+) -> int:
     """Return how many rows arrays of these shapes hold.
+
+    Args:
+        shapes: by array.
+        path: where they are, for messages.
+        axes: as in `read_arrays`.
+        by_name: arrays whose rows the names of the graph's dimensions count together.
+        of_artifact: the axes are those of an artifact, which no recipe changes any more.
 
     Raises:
         InputError: none, or not all as many (`unequal-rows`).
@@ -199,8 +212,9 @@ def rows_of(shapes: Mapping[str, Shape], path: Path | str, axes: Axes = NO_AXES)
     counts = {name: shapes[name].dims[axis] for name, axis in places.items() if axis < len(shapes[name].dims)}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
+        advice = _elsewhere(shapes, counts, by_name, of_artifact)
         raise InputError(
-            f"{path}: all arrays need as many rows, but {said}.{_elsewhere(shapes, counts)}",
+            f"{path}: all arrays need as many rows, but {said}.{advice}",
             code="unequal-rows",
             file=str(path),
         )
@@ -214,18 +228,24 @@ def rows_of(shapes: Mapping[str, Shape], path: Path | str, axes: Axes = NO_AXES)
     return rows
 
 
-def _elsewhere(shapes: Mapping[str, Shape], counts: Mapping[str, int]) -> str:
-    """Say what to write where the rows of an array may be on another axis, or it may have none."""
+def _elsewhere(
+    shapes: Mapping[str, Shape], counts: Mapping[str, int], by_name: Collection[str], of_artifact: bool
+) -> str:
+    """Say what to do where the rows of an array may be on another axis, or it may have none."""
     numbers = list(counts.values())
     rows = max(numbers, key=numbers.count)  # the first of those that are most frequent
-    for name, count in counts.items():
-        if count != rows:
-            dims = shapes[name].dims
-            axis = next((str(at) for at, size in enumerate(dims) if size == rows), None)
-            what = "is the same for all rows" if axis is None else f"has its rows on axis {axis}"
-            written = f"data: {{axes: {{{name}: {axis or 'null'}}}}}"
-            return f" '{name}' is {list(dims)}; if it {what}, write {written} into the recipe."
-    return ""
+    name = next((name for name, count in counts.items() if count != rows), None)
+    if name is None:
+        return ""
+    dims = shapes[name].dims
+    axis = next((at for at, size in enumerate(dims) if size == rows), None)
+    if axis is None and (name in by_name or of_artifact):
+        return " The graph takes one of each for a row: write as many rows of all."
+    if axis is not None and of_artifact:
+        return f" '{name}' is {list(dims)}; if its rows are on axis {axis}, move them: numpy.moveaxis."
+    what = "is the same for all rows" if axis is None else f"has its rows on axis {axis}"
+    written = f"data: {{axes: {{{name}: {'null' if axis is None else axis}}}}}"
+    return f" '{name}' is {list(dims)}; if it {what}, write {written} into the recipe."
 
 
 def _header(stream: Any, name: str) -> Shape:

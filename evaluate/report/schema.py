@@ -10,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -150,6 +151,16 @@ class Difference(_WithInterval):
 
     difference: float
     p_value: float = Field(ge=0, le=1)
+    _drawn: bool = PrivateAttr(default=False)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the graph draws random numbers, so that the same weights would differ too."""
+        return self._drawn
+
+    def mark_drawn(self) -> None:
+        """Note that the graph draws random numbers."""
+        self._drawn = True
 
 
 class Gate(_Part):
@@ -301,6 +312,19 @@ class Report(_Part):
             if name is not None and name not in seen:
                 raise SettingError(f"'{where}' names '{name}', which is no step", code="unknown-step")
         return self
+
+    @model_validator(mode="after")
+    def _mark_drawn(self) -> Self:
+        for step in self.steps if self.draws else ():
+            for found in (step, step.test):
+                for difference in found.against_baseline.values() if found else ():
+                    difference.mark_drawn()
+        return self
+
+    @property
+    def draws(self) -> bool:
+        """Whether the graph that the run starts from draws random numbers."""
+        return any(message.code == "random-outputs" for message in self.warnings)
 
     @property
     def base(self) -> Step | None:

@@ -138,7 +138,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     if report.base and report.base.quality:
         parts.append(f"diff{' and speed-up' * bool(sizes)} against '{report.baseline}'")
     if any(metric in step.against_baseline for step in report.steps):
-        parts.append("* p < 0.05")
+        parts.append("differences include draws of the graph" if report.draws else "* p < 0.05")
     if sizes:
         parts.append(f"batch {sizes[0]}")
     if bits:

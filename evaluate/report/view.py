@@ -219,8 +219,10 @@ def matters(difference: Difference) -> bool:
     """Tell whether the difference is significant at 5 %, and not zero in all digits that are shown.
 
     Where a graph computes in another order, every row may be off by the last digit of a float, all to one
-    side: the test is right, and nobody would call it a difference.
+    side: the test is right, and nobody would call it a difference. Nor is one that random numbers make.
     """
+    if difference.drawn:
+        return False
     return matters_at(difference.p_value) and bool(round(difference.difference, _MOST_DIGITS))
 
 

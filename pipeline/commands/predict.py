@@ -24,7 +24,7 @@ class _Predict(click.Command):
             raise click.UsageError(f"{told} smelt predict ARTIFACT -- TEXT", ctx) from error
 
 
-@click.command(cls=_Predict, short_help="Run an artifact on your words.")
+@click.command(cls=_Predict, short_help="Run an artifact on texts, images or arrays.")
 @click.argument("artifact", type=FOLDER)
 @click.argument("text", nargs=-1)
 @click.option("--data", type=click.Path(path_type=Path), help="Texts: a file of rows, or of lines (.txt).")

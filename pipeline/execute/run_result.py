@@ -24,6 +24,10 @@ _OPEN = 0.05
 # Of fewer rows an interval says nothing: drawn again and again, two rows are always much the same.
 _ROWS = 20
 _HARD = "\N{NO-BREAK SPACE}"
+# Of metrics that the baseline is perfect in by definition, so that whatever changes outputs is worse: the
+# points that may be lost, where no gate says more.
+_PERFECT = ("agreement", "top1", "relative_error")
+_LITTLE = 1.0
 EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
 
 
@@ -231,7 +235,8 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     sign = 1 if score["higher_is_better"] else -1
     ends_up = [sign * end for end in test["ci95"] or (-math.inf, math.inf)]
     if _is_worse(step):
-        allowed = "; its gate allows that" if _is_allowed(step) else ""
+        little = f"; up to {_LITTLE:g} point may be lost" if _is_little(step) else ""
+        allowed = "; its gate allows that" if _is_allowed(step) else little
         told = f"{difference}, {view.probability(test['p_value'])}{allowed}"
         text = f"{name} is worse than {report['baseline']}: {told}."
     elif (
@@ -259,9 +264,9 @@ def step_to_ship(report: Mapping[str, Any]) -> str | None:
     """Return the smallest step that any machine with ONNX Runtime runs, of those that are worth having.
 
     Where no times say which are (none were taken, or all but the baseline's were disturbed), it is of those
-    that are not significantly worse than the baseline, or whose gates allow that, else it is the best. A step
-    that fails a gate is named only where all do, one whose quality is that of chance never. None where no
-    step left for it.
+    that are not significantly worse than the baseline, that agree with it but for a little, or whose gates
+    allow that, else it is the best. A step that fails a gate is named only where all do, one whose quality is
+    that of chance never. None where no step left for it.
     """
     there = [
         step
@@ -271,7 +276,7 @@ def step_to_ship(report: Mapping[str, Any]) -> str | None:
     there = [step for step in there if not at_chance(step)]
     kept = [s for s in there if all(gate["passed"] is not False for gate in s.get("gates") or [])] or there
     worth = [step for step in kept if step["name"] in report["frontier"]]
-    worth = worth or [step for step in kept if not _is_worse(step) or _is_allowed(step)] or _best(kept)
+    worth = worth or [s for s in kept if not _is_worse(s) or _is_little(s) or _is_allowed(s)] or _best(kept)
     if not worth:
         return None
     return str(min(worth, key=lambda step: step["size_bytes"])["name"])
@@ -286,6 +291,19 @@ def _is_worse(step: Mapping[str, Any]) -> bool:
         sign = 1 if score["higher_is_better"] else -1
         return test is not None and test["p_value"] < SIGNIFICANT and sign * test["difference"] < 0
     return False
+
+
+def _is_little(step: Mapping[str, Any]) -> bool:
+    """Say whether a step loses little of its agreement with the baseline, if that is its first metric.
+
+    Choices count as well, where they are scored: outputs may be near and choose others.
+    """
+    tested = step.get("against_baseline") or {}
+    first = next((name for name in step.get("quality") or {} if name in tested), None)
+    if first not in _PERFECT:
+        return False
+    judged = [first, *(name for name in ("top1",) if name in tested)]
+    return all(abs(tested[name]["difference"]) <= _LITTLE for name in judged)
 
 
 def _is_allowed(step: Mapping[str, Any]) -> bool:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
-from smelt.core.rows.arrays import SUFFIX, Axes, shapes_in
+from smelt.core.rows.arrays import SUFFIX, Axes
 from smelt.core.text import printable
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import OTHER_FLOATS, ForeignModel, examined, find_graph, texts_beside
+from smelt.look.init_axes import found_axes
 from smelt.look.model_folder import read_config
 from smelt.planning.foreign.graph import HIDDEN
 from smelt.recipe.problem import has_classifier
-from smelt.runtime.foreign.signature import Signature, Value
+from smelt.runtime.foreign.signature import Signature
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
 from smelt.runtime.text.sentence_files import MODULES
 
@@ -62,7 +63,10 @@ def graph_recipe(
     chosen = _task(seen, task)
     rows = look_at_data(data, chosen, columns, trains=False) if data else None
     splits = dict(rows.splits) if rows else {}
-    axes = _axes(seen.signature, splits.get("test") or splits["train"]) if rows and chosen == TENSORS else {}
+    axes: Axes = {}
+    without: list[str] = []
+    if rows and chosen == TENSORS:
+        axes, without = found_axes(seen, splits.get("test") or splits["train"])
     seen = replace(seen, signature=seen.signature.with_axes(axes))
     lines = [*_head(seen, path, rows), f"model: {_relative(file, base)}", f"task: {chosen}"]
     lines += [*_of_rows(seen, chosen), "data:    # a stage never gets to see test"]
@@ -70,7 +74,7 @@ def graph_recipe(
     calibrated = rows is None or bool({"calibration", "validation", "train"} & set(splits))
     stages = list(_quantization(seen, chosen, calibrated))
     lines += ["stages:", "  - simplify: {}    # kept where it computes the same", *stages]
-    lines += _score(seen.signature, chosen)
+    lines += _score(seen.signature, chosen, without)
     if chosen == TENSORS:
         quantized = any("name: int8" in line for line in stages)
         lines += [
@@ -148,45 +152,12 @@ def _data(rows: DataLook | None, axes: Axes, end: str, base: Path) -> Iterator[s
         yield f"  columns: {{{', '.join(f'{role}: {_quoted(name)}' for role, name in rows.columns.items())}}}"
     if axes:
         said = (f"{_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
-        yield f"  axes: {{{', '.join(said)}}}    # of the rows, as the sizes of the arrays say: check it"
+        yield f"  axes: {{{', '.join(said)}}}    # of the rows, as the arrays and a call say: check it"
 
 
 def _quoted(name: str) -> str:
     """Return a name as YAML takes it, whatever is in it."""
     return json.dumps(name)
-
-
-def _axes(signature: Signature, file: Path) -> dict[str, int | None]:
-    """Return the axes of rows that a recipe has to name, by the sizes of the arrays in `file`."""
-    shapes = shapes_in(file)
-    sizes = {value.name: shapes[value.name].dims for value in signature.inputs if value.name in shapes}
-    axes = signature.axes
-    counts = [
-        dims[axis] for name, dims in sizes.items() if (axis := axes[name]) is not None and axis < len(dims)
-    ]
-    rows = max(counts, key=counts.count, default=0)
-    names = {value.name: _batch_name(value) for value in signature.inputs}
-    found = {
-        name: axis if axis is not None and axis < len(dims) and dims[axis] == rows else _place(dims, rows)
-        for name, dims in sizes.items()
-        if dims
-    }
-    for name, place in found.items():
-        # inputs whose batch has one name are not the same in every call: their arrays do not fit each other
-        if place is None and names[name] and list(names.values()).count(names[name]) > 1:
-            found[name] = axes[name]
-    changed = {name: axis for name, axis in found.items() if axis != axes[name]}
-    return found if list(signature.with_axes(changed).unclear_axes(changed)) else changed
-
-
-def _batch_name(value: Value) -> str | None:
-    """Return the name of the dimension that holds the samples; None where it has none."""
-    size = value.shape[value.axis] if value.shape and value.axis is not None else None
-    return size if isinstance(size, str) else None
-
-
-def _place(dims: Sequence[int], rows: int) -> int | None:
-    return next((axis for axis, size in enumerate(dims) if size == rows), None)
 
 
 def _quantization(seen: ForeignModel, task: Task, calibrated: bool) -> Iterator[str]:
@@ -214,7 +185,7 @@ def _quantization(seen: ForeignModel, task: Task, calibrated: bool) -> Iterator[
     yield "    name: int8"
 
 
-def _score(signature: Signature, task: Task) -> Iterator[str]:
+def _score(signature: Signature, task: Task, without: Sequence[str]) -> Iterator[str]:
     yield "score:"
     yield f"  latency: {{batch_sizes: {'[1, 8]' if signature.batch is None else f'[{signature.batch}]'}}}"
     # an output with a fixed first axis, where the batch has any size, has no part for each row
@@ -222,6 +193,7 @@ def _score(signature: Signature, task: Task) -> Iterator[str]:
         value
         for value in signature.outputs
         if value.axis is None
+        or value.name in without
         or (value.shape and isinstance(value.shape[value.axis], int) and signature.batch is None)
     ]
     if whole and task == TENSORS and signature.batch is None:

@@ -50,6 +50,9 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
         for name in ("train", "validation") if trains else ():
             if name in splits:
                 found += _copies(test, splits[name], name, recipe.task)
+        calibrated = next((name for name in _calibrating(recipe.task) if name in splits), None)
+        if calibrated is not None:
+            found += _calibrated_on(test, splits[calibrated], calibrated, recipe.task)
     if recipe.task in CLASSIFICATION:
         found += _spellings(splits)
     for name, split in splits.items() if recipe.task not in (IMAGES, TENSORS, "language-modeling") else ():
@@ -139,6 +142,31 @@ def _copies(test: Split, other: Split, name: str, task: Task) -> list[Message]:
     why = "that was learned" if name == "train" else "that chose the checkpoint"
     code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
     return [warning(code, f"{text}. A score on what {why} says less of new {one}s.")]
+
+
+def _calibrating(task: Task) -> tuple[str, ...]:
+    """Return the splits of which the first that is there calibrates; texts that train are told of above."""
+    return ("calibration", "validation", "train") if task == TENSORS else ("calibration",)
+
+
+def _calibrated_on(test: Split, other: Split, name: str, task: Task) -> list[Message]:
+    """Compare the rows of `test` with those that calibrate, whatever is to be answered to them."""
+    known = {(text, e.text_pair) for e, text in zip(other.examples, other.contents, strict=True)}
+    rows = [
+        (text, e.text_pair)
+        for e, text in zip(test.examples, test.contents, strict=True)
+        if task != "language-modeling" or len(text) >= _LEAST_CHARACTERS
+    ]
+    copies = sum(row in known for row in rows)
+    if not copies:
+        return []
+    return [
+        warning(
+            "test-rows-in-other-split",
+            f"{copies:,} of {len(rows):,} test rows are also in {name}, on which is calibrated. A score on"
+            " these says less of new ones: give other rows for one of the two.",
+        )
+    ]
 
 
 def _answers(example: Example) -> set[object]:

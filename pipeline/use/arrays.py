@@ -51,7 +51,9 @@ def read_rows(path: Path | None, artifact: Artifact) -> Split:
             f" numpy.savez(FILE, {names}).",
             code="missing-data",
         )
-    require_fit(signature, shapes_in(path), str(path))
+    shapes, axes = shapes_in(path), signature.axes
+    require_fit(signature, shapes, str(path))
+    rows_of({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
     return read_split(str(path), TENSORS, _Columns(), Path.cwd(), axes=signature.axes)
 
 
@@ -129,7 +131,9 @@ def arrays_of(given: Any, signature: Signature) -> Arrays:
         raise InputError(f"all arrays need as many rows, at least one; read {sizes}.", code="unequal-rows")
     require_fit(signature, shapes, "arrays")
     taken = {name: value for name, value in values.items() if name in axes}
-    return arranged(taken, rows_of({name: shapes[name] for name in taken}, "arrays", axes), axes)
+    return arranged(
+        taken, rows_of({name: shapes[name] for name in taken}, "arrays", axes, of_artifact=True), axes
+    )
 
 
 @contextlib.contextmanager

@@ -117,8 +117,10 @@ def _instead(runner: GraphRunner, name: str, output: NDArray[Any], rows: int) ->
     if runner.signature.batch not in (None, 1):
         alone = "Export the graph with a batch of any size, or without this output."
     axis = next((at for at, size in enumerate(output.shape) if size == rows), None)
-    named = "" if axis is None else f" If axis {axis} holds them, write data: {{axes: {{{name}: {axis}}}}}."
-    return alone + named
+    if axis is None:
+        return alone
+    named = f"data: {{axes: {{{name}: {axis}}}}}"
+    return f"If axis {axis} holds them, write {named} into the recipe and run it. If none does: {alone}"
 
 
 def _row(output: NDArray[Any], at: int, axis: int | None) -> NDArray[Any]:

@@ -71,6 +71,13 @@ class Signature(BaseModel):
         """Which axis of each input holds the rows."""
         return {value.name: value.axis for value in self.inputs}
 
+    @property
+    def by_name(self) -> frozenset[str]:
+        """The inputs whose rows the same name counts as those of another one."""
+        names = {v.name: v.shape[v.axis] for v in self.inputs if v.shape and v.axis is not None}
+        counted = [name for name in names.values() if isinstance(name, str)]
+        return frozenset(value for value, name in names.items() if counted.count(str(name)) > 1)
+
     def with_axes(self, given: Axes) -> Signature:
         """Return the signature with the axes of its rows: `given`, else by the names of dimensions."""
         axes = row_axes(self.inputs, self.outputs, given)

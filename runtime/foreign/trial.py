@@ -7,7 +7,7 @@ first run here.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,12 +39,8 @@ def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
         InputError: it fails on them, crashes, or takes more memory or time than one call should.
     """
     with TemporaryDirectory(prefix="smelt-") as folder:
-        rows = Path(folder, "rows.npz")
-        # by place: an input may be called `file`, which numpy.savez has another meaning for
-        texts = [value.astype(str) if value.dtype == object else value for value in feeds.values()]
-        np.savez(rows, *texts, allow_pickle=False)
         try:
-            said = ask(__name__, [str(path), str(rows), json.dumps(list(feeds))], limits_for(path, feeds))
+            said = ask(__name__, [str(path), *write_feeds(Path(folder), feeds)], limits_for(path, feeds))
         except FailedError as error:
             raise InputError(
                 f"{origin}: running it on the first rows failed: {error}.", code="graph-failed"
@@ -53,6 +49,23 @@ def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
         raise InputError(
             f"{origin}: ONNX Runtime cannot run it on the first rows: {said}", code="graph-failed"
         )
+
+
+def write_feeds(folder: Path, feeds: Mapping[str, NDArray[Any]]) -> tuple[str, str]:
+    """Write what a graph is to be fed into `folder`; return the file and the names, for `read_feeds`."""
+    rows = folder / "rows.npz"
+    # by place: an input may be called `file`, which numpy.savez has another meaning for
+    texts = [value.astype(str) if value.dtype == object else value for value in feeds.values()]
+    np.savez(rows, *texts, allow_pickle=False)
+    return str(rows), json.dumps(list(feeds))
+
+
+def read_feeds(rows: str, names: str) -> dict[str, NDArray[Any]]:
+    """Return what `write_feeds` wrote."""
+    with np.load(rows, allow_pickle=False) as file:
+        values = [file[f"arr_{at}"] for at in range(len(file.files))]
+    texts = [value.astype(object) if value.dtype.kind == "U" else value for value in values]
+    return dict(zip(json.loads(names), texts, strict=True))
 
 
 def limits_for(path: Path, feeds: dict[str, NDArray[Any]]) -> Limits:
@@ -71,14 +84,12 @@ def answer(arguments: Sequence[str]) -> str | None:
     """
     from smelt.runtime.backends.onnx_session import open_session
 
-    path, rows = map(Path, arguments[:2])
+    path = Path(arguments[0])
     try:
-        with np.load(rows, allow_pickle=False) as file:
-            values = [file[f"arr_{at}"] for at in range(len(file.files))]
-        texts = [value.astype(object) if value.dtype.kind == "U" else value for value in values]
+        feeds = read_feeds(*arguments[1:3])
         for threads in (1, 2):
             session = open_session(path, threads=threads)
-            session.run(None, dict(zip(json.loads(arguments[2]), texts, strict=True)))
+            session.run(None, feeds)
             del session  # one copy of the weights at a time
     except MemoryError:
         raise

@@ -6,13 +6,15 @@ import random
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from smelt.core.data import Example, Split
+from smelt.core.data import Example, Split, split_of
 from smelt.core.errors import InputError
+from smelt.core.rows.arrays import Arrays
 from smelt.core.shares import divide, limited
 from smelt.core.windows import Windows
 
@@ -126,6 +128,13 @@ def test_documents_that_are_copies_stay_together():
     parts = divide(_split(rows, Windows(separator="\n\n")), {"test": 0.1}, 0)
     assert len(parts["test"]) == 40
     assert not {e.text for e in parts["test"].examples} & {e.text for e in parts["train"].examples}
+
+
+def test_rows_of_arrays_are_not_called_texts():
+    rows = split_of("a.npz", Arrays({"x": np.full((9, 2), np.nan)}, 9))
+    with refused("too-few-texts", InputError) as caught:
+        divide(rows, SHARES, 0)
+    assert "text" not in str(caught.value)
 
 
 def test_too_few_texts_are_refused():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from smelt.runtime.foreign.signature import Signature
 
 # Raised whenever the same files would be taken in another way.
-_VERSION = 4
+_VERSION = 5
 _DECODING = "generation_config.json"
 
 
@@ -56,14 +56,15 @@ def begin_with_graph(
         out = space / "out"
         out.mkdir()
         facts: dict[str, Any] = {"foreign": True, "target": "ort-cpu", **model.facts}
+        notes: list[Message] = []
         if model.parts:
             _take_parts(model, out)
             facts["parameters"] = _parameters_in(out)
         else:
-            _take(model, data["test"], out)
+            notes += _take(model, data["test"], out)
         if head is not None and head.sentences is not None:
             make_vectors(out / NAME, head.sentences)
-        notes = [] if head is None else _take_texts(model, head, data, out, facts)
+        notes += [] if head is None else _take_texts(model, head, data, out, facts)
         manifest = Manifest(
             key=key,
             format="onnx",
@@ -81,8 +82,9 @@ def begin_with_graph(
     return shop.obtain("model", key, fresh, make)
 
 
-def _take(model: ForeignModel, rows: Split, out: Path) -> None:
-    """Copy the graph into `out` and run it there on the first rows."""
+def _take(model: ForeignModel, rows: Split, out: Path) -> list[Message]:
+    """Copy the graph into `out` and run it on the first rows; return what is doubtful of its outputs."""
+    from smelt.export.foreign.apart import batch_warnings
     from smelt.runtime.foreign.signature import write_signature
     from smelt.runtime.foreign.take import take_graph
     from smelt.runtime.foreign.trial import try_graph
@@ -91,9 +93,10 @@ def _take(model: ForeignModel, rows: Split, out: Path) -> None:
     size = model.signature.batch or 1
     if rows.arrays is None:
         try_graph(graph, _of_ones(model.signature, size), str(model.file))
-        return
+        return []
     write_signature(out, model.signature)
     try_graph(graph, model.signature.feeds(rows.arrays.filled(size), 0, size), str(model.file))
+    return batch_warnings(graph, model.signature, rows.arrays, model.facts)
 
 
 def _take_parts(model: ForeignModel, out: Path) -> None:

@@ -213,7 +213,8 @@ def _check_arrays(
             problems = [f"{origin}: {problem}" for problem in model.signature.problems(shapes)]
             if not problems:
                 axes = model.signature.axes
-                rows_of({key: shape for key, shape in shapes.items() if key in axes}, path, axes)
+                taken = {key: shape for key, shape in shapes.items() if key in axes}
+                rows_of(taken, path, axes, by_name=model.signature.by_name)
         except InputError as error:
             mistakes.refuse(("data", name), error)
             continue

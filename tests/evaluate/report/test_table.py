@@ -28,6 +28,16 @@ def test_table_fits_and_holds_the_numbers(report, width):
     assert lines[-1] == "status: gate-failed"
 
 
+def test_differences_that_random_numbers_make_are_not_marked(report):
+    report["warnings"] = [message("m.onnx draws", "random-outputs")]
+    text = table(report)
+    assert "−1.37" in text
+    assert "*" not in text
+    rows = [line for line in write_markdown(report).splitlines() if line.startswith("|")]
+    assert any("−1.37" in row for row in rows)
+    assert not any("\\*" in row for row in rows)
+
+
 def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
     assert "bits" not in table(report)
     report["steps"][5]["facts"] = {"bits_per_weight": 4.503}

@@ -74,6 +74,33 @@ def test_a_loss_that_a_gate_allows_keeps_no_step_from_being_shipped():
     assert step_to_ship({"steps": steps, "frontier": []}) == "whole"
 
 
+def agreeing(name, size, **differences):
+    scores = {
+        metric: {"value": 1.0, "higher_is_better": metric != "relative_error"} for metric in differences
+    }
+    tests = {metric: {"difference": value, "p_value": 0.001} for metric, value in differences.items()}
+    return step(name, size) | {"quality": scores, "against_baseline": tests}
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ({"agreement": -0.3}, "int8"),
+        ({"agreement": -1.2}, "whole"),
+        ({"agreement": -0.3, "top1": -8.0}, "whole"),
+        ({"agreement": -0.3, "relative_error": 4.0}, "int8"),
+        ({"relative_error": 4.0}, "whole"),
+        ({"relative_error": 0.5}, "int8"),
+        ({"accuracy": -0.3}, "whole"),  # the baseline is not right by definition
+    ],
+)
+def test_a_little_less_agreement_than_with_itself_keeps_no_step_from_being_shipped(differences, expected):
+    whole = agreeing("whole", 9, **dict.fromkeys(differences, 0.0))
+    assert step_to_ship({"steps": [whole, agreeing("int8", 3, **differences)], "frontier": []}) == expected
+    failed = agreeing("int8", 3, **differences) | {"gates": [{"metric": "agreement", "passed": False}]}
+    assert step_to_ship({"steps": [whole, failed], "frontier": []}) == "whole"
+
+
 def test_disturbed_times_name_what_a_run_without_times_would():
     steps = [judged("onnx", 9, 38.2, 1.0), judged("bad", 2, 31.3, 0.002), judged("good", 5, 38.0, 0.6)]
     row = {"batch_size": 1, "speedup": 1.0}

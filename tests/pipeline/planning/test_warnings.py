@@ -6,11 +6,13 @@ import re
 from types import SimpleNamespace
 
 import harness
+import numpy as np
 import pytest
 import tiny
 
-from smelt.core.data import Example, Split
+from smelt.core.data import Example, Split, split_of
 from smelt.core.messages import codes
+from smelt.core.rows.arrays import Arrays
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.markdown import write_markdown
 from smelt.evaluate.report.table import table
@@ -84,6 +86,24 @@ def test_test_rows_that_are_in_train_are_counted():
     (found,) = _said({"validation": train, "test": test})
     assert found.code == "test-rows-in-other-split"
     assert "20 of 120 test rows are also in validation" in found.message
+
+
+def test_test_rows_that_are_calibrated_on_are_counted():
+    def arrays(*starts):
+        x = np.concatenate([np.arange(start, start + 60) for start in starts])
+        return split_of("f.npz", Arrays({"x": x[:, None], "k": np.float32(2)}, len(x)))
+
+    test = arrays(0, 60)
+    for name in ("calibration", "validation", "train"):
+        assert _said({name: arrays(200), "test": test}, "tensors", trains=False) == []
+        (found,) = _said({name: arrays(100, 200), "test": test}, "tensors", trains=False)
+        assert found.code == "test-rows-in-other-split"
+        assert re.findall(r"\d+", found.message) == ["20", "120"]
+        assert f" in {name}," in found.message
+    # stages see the first of these that is there
+    assert _said({"calibration": arrays(200), "train": test, "test": test}, "tensors", trains=False) == []
+    (found,) = _said({"calibration": Split("f", (Example("b 1"),)), "test": _pairs(*_many("b"))})
+    assert re.findall(r"\d+", found.message) == ["1", "120"]
 
 
 def test_a_copy_shares_one_of_several_references():

@@ -7,7 +7,7 @@ import pytest
 from refusals import refused
 
 from smelt.core.errors import InputError
-from smelt.core.rows.arrays import Arrays, Shape
+from smelt.core.rows.arrays import Arrays, Shape, rows_of
 from smelt.runtime.foreign.signature import Signature, Value, read_signature, write_signature
 
 MADE = Signature(
@@ -55,3 +55,32 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "signature.json").write_text('{"inputs": 3}')
     with refused("damaged-file", InputError):
         read_signature(tmp_path)
+
+
+def test_rows_that_a_name_counts_are_not_said_to_be_the_same_for_all() -> None:
+    signature = Signature(
+        inputs=(
+            Value(name="x", dtype="float32", shape=("batch", 16)),
+            Value(name="mask", dtype="float32", shape=("batch", 16)),
+            Value(name="k", dtype="float32", shape=("n", 16)),
+        ),
+        outputs=(),
+    )
+    assert signature.by_name == {"x", "mask"}
+    shapes = {"x": Shape("float32", (40, 16)), "mask": Shape("float32", (39, 16))}
+    for more, advised in (
+        ({}, True),
+        ({"by_name": signature.by_name}, False),
+        ({"of_artifact": True}, False),
+    ):
+        with refused("unequal-rows", InputError) as caught:
+            rows_of(shapes, "r.npz", **more)
+        assert ("null" in str(caught.value)) == advised
+
+
+def test_an_artifact_reads_no_recipe_so_none_is_to_be_written() -> None:
+    shapes = {"x": Shape("float32", (40, 16)), "state": Shape("float32", (1, 40, 8))}
+    for of_artifact in (False, True):
+        with refused("unequal-rows", InputError) as caught:
+            rows_of(shapes, "r.npz", of_artifact=of_artifact)
+        assert ("{axes: {state: 1}}" in str(caught.value)) != of_artifact

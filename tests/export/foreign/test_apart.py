@@ -1,0 +1,87 @@
+"""Outputs of a row that depend on the other rows of its call are named."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+
+from smelt.core.rows.arrays import Arrays
+from smelt.export.foreign.apart import batch_warnings
+from smelt.runtime.foreign.examine import answer
+from smelt.runtime.foreign.signature import Signature
+
+_X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+
+
+def codes(path: Path, model: Any, x: Any = _X) -> list[str]:
+    said = answer([str(graphs.save(model, path / "m.onnx"))])
+    assert not said["problems"]
+    signature = Signature.model_validate(said["signature"]).with_axes({})
+    found = batch_warnings(path / "m.onnx", signature, Arrays({"x": x}, len(x)), said["facts"])
+    assert all("'y'" in message.message for message in found)
+    return [message.code for message in found]
+
+
+def branching() -> Any:
+    """Return x [N, 8] -> y [N, 8]: x, or its negative where the sum over all rows is positive."""
+    bodies = {
+        name: helper.make_graph(
+            [helper.make_node(kind, ["x"], [kind])], kind, [], [graphs.value(kind, ["N", 8])]
+        )
+        for name, kind in (("then_branch", "Neg"), ("else_branch", "Identity"))
+    }
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0),
+        helper.make_node("Greater", ["s", "zero"], ["c"]),
+        helper.make_node("If", ["c"], ["y"], **bodies),
+    ]
+    weights = [numpy_helper.from_array(np.float32(0), "zero")]
+    return graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 8])], weights)
+
+
+def normed(training: int) -> Any:
+    ones = [numpy_helper.from_array(np.ones(8, np.float32), name) for name in ("s", "b", "m", "v")]
+    inputs = ["x", "s", "b", "m", "v"]
+    outputs = ["y", "mean", "var"] if training else ["y"]
+    node = helper.make_node("BatchNormalization", inputs, outputs, training_mode=training)
+    ends = [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 8])]
+    return graphs.model_of([node], *ends, ones)
+
+
+@pytest.mark.parametrize("model", [branching(), normed(1)], ids=["if", "batch norm that trains"])
+def test_outputs_that_depend_on_the_batch_are_named(tmp_path: Path, model: Any) -> None:
+    assert codes(tmp_path, model) == ["outputs-depend-on-batch"]
+
+
+@pytest.mark.parametrize("size", ["N", 1], ids=["any", "one"])
+def test_rows_that_are_computed_each_alone_are_no_matter(tmp_path: Path, size: Any) -> None:
+    assert codes(tmp_path, normed(0) if size == "N" else graphs.two_layers(size)) == []
+
+
+def test_a_large_mean_in_halves_is_no_other_output(tmp_path: Path) -> None:
+    from smelt.export.foreign.apart import _off
+
+    wanted = 2000 + np.arange(8.0)
+    assert _off(wanted, wanted + 1) is None
+    assert _off(wanted - 2000, wanted - 1999) is not None
+
+
+def test_draws_and_scales_of_a_call_are_told_elsewhere(tmp_path: Path) -> None:
+    ends = [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 8])]
+    drawn = [
+        helper.make_node("RandomNormalLike", ["x"], ["r"]),
+        helper.make_node("Add", ["x", "r"], ["y"]),
+    ]
+    assert codes(tmp_path, graphs.model_of(drawn, *ends)) == []
+    scaled = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+    ]
+    # one row of a thousand times the others takes nearly all steps of 8 bits
+    assert (
+        codes(tmp_path, graphs.model_of(scaled, *ends), _X * np.where(np.arange(40)[:, None] == 3, 1e3, 1))
+        == []
+    )

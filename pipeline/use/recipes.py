@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, together
 from smelt.core.files import write_atomically
+from smelt.core.messages import mistake
 from smelt.look.foreign import is_onnx
 from smelt.recipe.errors import check, dotted, shown
 from smelt.recipe.recipe import examine, find_recipe
@@ -138,11 +139,8 @@ def plain(value: Any, where: Where = ()) -> Any:
         return [plain(part, (*where, number)) for number, part in enumerate(value)]
     if value is None or isinstance(value, str | int | float):
         return value
-    raise InputError(
-        f"{dotted(where)}: expected texts, numbers, lists and mappings, read {shown(value)}.",
-        code="wrong-value",
-        setting=dotted(where),
-    )
+    text = f"{dotted(where)}: expected texts, numbers, lists and mappings, read {shown(value)}."
+    raise together([mistake("wrong-value", text, setting=dotted(where))])
 
 
 def plan_of(

@@ -256,6 +256,9 @@ def test_mistakes_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> No
     assert [one.setting for one in caught.value.found] == ["data.calibration"]
     with refused("wrong-value", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", data=["rows.jsonl"])  # type: ignore[arg-type]
+    with refused("wrong-value", smelt.InputError) as caught:
+        smelt.apply("quantize", home / "m", out=tmp_path / "q", scheme=object())
+    assert caught.value.setting == "scheme"
     with refused("parent-not-a-folder", smelt.InputError):
         smelt.apply("quantize", home / "m", out=home / "data.jsonl" / "q")
 

@@ -42,8 +42,7 @@ score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, to the model's
             longest output; latency at batch size 1, 8 against model
 gate        bleu: drop at most 1 at onnx-int8, onnx
 gate        bleu: at least 20 at onnx-int8, onnx
-gate        size_bytes: at most 1,000,000 at small
-"""
+gate        size_bytes: at most 1,000,000 at small"""
     )
     assert max(map(len, text.splitlines())) <= 80
 

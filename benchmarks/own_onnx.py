@@ -269,7 +269,7 @@ def with_smelt(step: str, source: Path, target: Path, folder: Path) -> None:
     (folder / "recipe.yaml").write_text(f"{recipe}stages:\n  - {STEPS[step]}\n    name: new\n")
     result = smelt.run(folder / "recipe.yaml", out=folder / f"run-{step}", quiet=True)
     if errors := [one["error"] for one in result.report["steps"] if one.get("error")]:
-        raise smelt.RunError(str(errors[0]))
+        raise smelt.RunError(errors[0]["message"], code=errors[0]["code"])
     made = folder / f"run-{step}" / "artifacts" / "new" / "model.onnx"
     target.write_bytes(made.read_bytes())
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from onnx import TensorProto, helper, numpy_helper
+from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.look.init_foreign import graph_recipe
@@ -95,7 +96,7 @@ def test_hidden_states_with_a_rule_of_pooling_beside_them_are_an_embedder(tmp_pa
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"text": "number {at}"}}\n' for at in range(50)))
     assert written(model, tmp_path)["task"] == "tensors"
-    with pytest.raises(InputError, match="--task"):
+    with refused("wrong-format", InputError):
         written(model, tmp_path, texts)
     (tmp_path / "modules.json").write_text("[]")
     found = written(model, tmp_path, texts)

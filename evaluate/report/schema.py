@@ -10,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PrivateAttr,
     ValidationError,
     field_validator,
@@ -18,7 +19,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.messages import Message, mistake
+from smelt.core.messages import Message, as_json, mistake
 from smelt.evaluate import frontier
 
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
@@ -209,6 +210,14 @@ def _none_is_no_rows(value: Any) -> Any:
 Differences = Annotated[dict[str, Difference], BeforeValidator(_none_is_empty)]
 
 
+def _one(error: Message | None) -> dict[str, Any] | None:
+    return None if error is None else as_json([error])[0]
+
+
+_Error = Annotated[Message | None, PlainSerializer(_one)]
+_Messages = Annotated[list[Message], BeforeValidator(_none_is_no_rows), PlainSerializer(as_json)]
+
+
 class Step(_Part):
     """One step of the run, done or not."""
 
@@ -218,7 +227,7 @@ class Step(_Part):
     status: StepStatus
     earlier: bool = False
     reason: str | None = None
-    error: Message | None = None
+    error: _Error = None
     format: str | None = None
     target: str | None = None
     runner: str | None = None
@@ -232,7 +241,7 @@ class Step(_Part):
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
-    warnings: Annotated[list[Message], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    warnings: _Messages = Field(default_factory=list)
     quality: Annotated[dict[str, Quality], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
     latency: Annotated[list[Latency], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
     against_baseline: Differences = Field(default_factory=dict)
@@ -277,7 +286,7 @@ class Report(_Part):
     status: RunStatus
     baseline: str | None = None
     judged_on: Literal["validation", "test"] = "test"
-    warnings: list[Message] = Field(default_factory=list)
+    warnings: _Messages = Field(default_factory=list)
     steps: list[Step]
     frontier: list[str] = Field(default_factory=list)
 

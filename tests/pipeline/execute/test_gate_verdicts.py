@@ -167,9 +167,7 @@ def test_processor_time_is_judged_on_a_busy_machine_too():
 
 def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():
     missing = judge(
-        gate("bleu", "min"),
-        step(error={"code": "error", "severity": "error", "message": "it broke"}),
-        EVIDENCE,
+        gate("bleu", "min"), step(error={"code": "x", "severity": "error", "message": "it broke"}), EVIDENCE
     )
     assert (missing["passed"], missing["reason"]) == (False, "it broke")
     unscored = judge(gate("bleu", "min"), step(reason="no GPU"), EVIDENCE)

@@ -16,10 +16,10 @@ from smelt.core.errors import InputError, RunError
 @pytest.mark.parametrize(
     ("given", "code"),
     [
-        ({"x": np.ones((0, 8), np.float32)}, "count-mismatch"),
-        ({"x": [[1.0, 2.0], [3.0]]}, "not-an-array"),
-        ({"x": np.float32(1)}, "count-mismatch"),
-        ({}, "count-mismatch"),
+        ({"x": np.ones((0, 8), np.float32)}, "unequal-rows"),
+        ({"x": [[1.0, 2.0], [3.0]]}, "wrong-type"),
+        ({"x": np.float32(1)}, "unequal-rows"),
+        ({}, "unequal-rows"),
         ({"x": np.array([None])}, "does-not-fit-graph"),
     ],
 )

@@ -223,7 +223,7 @@ def test_closed_language_model_and_an_engine_without_a_cache_are_refused(trt, wr
         runner.start(1)
     (tmp_path / "config.json").write_bytes((writer / "config.json").read_bytes())
     (tmp_path / "model.plan").write_bytes((classifier / "model.plan").read_bytes())
-    with refused("missing-cache", InputError) as caught:
+    with refused("no-cache", InputError) as caught:
         open_runner(artifact(tmp_path, "tensorrt", "language-modeling"))
     assert "model.plan" in str(caught.value)
 

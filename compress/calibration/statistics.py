@@ -115,7 +115,7 @@ def few_tokens(fed: Iterable[tuple[int, int]], rows: CalibrationRows) -> str:
     if not short:
         return ""
     tokens, inputs = min(short, key=lambda one: one[0] / one[1])
-    return f"{tokens} tokens of {rows.origin} are few for layers of {inputs} inputs"
+    return f"Only {tokens:,} calibration tokens of {rows.origin} for layers with {inputs:,} inputs"
 
 
 def empty_statistics(

@@ -106,8 +106,9 @@ def _numbers(
         if numbers[name] == len(there) and said is None and fraction_kept(settings) < 1:
             ctx.warn(
                 "nothing-to-remove",
-                f"depth: keep {fraction_kept(settings):g} of the {len(there)} {' and '.join(settings.parts)}"
-                f" of {name} is, to the nearest whole number and one of each kind, all of them; none goes.",
+                f"keep {fraction_kept(settings):g} of the {len(there)} {' and '.join(settings.parts)} of"
+                f" {name}, rounded to at least one of each kind, keeps all of them; none is removed. Lower"
+                " keep.",
             )
     left = {(part.stack, part.kind) for there in stacks.values() for part in there if part not in told}
     for name, there in stacks.items():

@@ -163,8 +163,8 @@ def _choose(
         ctx.warnings.extend(
             warning(
                 "minimum-kept",
-                f"depth: {name}: {len(found[name])} layers stay, and not {count}: an earlier step took parts"
-                " out of layers, and one of each kind has to be left. Take layers away before their parts.",
+                f"{name}: {len(found[name])} layers are kept instead of {count}: an earlier step removed"
+                " parts of layers, and one of each kind must be kept. Remove layers before their parts.",
             )
             for name, count in numbers.items()
             if len(found[name]) > count
@@ -183,8 +183,8 @@ def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: De
     return [
         warning(
             "nothing-to-remove",
-            f"depth: keep {keep:g} of the {there[name]} {name} is, to the nearest whole number and at least"
-            " one, all of them; none goes.",
+            f"keep {keep:g} of the {there[name]} {name}, rounded to at least one, keeps all of them; none is"
+            " removed. Lower keep.",
             setting="keep",
         )
         for name in whole

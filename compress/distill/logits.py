@@ -300,10 +300,9 @@ def _random(settings: DistillSettings, src: Artifact, ctx: Context) -> bool:
 def _of_phases(warned: Sequence[Sequence[Message]]) -> list[Message]:
     """Return the warnings of all phases: once what all say, who read the same rows; else with the phase."""
     found: dict[Message, None] = {}
-    head = f"{Distill.name}: "
     for number, messages in enumerate(warned, 1):
         for one in messages:
-            text = f"{head}phase {number}: {one.message.removeprefix(head)}"
+            text = f"phase {number}: {one.message}"
             shared = all(one in others for others in warned)
             found[one if shared else replace(one, message=text)] = None
     return list(found)

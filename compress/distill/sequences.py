@@ -54,7 +54,8 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
     if lost := len(split) - len(taught):
         ctx.warn(
             "empty-teacher-outputs",
-            f"distill: sequences: the teacher wrote nothing for {lost} of {len(split)} rows",
+            f"sequences: the teacher generated an empty output for {lost} of {len(split)} samples; they are"
+            " not used.",
         )
     return Split(split.origin, (*chosen, *kept))
 

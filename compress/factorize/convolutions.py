@@ -51,8 +51,8 @@ def factorize_convolutions(
     if not layers and (thin := sum(isinstance(module, LowRankConv) for module in model.modules())):
         ctx.warn(
             "already-factorized",
-            f"factorize: left the model alone: include {settings.include}, exclude {settings.exclude} choose"
-            f" no convolution but those that are thin ones already ({thin} in the model)",
+            f"No convolution is factorized: include {settings.include} and exclude {settings.exclude} select"
+            f" only convolutions that are factorized already ({thin} in the model).",
         )
         return
     if not layers:
@@ -82,8 +82,8 @@ def factorize_convolutions(
     if not ranks:
         ctx.warn(
             "no-rank-saves",
-            f"factorize: left all {len(layers)} convolutions alone, because no rank saves"
-            f" {_SAVED[settings.aim]} at these settings; lower energy, rank or ratio",
+            f"None of the {len(layers)} convolutions is factorized: no rank saves {_SAVED[settings.aim]} with"
+            " these settings. Lower energy, rank or ratio.",
         )
 
 

@@ -71,12 +71,12 @@ def factorize_tables(
     if thin:
         ctx.warn(
             "already-factorized",
-            f"factorize: left {', '.join(thin)} alone: a thin table and a product already",
+            f"{', '.join(thin)} is not factorized again: it has low rank already.",
         )
     if alone and not ranks:
         ctx.warn(
             "no-rank-saves",
-            "factorize: left the embeddings alone, because no rank saves values at these settings: "
+            "The embeddings are not factorized: no rank saves weights with these settings: "
             + "; ".join(f"{name}: {why}" for name, why in alone.items()),
         )
 
@@ -89,9 +89,8 @@ def _counts(settings: FactorizeSettings, ctx: Context) -> bool:
     if split is None or not len(split):
         ctx.warn(
             "no-calibration-data",
-            "factorize: there are no rows, so all tokens of the embedding count alike and much more is lost."
-            " Name some with data: {calibration: FILE} or data: {train: FILE}; by_frequency: false says that"
-            " it is meant.",
+            "Without samples all tokens of the embedding have equal weight, and the error is larger. Add"
+            " data: {calibration: FILE} or data: {train: FILE}, or set by_frequency: false.",
         )
         return False
     return True

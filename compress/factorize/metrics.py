@@ -136,8 +136,7 @@ def warn_of_few(few: Mapping[str, tuple[int, int]], rows: CalibrationRows, ctx: 
         first, (tokens, width) = next(iter(few.items()))
         ctx.warn(
             "few-calibration-tokens",
-            f"factorize: {rows.origin}: the rows that it looked at ({rows.rows}) have fewer tokens than"
-            f" layers have inputs ({first}: {tokens} of {width}, and so"
-            f" {len(few)} layers), so other texts may lose more. Raise rows, or name more rows with"
-            " data: {calibration: FILE}.",
+            f"{rows.origin}: the {rows.rows} calibration samples have fewer tokens than {len(few)} layers"
+            f" have inputs ({first}: {tokens} of {width}); the error on other texts may be larger. Increase"
+            f" rows, or add data: {{calibration: FILE}}.",
         )

@@ -204,8 +204,8 @@ def _chosen(model: Any, settings: FactorizeSettings, ctx: Context) -> dict[nn.Li
     if thin:
         ctx.warn(
             "already-factorized",
-            f"factorize: left all {thin} layers that include and exclude choose alone, because they are"
-            " two thin ones already",
+            f"No layer is factorized: all {thin} layers that include and exclude select are factorized"
+            " already.",
         )
     elif not chosen:
         raise InputError(
@@ -268,10 +268,10 @@ def _reason(layer: nn.Linear, rank: int, limit: float) -> str:
 def _none_gains(count: int, settings: FactorizeSettings) -> str:
     what, instead = "weights", ""
     if settings.aim == "latency":
-        what, instead = "time in int8", ", or give aim: size for what saves weights"
+        what, instead = "time in int8", ", or set aim: size to save weights"
     return (
-        f"factorize: left all {count} layers alone, because no rank saves {what} at these settings;"
-        f" lower energy, rank, ratio or budget{instead}"
+        f"None of the {count} layers is factorized: no rank saves {what} with these settings."
+        f" Lower energy, rank, ratio or budget{instead}."
     )
 
 

@@ -218,8 +218,8 @@ def _not_as_asked(
     return [
         warning(
             "nothing-to-remove",
-            f"prune: keep {settings.keep:g} of {few} channels, rounded to a multiple of {settings.round_to},"
-            f" is all of them, so nothing goes in {len(whole)} of {len(groups)} layers; say a smaller"
+            f"keep {settings.keep:g} of {few} channels, rounded to a multiple of {settings.round_to}, keeps"
+            f" all of them: nothing is removed in {len(whole)} of {len(groups)} layers. Lower keep or"
             " round_to.",
             setting="keep",
         )

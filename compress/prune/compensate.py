@@ -96,7 +96,8 @@ def cut_units(
     if few := few_tokens(fed, rows):
         ctx.warn(
             "few-calibration-tokens",
-            f"prune: {few} that are refitted; raise rows, or name more with data: {{calibration: FILE}}",
+            f"{few}, which are refitted; results may overfit. Increase rows, or add data:"
+            f" {{calibration: FILE}}.",
         )
     return left
 

@@ -45,9 +45,9 @@ def not_as_asked(
             found.append(
                 warning(
                     "minimum-kept",
-                    f"prune: keep {keep[kind]:g} of {' or '.join(map(str, sorted(set(least))))} {word} would"
-                    f" be fewer than {step}, the least of a layer; that is what stays in {len(least)} of"
-                    f" {len(counts)} layers.",
+                    f"keep {keep[kind]:g} of {' or '.join(map(str, sorted(set(least))))} {word} is fewer than"
+                    f" {step}, the minimum of a layer, which is kept in {len(least)} of {len(counts)}"
+                    " layers.",
                     setting="keep",
                 )
             )
@@ -59,8 +59,8 @@ def not_as_asked(
         found.append(
             warning(
                 "nothing-to-remove",
-                f"prune: keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, is all of"
-                f" them, so nothing goes in {sum(kept == count for count, kept in counts)} of {len(counts)}"
+                f"keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, keeps all of them:"
+                f" nothing is removed in {sum(kept == count for count, kept in counts)} of {len(counts)}"
                 f" layers.{less}",
                 setting="keep",
             )

@@ -109,7 +109,7 @@ def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[Mess
     for one in check_units(what, config):
         raise InputError(f"prune: {one.message}", code=one.code, setting=one.setting)
     reason = _fixed_heads(config)
-    return [warning("heads-kept", f"prune: {reason} They stay.")] if reason and "heads" in what else []
+    return [warning("heads-kept", f"{reason} They are kept.")] if reason and "heads" in what else []
 
 
 def _fixed_heads(config: Mapping[str, Any]) -> str:

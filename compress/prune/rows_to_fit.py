@@ -18,9 +18,8 @@ def rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context
     if split is None or not len(split):
         ctx.warn(
             "no-calibration-data",
-            "prune: there are no rows, so what stays is not refitted (compensate) and quality falls further."
-            " Name some with data: {calibration: FILE} or data: {train: FILE}; compensate: false says that"
-            " it is meant.",
+            "Without samples the remaining weights are not refitted (compensate), and quality drops more. Add"
+            " data: {calibration: FILE} or data: {train: FILE}, or set compensate: false.",
         )
         return None
     return calibration_rows(model, src, settings.rows, ctx, "prune", padded=True)

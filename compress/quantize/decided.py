@@ -133,7 +133,10 @@ def _observe(
     )
     unseen = [layer.name for layer in found.layers if layer.observes and layer.weight not in found.ranges]
     if unseen:
-        ctx.warn("uncalibrated-layers", f"quantize: no row reaches {', '.join(unseen)}, which stay float")
+        ctx.warn(
+            "uncalibrated-layers",
+            f"No calibration sample reaches {', '.join(unseen)}; these layers stay float.",
+        )
         found.layers = [layer for layer in found.layers if layer.name not in unseen]
 
 
@@ -224,8 +227,8 @@ def _warn_of_few(rows: CalibrationRows, what: str, which: str, ctx: Context) -> 
     if rows.tokens < (_FEW_IMAGES if "pixel_values" in rows.batches[0] else _FEW_TOKENS):
         ctx.warn(
             "few-sensitivity-tokens" if what == _DAMAGE else "few-calibration-tokens",
-            f"quantize: {what} measured on {count(rows.tokens, 'token')} of {rows.origin}, which tells"
-            f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}",
+            f"{what} measured on {count(rows.tokens, 'token')} of {rows.origin}, too few to compare"
+            f" {_TOLD[what]}. Increase {which}, or add data: {{calibration: FILE}}.",
         )
 
 
@@ -233,12 +236,11 @@ def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
     """Return what to say of rows with too few tokens."""
     from smelt.compress.quantize.observed import ENOUGH_TOKENS
 
-    what, why = "ranges of activations", "larger values in other texts will be cut off"
+    what, why = "activation ranges", "larger values in other texts will be clipped"
     if not settings.observes:
         what, why = "largest activations of each channel", "other texts may have larger ones"
     return (
-        f"quantize: the {what} were found on {count(rows.rows, 'row')} of {rows.origin}, which"
-        f" {'has' if rows.rows == 1 else 'have'} {count(rows.tokens, 'token')}; {why}. Give"
-        f" {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
+        f"Only {count(rows.tokens, 'calibration token')} ({count(rows.rows, 'sample')} of {rows.origin}) for"
+        f" the {what}; {why}. Use {ENOUGH_TOKENS:,} tokens or more: increase rows, or add data:"
         " {calibration: FILE}."
     )

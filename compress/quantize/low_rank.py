@@ -240,9 +240,9 @@ def pairs_that_save_nothing(
     return [
         warning(
             "no-size-reduction",
-            f"low_rank: the pairs beside {len(vain)} of {len(made)} layers take what their codes save"
-            f" ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); lower the rank, or name"
-            " them in skip, which leaves them float",
+            f"low_rank: the correction of {len(vain)} of {len(made)} layers needs as many bytes as"
+            f" quantization saves ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}). Lower"
+            " the rank, or keep these layers float with skip.",
             setting="low_rank",
         )
     ]

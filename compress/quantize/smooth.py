@@ -203,14 +203,14 @@ def _left(feeds: Sequence[NormFeed], smoothed: Collection[str]) -> list[Message]
         return [
             warning(
                 "nothing-smoothed",
-                "smooth: no norm is known that feeds a quantized product; nothing was smoothed",
+                "smooth: no norm is followed by a quantized linear layer; nothing is smoothed.",
                 setting="smooth",
             )
         ]
     return [
         warning(
             "norms-not-smoothed",
-            f"smooth: {len(norms)} of {len(feeds)} norms are left as they are, because {why}: {_some(norms)}",
+            f"smooth: {len(norms)} of {len(feeds)} norms are unchanged, because {why}: {_some(norms)}.",
             setting="smooth",
         )
         for why, norms in reasons.items()

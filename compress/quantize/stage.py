@@ -128,8 +128,8 @@ class Quantize:
             if floats := len(separated(model)):
                 ctx.warn(
                     "convolutions-kept-float",
-                    f"quantize: the {floats} convolutions that `factorize: {{method: cp}}` made stay float,"
-                    " for one scale does not fit their channels; tucker makes some that become int8",
+                    f"{floats} convolutions that `factorize: {{method: cp}}` made stay float: one scale does"
+                    " not fit their channels. With method: tucker some become int8.",
                 )
         layers = plan_layers(model, settings)
         with threads(ctx.threads):
@@ -146,7 +146,7 @@ class Quantize:
             )
         kept = unused_patterns(model, settings.patterns)
         if kept:
-            ctx.warn("unknown-layer", f"skip: no layer is named {', '.join(kept)}")
+            ctx.warn("unknown-layer", f"skip: no layer matches {', '.join(kept)}.")
         used = {edit["scheme"] for edit in new if edit["op"] == "quantize"}
         ctx.warnings.extend(two_bits(used) if settings.method == "hqq" else [])
         stored = stored_types(src.path).common.itemsize
@@ -259,9 +259,9 @@ def codes_that_save_nothing(model: Any, stored: int) -> list[Message]:
     return [
         warning(
             "no-size-reduction",
-            f"the codes of {len(vain)} of {len(places)} matrices save nothing, for their rows are shorter"
-            f" than a group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); take smaller"
-            " groups, another scheme, or name them in skip, which leaves them float",
+            f"Quantizing {len(vain)} of {len(places)} matrices saves nothing, because their rows are shorter"
+            f" than a group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}). Use smaller"
+            " groups or another scheme, or keep them float with skip.",
         )
     ]
 

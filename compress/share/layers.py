@@ -156,7 +156,7 @@ def share_layers(
             notes.append(
                 warning(
                     "single-layer-groups",
-                    f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.",
+                    f"The {len(blocks)} {name} are not shared: each group has one layer.",
                 )
             )
         for group in together:
@@ -166,8 +166,8 @@ def share_layers(
                 notes.append(
                     warning(
                         "no-part-in-common",
-                        f"share: the {name} {said} stay apart: no two of them have a part in common that"
-                        f" what: {settings.what} names, since 'depth' took some out.",
+                        f"The {name} {said} are not shared: an earlier step removed parts, and no two have"
+                        f" one of what: {settings.what} in common.",
                     )
                 )
             for parts in there:
@@ -219,12 +219,12 @@ def _share(
     take = settings.take
     code, reason = _reason(model, parts, settings)
     if code is not None:
-        return [warning(code, f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}.")]
+        return [warning(code, f"{parts[0][0]} ... {parts[-1][-1]} are not shared: {reason}.")]
     if all(len({id(model.get_submodule(name)) for name in names}) == 1 for names in zip(*parts, strict=True)):
         return [
             warning(
                 "already-shared",
-                f"share: {parts[0][0]} ... {parts[-1][-1]} share already; nothing changes there.",
+                f"{parts[0][0]} ... {parts[-1][-1]} are shared already; nothing changes.",
             )
         ]
     for names in zip(*parts, strict=True):

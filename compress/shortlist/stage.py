@@ -91,14 +91,14 @@ class ShortlistStage:
         if len(rows) < _MEAGRE:
             ctx.warn(
                 "limited-rows",
-                f"the shortlist was learned from {count(len(rows), 'row')}, and lacks what they lack: its"
-                " score says little. A run with --limit learns from those rows alone",
+                f"The shortlist was learned from {count(len(rows), 'sample')} only, so its scores mean"
+                " little. A run with --limit learns from these samples alone.",
             )
         if "validation" not in ctx.data:
             ctx.warn(
                 "no-validation-data",
-                "there are no validation rows, so what the shortlist lacks is not known; name some with data:"
-                " {validation: FILE}",
+                "Without validation data the coverage of the shortlist is unknown. Add data: {validation:"
+                " FILE}.",
             )
         else:
             seen = _pairs(model.config, tokenizer, ctx, "validation", _SEEN)
@@ -106,8 +106,8 @@ class ShortlistStage:
             if found["covered"] < _FEW:
                 ctx.warn(
                     "tokens-not-covered",
-                    f"the shortlist lacks {1 - found['covered']:.1%} of the words of the validation"
-                    " references; give a larger per_token or frequent, or more training rows",
+                    f"The shortlist lacks {1 - found['covered']:.1%} of the tokens of the validation"
+                    " references. Increase per_token or frequent, or add training samples.",
                 )
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path))
         write_shortlist(shortlist, ctx.out)
@@ -196,7 +196,8 @@ def _pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | No
     if total > _MOST_PAIRS:
         kept = spread_out(len(pairs), max(1, len(pairs) * _MOST_PAIRS // total), ctx.seed)
         ctx.warn(
-            "rows-left-out", f"{split}: {len(kept)} of {len(pairs)} rows are looked at: their texts are long"
+            "rows-left-out",
+            f"{split}: only {len(kept)} of {len(pairs)} samples are used, because their texts are long.",
         )
         pairs = [pairs[at] for at in kept]
     return pairs

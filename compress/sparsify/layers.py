@@ -117,22 +117,22 @@ class Sparsifier:
         ctx.facts["sparsity_by_layer"] = self._zeros
         ctx.warn(
             "zeros-not-faster",
-            f"sparsify: {share:.1%} of the weights of {len(self._zeros)} layers are zero; they are stored and"
-            " multiplied as others are, so no runtime of smelt is faster and no file smaller for it",
+            f"{share:.1%} of the weights of {len(self._zeros)} layers are zero. They are stored and"
+            " multiplied as before: no runtime is faster and no file is smaller.",
         )
         if self._odd:
             ctx.warn(
                 "pattern-does-not-fit",
-                f"sparsify: {len(self._odd)} layers stay whole, because their inputs are no multiple of"
-                f" {self._pattern.group}: {', '.join(self._odd[:3])}",
+                f"{len(self._odd)} layers are unchanged, because their inputs are no multiple of"
+                f" {self._pattern.group}: {', '.join(self._odd[:3])}.",
             )
         if self._unreached:
             ctx.warn(
                 "uncalibrated-layers",
-                f"sparsify: no row reaches {', '.join(self._unreached)}, which stay whole",
+                f"No calibration sample reaches {', '.join(self._unreached)}; they are unchanged.",
             )
         if rows is not None and self._method.looks == "moments" and (few := few_tokens(self._fed, rows)):
             ctx.warn(
                 "few-calibration-tokens",
-                f"sparsify: {few}; raise rows, or name more with data: {{calibration: FILE}}",
+                f"{few}; results may overfit. Increase rows, or add data: {{calibration: FILE}}.",
             )

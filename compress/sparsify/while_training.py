@@ -111,7 +111,7 @@ class Gradual:
         return with_penalty
 
     @torch.no_grad()
-    def settle(self, ctx: Context, stage: str) -> None:
+    def settle(self, ctx: Context) -> None:
         """Leave the layers as they were, with zeros in their weights that last; say so in `ctx`."""
         self.part = 1.0  # also where the updates were done before, by a run that was stopped
         zeros = weights = 0
@@ -129,15 +129,14 @@ class Gradual:
         if not zeros:
             ctx.warn(
                 "no-zeros",
-                f"{stage}: sparsify: no weight became zero; raise sparsify.penalty, sparsify.threshold or"
-                " sparsify.scores_learning_rate, or give it more updates",
+                "sparsify: no weight became zero. Increase sparsify.penalty, sparsify.threshold,"
+                " sparsify.scores_learning_rate or the number of updates.",
             )
             return
         ctx.warn(
             "zeros-not-faster",
-            f"{stage}: sparsify: {zeros / weights:.1%} of the weights of {len(by_layer)} layers are zero;"
-            " they are stored and multiplied as others are, so no runtime of smelt is faster and no"
-            " file smaller for it",
+            f"sparsify: {zeros / weights:.1%} of the weights of {len(by_layer)} layers are zero. They are"
+            " stored and multiplied as before: no runtime is faster and no file is smaller.",
         )
 
     @contextlib.contextmanager

@@ -113,7 +113,9 @@ def encode_split(
         rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
     if cut:
         those = f"{count(cut, 'text')} of {len(examples)} rows"
-        ctx.warn("truncated-texts", f"{what}: {those} {'was' if cut == 1 else 'were'} cut at {limit} tokens")
+        ctx.warn(
+            "truncated-texts", f"{what}: {those} {'was' if cut == 1 else 'were'} truncated to {limit} tokens."
+        )
     return rows
 
 

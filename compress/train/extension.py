@@ -101,7 +101,7 @@ class WhileTraining(Protocol):
     def extension(self) -> Extension:
         """Return what it adds to the training."""
 
-    def settle(self, ctx: Context, stage: str) -> None:
+    def settle(self, ctx: Context) -> None:
         """Leave the model as it is to be stored, and say in `ctx` what became of it."""
 
 

@@ -172,9 +172,9 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         if self.best.score is not None and other.score is not None and self.best.score != other.score:
             word, before, after = select, self.sign * self.best.score, self.sign * other.score
         return (
-            f"the training did not make the model better: the validation {word} was {before:.4g} before it"
-            f" and {after:.4g} at best afterwards (step {other.step}); the weights are those from before."
-            " Lower learning_rate, or give it more rows or steps"
+            f"Training did not improve the model: the validation {word} was {before:.4g} before and at best"
+            f" {after:.4g} after it (step {other.step}). The weights from before training are kept. Lower"
+            " learning_rate, or add training samples or steps."
         )
 
     def learned_nothing(self) -> str | None:
@@ -185,9 +185,9 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         if self.best.loss <= first.loss:
             return None
         return (
-            f"the validation loss of the weights that are kept, {self.best.loss:.4g} (step {self.best.step}),"
-            f" is above that of the random ones that the training began with, {first.loss:.4g}. Lower"
-            " learning_rate, or give it more rows or steps"
+            f"The validation loss of the kept weights, {self.best.loss:.4g} (step {self.best.step}), is above"
+            f" that of the random initial weights, {first.loss:.4g}. Lower learning_rate, or add training"
+            " samples or steps."
         )
 
     def _validate(self, step: int) -> None:

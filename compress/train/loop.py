@@ -137,7 +137,6 @@ def run_training(
     ctx: Context,
     score: Callable[[], float] | None = None,
     probe: Callable[[], Mapping[str, float]] | None = None,
-    stage: str = "finetune",
     extension: Extension | None = None,
     src: Artifact | None = None,
 ) -> None:
@@ -204,7 +203,7 @@ def run_training(
             "loss-disagrees": disagreement(keeper, len(validation or ()), ctx),
             "worse-than-random": keeper.learned_nothing(),
         }
-        warnings = [warning(code, f"{stage}: {text}") for code, text in doubts.items() if text]
+        warnings = [warning(code, text) for code, text in doubts.items() if text]
         ctx.warnings.extend(warnings)
         resume.finish(steps, ctx.facts["training"], warnings)
 
@@ -223,10 +222,10 @@ def disagreement(keeper: Keeper, rows: int, ctx: Context) -> str | None:
         return None
     sign = -1 if metric in ctx.turned else 1
     return (
-        f"the validation loss and {metric} disagree: the weights of step {keeper.best.step} are kept for"
-        f" their loss ({keeper.best.loss:.4g}; {metric} {sign * kept:.4g}), those of step {best.step} have"
-        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep those, set select:"
-        f" {metric}"
+        f"Validation loss and {metric} disagree: the weights of step {keeper.best.step} are kept for their"
+        f" loss ({keeper.best.loss:.4g}; {metric} {sign * kept:.4g}), but those of step {best.step} have"
+        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep them, set select:"
+        f" {metric}."
     )
 
 

@@ -197,8 +197,8 @@ class Adapters:
         return [
             warning(
                 "no-size-reduction",
-                f"lora: rank {rank} gives {len(wide)} of {len(shapes)} layers adapters that have no fewer"
-                f" weights than they ({', '.join(wide[:3])}), so that nothing is saved there{less}",
+                f"lora: with rank {rank} the adapters of {len(wide)} of {len(shapes)} layers have at least as"
+                f" many weights as the layers ({', '.join(wide[:3])}){less}.",
                 setting="lora.rank",
             )
         ]

@@ -99,9 +99,7 @@ def train(
     tokenizer = reader_of(src.path)
 
     def encode(split: Split, name: str) -> list[Row]:
-        return encode_split(
-            split, model.config, tokenizer, ctx, max_length=settings.max_length, what=f"{stage}: {name}"
-        )
+        return encode_split(split, model.config, tokenizer, ctx, max_length=settings.max_length, what=name)
 
     rows = encode(ctx.data["train"], "train")
     validation, score, probe = None, None, None
@@ -148,7 +146,6 @@ def train(
         ctx=ctx,
         score=score,
         probe=None if probe is None else probe.scores,
-        stage=stage,
         extension=extension,
         src=src,
     )
@@ -157,9 +154,9 @@ def train(
     if adapters is not None:
         adapters.settle()
     if rounding is not None:
-        _tell(rounding, ctx, stage)
+        _tell(rounding, ctx)
     for technique in techniques:
-        technique.settle(ctx, stage)
+        technique.settle(ctx)
 
 
 def starts_random(src: Artifact, ctx: Context) -> bool:
@@ -194,14 +191,14 @@ def _require_rows(settings: TrainingSettings, ctx: Context, stage: str, scores: 
         raise InputError(f"{stage}: {one.setting}: {one.message}", code=one.code, setting=one.setting)
 
 
-def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:
+def _tell(rounding: Rounding, ctx: Context) -> None:
     """Say which part of what the training changed is lost when the weights are rounded to be stored."""
     if not rounding.before:
         return
     share = rounding.share()
     ctx.facts["training"]["rounding"] = round(share, 5)
     if text := rounding.warning(share):
-        ctx.warn("lost-in-rounding", f"{stage}: {text}")
+        ctx.warn("lost-in-rounding", text)
 
 
 def _while_training(

@@ -118,13 +118,13 @@ class Vocabulary:
         if len(kept) == size:
             ctx.warn(
                 "nothing-to-trim",
-                f"vocabulary: nothing goes: all {size:,} tokens come in the training rows, or must stay so"
-                " that nothing becomes unknown",
+                f"Nothing is removed: all {size:,} tokens occur in the training samples, or are needed so"
+                " that no text has unknown tokens.",
             )
         elif ctx.task == "language-modeling":
             ctx.warn(
                 "perplexity-by-token",
-                "vocabulary: perplexity counts by token, and tokens are others now; compare bits_per_byte.",
+                "Perplexity is per token, and the tokens have changed; compare bits_per_byte.",
             )
         again = load_tokenizer(ctx.out)
         for name, ids in rows.items():
@@ -170,6 +170,6 @@ def _tell(
     if name == "validation" and share > _MANY:
         ctx.warn(
             "tokens-changed",
-            f"vocabulary: {share:.1%} of the validation texts are cut into other tokens than before; give"
-            " more training rows, or a larger size or coverage.",
+            f"{share:.1%} of the validation texts are tokenized differently than before. Add training"
+            " samples, or increase size or coverage.",
         )

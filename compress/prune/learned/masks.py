@@ -164,7 +164,7 @@ class LearnedMasks:
         """Return the mask of a part itself, likewise, float [1]."""
         return settled_mask(self.parts[str(number)]) * self.staying()[number]
 
-    def settle(self, ctx: Context, stage: str) -> None:
+    def settle(self, ctx: Context) -> None:
         """Cut what the masks close, and put the others into the weights; say so in `ctx`."""
         kept = [self.kept(number) for number in range(len(self.masked))]
         stay, left = self.staying(), self.left()
@@ -179,14 +179,14 @@ class LearnedMasks:
         if left > self.settings.keep + 0.05:
             ctx.warn(
                 "more-kept-than-asked",
-                f"{stage}: masks: {left:.1%} of the units' parameters stay where {asked} were asked for; give"
-                " the masks more updates or a higher learning rate (masks.learning_rate)",
+                f"masks: {left:.1%} of the parameters are kept, more than the {asked} that keep asks for."
+                " Give the masks more updates or a higher masks.learning_rate.",
             )
         elif left < self.settings.keep - 0.05:
             ctx.warn(
                 "fewer-kept-than-asked",
-                f"{stage}: masks: {left:.1%} of the units' parameters stay, fewer than the {asked} that were"
-                " asked for; give the masks more updates or a lower learning rate (masks.learning_rate)",
+                f"masks: {left:.1%} of the parameters are kept, fewer than the {asked} that keep asks for."
+                " Give the masks more updates or a lower masks.learning_rate.",
             )
 
     @contextlib.contextmanager

@@ -52,14 +52,13 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     else:
         ctx.warn(
             "nothing-to-remove",
-            f"prune: keep {settings.keep:g} of {width} channels, rounded to a multiple of"
-            f" {settings.round_to}, is all of them, so nothing goes.",
+            f"keep {settings.keep:g} of {width} channels, rounded to a multiple of {settings.round_to}, keeps"
+            " all of them; nothing is removed.",
         )
     if 2 * width * settings.keep <= kept < width:
         ctx.warn(
             "minimum-kept",
-            f"prune: keep {settings.keep:g} of {width} channels would be fewer than {kept}, the least that"
-            f" stays; so {kept} stay.",
+            f"keep {settings.keep:g} of {width} channels is fewer than {kept}, the minimum; {kept} are kept.",
         )
     ctx.facts["width_after"] = kept
     ctx.facts["parameters_after"] = stored_parameters(model)

@@ -45,9 +45,9 @@ def faint_warnings(layers: Collection[Planned], weights: Mapping[str, Tensor]) -
     return [
         warning(
             "scale-underflow",
-            f"quantize: {', '.join(names)}: the largest weight is {largest[weight]:g}, and scales are"
-            " float16, which hold few digits of such small steps, or none: the codes may be far off, or all"
-            f" zero. Leave it float: skip: {json.dumps(names)}",
+            f"{', '.join(names)}: the largest weight is {largest[weight]:g}, and float16 scales hold such"
+            " small steps with few digits or as 0: the quantized weights may be far off. Keep it float with"
+            f" skip: {json.dumps(names)}.",
         )
         for weight, names in said.items()
     ]

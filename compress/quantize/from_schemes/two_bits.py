@@ -14,9 +14,8 @@ def two_bits(schemes: Iterable[str]) -> list[Message]:
     return [
         warning(
             "hqq-two-bits",
-            f"quantize: method: hqq fits scales, which cuts ends of ranges off; in {name} that costs most"
-            " models more than it gains (docs/quantize.md#hqq). Compare nearest, or gptq where there are"
-            " rows",
+            f"method: hqq clips the range of weights, which costs most models more than it gains in {name}"
+            " (docs/quantize.md#hqq). Compare with nearest, or with gptq if there are samples.",
             setting="method",
         )
         for name in few

@@ -146,11 +146,10 @@ def _warn(fed: list[tuple[int, int]], unreached: list[str], rows: CalibrationRow
     if unreached:
         ctx.warn(
             "uncalibrated-layers",
-            f"quantize: no row reaches {', '.join(unreached)}, whose weights are rounded to nearest",
+            f"No calibration sample reaches {', '.join(unreached)}; their weights are rounded to nearest.",
         )
     if few := few_tokens(fed, rows):
         ctx.warn(
             "few-calibration-tokens",
-            f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on others;"
-            " raise rows, or name more with data: {calibration: FILE}",
+            f"{few}; results may overfit. Increase rows, or add data: {{calibration: FILE}}.",
         )

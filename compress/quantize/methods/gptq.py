@@ -266,19 +266,20 @@ class GptqWork:
             most = max(self.damped, key=lambda name: self.damped[name])
             self.ctx.warn(
                 "more-damping",
-                f"quantize: gptq: the second moments of {len(self.damped)} layers could be inverted only with"
-                f" more damping (most: {self.damped[most]:g} of the mean diagonal, {most}); more rows help",
+                f"gptq: the Hessians of {len(self.damped)} layers could only be inverted with more damping"
+                f" (at most {self.damped[most]:g} of the mean diagonal, {most}). More calibration samples"
+                " help.",
             )
         if self.unreached:
             self.ctx.warn(
                 "uncalibrated-layers",
-                f"quantize: no row reaches {', '.join(self.unreached)}, whose weights are rounded to nearest",
+                f"No calibration sample reaches {', '.join(self.unreached)}; their weights are rounded to"
+                " nearest.",
             )
         if few := few_tokens(self.fed, self.rows):
             self.ctx.warn(
                 "few-calibration-tokens",
-                f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on"
-                " others; raise rows, or name more with data: {calibration: FILE}",
+                f"{few}; results may overfit. Increase rows, or add data: {{calibration: FILE}}.",
             )
 
 

@@ -168,9 +168,8 @@ def _within_drop(
     if not good(high):
         ctx.warn(
             "max-drop-exceeded",
-            f"quantize: bits: even the choice that does the least damage ({found[high].cost / total:.3g} bits"
-            f" a weight) loses more than max_drop {asked.max_drop:g} of {trial.metric} on validation data; it"
-            " was taken",
+            f"bits: even the best choice ({found[high].cost / total:.3g} bits per weight) loses more than"
+            f" max_drop {asked.max_drop:g} of {trial.metric} on validation data; it is used.",
         )
         return found[high]
     while high - low > 1 and found[high].cost - found[max(low, 0)].cost > _FINE * total:

@@ -89,8 +89,8 @@ def binarize_first(
     if unseen:
         ctx.warn(
             "uncalibrated-layers",
-            f"{stage}: codes: activations: no row of {rows.origin} reaches {len(unseen)} layers"
-            f" ({min(unseen)}{' and others' if len(unseen) > 1 else ''}), whose scale begins as 1",
+            f"codes: activations: no sample of {rows.origin} reaches {len(unseen)} layers"
+            f" ({min(unseen)}{' and others' if len(unseen) > 1 else ''}); their scale starts as 1.",
         )
 
 
@@ -151,7 +151,7 @@ class LearnedInputs:
         ]
         return Extension(groups=groups)
 
-    def settle(self, ctx: Context, stage: str) -> None:
+    def settle(self, ctx: Context) -> None:
         """Say in `ctx` how far scales and shifts went, and that nothing is faster."""
         scales = torch.stack([layer.scale.detach().clamp(min=LEAST) for layer in self.layers])
         shifts = [

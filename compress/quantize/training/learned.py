@@ -68,7 +68,7 @@ class LearnedSteps:
         group = Group(list(self.home.parameters()), learning_rate=self.settings.learning_rate, weight_decay=0)
         return Extension(modules={"steps": self.home}, groups=[group])
 
-    def settle(self, ctx: Context, stage: str) -> None:
+    def settle(self, ctx: Context) -> None:
         """Say in `ctx` how far the scales went; they are stored when the codes are decided."""
         ratios = torch.cat([steps.moved().flatten() for steps in self.steps.values()])
         ranges = {id(steps.range): steps.range for steps in self.steps.values() if steps.range is not None}
@@ -84,6 +84,6 @@ class LearnedSteps:
         for scheme, names in self.left.items():
             ctx.warn(
                 "scales-not-learned",
-                f"{stage}: codes: scales of {scheme} cannot be learned and follow the weights as ever, in"
-                f" {len(names)} layers ({names[0]}{' and others' if len(names) > 1 else ''})",
+                f"codes: scales of {scheme} cannot be learned; {len(names)} layers"
+                f" ({names[0]}{' and others' if len(names) > 1 else ''}) compute them from the weights.",
             )

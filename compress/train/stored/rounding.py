@@ -61,6 +61,6 @@ class Rounding:
         if share <= LIMIT:
             return None
         return (
-            f"storing 16 bits a weight, as the checkpoint does, changes the weights by {share:.0%} of what"
-            " the training changed; dtype: fp32 keeps all of it"
+            f"Storing 16-bit weights, as the checkpoint does, loses {share:.0%} of what the training changed."
+            " dtype: fp32 keeps all of it."
         )

@@ -180,7 +180,7 @@ def test_a_training_that_was_finished_before_settles_with_all_zeros(tmp_path):
     """A run that was stopped behind the last update restores the weights and makes no update."""
     masks, model = gradual(method="magnitude", sparsity=0.5)
     ctx = harness.context(tmp_path / "out")
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     assert ctx.facts["sparsity"] == pytest.approx(0.5, abs=0.01)
     assert harness.logits(model).isfinite().all()
 

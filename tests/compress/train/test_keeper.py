@@ -56,7 +56,7 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None
         | settings
     )
     run_training(
-        model, ROWS, ROWS, objective=label_objective(), settings=chosen, ctx=ctx, stage="distill",
+        model, ROWS, ROWS, objective=label_objective(), settings=chosen, ctx=ctx,
         score=(lambda: next(values)) if scores else None,
         probe=probe, extension=extension,
     )  # fmt: skip

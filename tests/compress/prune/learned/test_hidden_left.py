@@ -50,7 +50,7 @@ def agrees(masks, model, edits, source, out, outputs):
     with masks._around():
         assert torch.equal(outputs(model), masked)
     ctx = harness.context(out)
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     assert ctx.facts["masks"]["width_after"] == width_of(model) < ctx.facts["masks"]["width_before"]
     (out / "cut").mkdir()
     save_model(model, edits, out / "cut", source)
@@ -119,7 +119,7 @@ def test_pairs_and_shared_layers_have_it_once(tmp_path):
 def test_a_config_that_can_says_the_width(tmp_path):
     masks, model, edits = hidden_masks.of_family("llama", what=["width"])
     source = every_family.of_layers("llama", 2)
-    masks.settle(harness.context(tmp_path), "finetune")
+    masks.settle(harness.context(tmp_path))
     save_model(model, edits, tmp_path, source)
     assert edits == []
     assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == width_of(model)
@@ -132,7 +132,7 @@ def test_where_no_channel_goes_the_width_stays(tmp_path):
     hidden_masks.open_at(masks, range(32))
     before = harness.logits(model)
     ctx = harness.context(tmp_path)
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     assert edits == []
     assert torch.equal(harness.logits(model), before)
     assert (ctx.facts["masks"]["width_before"], ctx.facts["masks"]["width_after"]) == (32, 32)
@@ -181,7 +181,7 @@ def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows
 def test_what_is_left_can_be_exported(family, tmp_path):
     masks, model, edits = hidden_masks.of_family(family)
     source, out = every_family.of_layers(family, 2), tmp_path / "cut"
-    masks.settle(harness.context(out), "finetune")
+    masks.settle(harness.context(out))
     save_model(model, edits, out, source)
     what_follows.graphs_agree(out, family, tmp_path / "graphs")
 

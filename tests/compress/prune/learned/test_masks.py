@@ -59,7 +59,7 @@ def test_the_cut_computes_what_the_masks_did(family):
     assert not torch.allclose(harness.logits(model), masked, atol=1e-3)
     stay = [len(masks.kept(number)) for number in range(len(masks.masked))]
     ctx = harness.context(every_family.of_layers(family, 2))
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     torch.testing.assert_close(harness.logits(model), masked, rtol=1e-4, atol=1e-4)
     assert list(ctx.facts["masks"]["units"].values()) == stay
     assert sum(p.numel() for p in model.parameters()) < whole
@@ -88,7 +88,7 @@ def test_widths_that_end_equal_are_said_in_the_config():
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(-50.0)
-    masks.settle(harness.context(every_family.of_layers("bert", 2)), "finetune")
+    masks.settle(harness.context(every_family.of_layers("bert", 2)))
     assert model.config.intermediate_size == 8
     assert masks.edits == []
 
@@ -185,7 +185,7 @@ def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
         for log_alpha in masks.units.values():
             log_alpha.fill_(-1.7)  # open with a chance of 0.47
     ctx = harness.context(tmp_path / "out")
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     (said,) = ctx.warnings
     assert said.code == "fewer-kept-than-asked"
     assert "90.0%" in said.message

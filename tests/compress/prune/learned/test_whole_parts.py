@@ -121,7 +121,7 @@ def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     torch.testing.assert_close(harness.logits(plain), masked, **near)
     left, source = masks.left(), every_family.of_layers(family, 3)
     ctx = harness.context(tmp_path / "out")
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     torch.testing.assert_close(harness.logits(model), masked, **near)
     facts = ctx.facts["masks"]
     gone = sum(map(len, facts["dropped_parts"].values()))
@@ -145,7 +145,7 @@ def test_parts_alone_go_whole_and_others_are_as_they_were():
     plain, _ = load_model(every_family.of_layers("t5", 3))
     for place, number in (("encoder.block.0", 0), ("decoder.block.2", 1)):
         skip(plain, place, number)
-    masks.settle(harness.context(every_family.of_layers("t5", 3)), "finetune")
+    masks.settle(harness.context(every_family.of_layers("t5", 3)))
     assert torch.equal(harness.logits(model), harness.logits(plain))
     assert [edit["op"] for edit in edits] == ["skip", "skip"]
 
@@ -156,7 +156,7 @@ def test_of_each_kind_one_stays_in_each_stack(tmp_path):
         for number, log_alpha in masks.parts.items():
             log_alpha.fill_(-9.0 + 0.01 * int(number))
     ctx = harness.context(tmp_path / "out")
-    masks.settle(ctx, "finetune")
+    masks.settle(ctx)
     gone = ctx.facts["masks"]["dropped_parts"]
     assert {stack: len(parts) for stack, parts in gone.items()} == {"encoder_layers": 4, "decoder_layers": 6}
     assert not any(name.startswith("2 ") for parts in gone.values() for name in parts)  # the largest alphas
@@ -219,7 +219,7 @@ def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
 def test_what_is_left_can_be_exported(family, tmp_path):
     masks, model, edits = masks_of(family)
     source, out = every_family.of_layers(family, 3), tmp_path / "cut"
-    masks.settle(harness.context(out), "finetune")
+    masks.settle(harness.context(out))
     save_model(model, edits, out, source)
     what_follows.graphs_agree(out, family, tmp_path / "graphs")
 

@@ -143,7 +143,7 @@ def test_a_layer_begins_from_what_binary_layers_feed_it(tmp_path):
     source = tiny.artifact(coded(tmp_path / "coded"), TASK)
     ctx = harness.context(tmp_path / "out", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
-    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx, "finetune")
+    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx)
     layers = inputs_of(model)
     places = {e["module"]: e["signed"] for e in edits if e["op"] == "binary_inputs"}
     assert places == {name: layer.signed for name, layer in layers.items()}
@@ -164,7 +164,7 @@ def test_what_no_row_reaches_is_said(tmp_path, monkeypatch):
     ctx = harness.context(tmp_path / "out", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
     monkeypatch.setattr(model.bert.pooler, "forward", lambda states: states[:, 0])
-    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx, "finetune")
+    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx)
     (told,) = ctx.warnings
     assert told.code == "uncalibrated-layers"
     assert "(bert.pooler.dense)" in told.message
@@ -185,7 +185,7 @@ def test_scale_and_shift_learn_in_parts_of_the_first_scale():
         assert abs(float(model[name].scale.detach()) - scale) == pytest.approx(0.1 * scale, rel=1e-2)
         assert float(model[name].shift.detach().abs().max()) == pytest.approx(0.1 * scale, rel=1e-2)
     ctx = harness.context(Path("."))
-    learned.settle(ctx, "finetune")
+    learned.settle(ctx)
     assert ctx.facts["binary_activations"]["mean_change"] == pytest.approx(0.1, abs=0.01)
     assert LearnedInputs(model, None).rate == CodesSettings().learning_rate
 

@@ -174,6 +174,6 @@ def _batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch:
     if not real:
         what = "images" if ctx.task == IMAGES else "token ids"
         ctx.warn(
-            "made-up-inputs", f"parity was checked on made-up {what}: there is no train or validation data"
+            "made-up-inputs", f"Parity was checked on random {what}: there is no train or validation data."
         )
     return batch

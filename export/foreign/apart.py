@@ -53,10 +53,10 @@ def batch_warnings(
     return [
         warning(
             "outputs-depend-on-batch",
-            f"what the graph gives for a row depends on the other rows of its call: {names}, between"
-            f" {min(ROWS, rows.rows)} rows together and one by one. So do scores and predictions. Run it row"
-            " by row (score: {batch_size: 1} in a recipe, --batch-size 1 of a command), or export it so that"
-            " it computes each row alone (model.eval()).",
+            f"Outputs of a row depend on the other rows of the batch: {names}, between {min(ROWS, rows.rows)}"
+            " rows together and one by one. So do scores and predictions. Run it row by row (score:"
+            f" {{batch_size: 1}} in a recipe, --batch-size 1 of a command), or export it in inference mode"
+            " (model.eval()).",
         )
     ]
 

@@ -182,7 +182,8 @@ def require_near(
     for name in wrong.keys() & random.keys():
         ctx.warn(
             "random-outputs",
-            f"output '{name}' is not judged: the float graph gives other values each time, {random[name]}",
+            f"Output '{name}' is not compared: the float graph returns other values in each call,"
+            f" {random[name]}.",
         )
         del wrong[name]
     if not wrong:

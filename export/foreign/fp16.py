@@ -94,7 +94,11 @@ class Fp16:
         carry(src, ctx)
         feeds, real = rows_of(src, ctx, settings.rows)
         if not real:
-            ctx.warn("made-up-inputs", "values were looked at on made-up rows: there are none but test")
+            ctx.warn(
+                "made-up-inputs",
+                "The ranges of values were measured on random inputs, because there is no data but test. Add"
+                " data: {calibration: FILE}.",
+            )
         kept, got, wanted, fed = 0, [], [], []
         for path, model in models.items():
             lift_constants(model)
@@ -121,15 +125,15 @@ class Fp16:
         if difference(got, wanted, exact=False) > _RANDOM and _is_random(models, feeds, ctx):
             ctx.warn(
                 "random-outputs",
-                "the float32 graph gives other outputs in each call, so how far float16 is from it cannot"
-                " be measured; remove what is random in it, or score what does not depend on it",
+                "The float32 graph returns other outputs in each call, so the error of float16 cannot be"
+                " measured. Remove its random nodes, or score outputs that do not depend on them.",
             )
         else:
             for name, how in found.too_far(_FAR, judge_classes=False):
                 ctx.warn(
                     "outputs-changed",
-                    f"fp16: output '{name}' differs from the float32 graph by {how}. Values below 6e-5 lose"
-                    " digits in float16: give keep: with the operators that compute them.",
+                    f"Output '{name}' differs from the float32 graph by {how}. float16 loses digits of values"
+                    " below 6e-5: add the operators that compute them to keep.",
                 )
         count = sum(len(model.graph.node) for model in models.values())
         ctx.facts.update(dtype="fp16", kept_float32=kept, nodes=count)
@@ -218,7 +222,7 @@ def _too_large(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str
         more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
         ctx.warn(
             "kept-float32",
-            f"fp16: {len(found)} node{'s stay' if len(found) > 1 else ' stays'} float32, with values that"
-            f" float16 (at most 65,504) cannot hold with room to spare: {told}{more}",
+            f"{len(found)} node{'s stay' if len(found) > 1 else ' stays'} float32: their values are close to"
+            f" or above the range of float16 (65,504): {told}{more}.",
         )
     return set(found)

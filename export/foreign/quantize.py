@@ -104,7 +104,9 @@ class QuantizeGraph:
             self._judge(found, paths, feeds, settings, ctx)
         else:
             ctx.warn(
-                "made-up-inputs", "the quantized graph was tried on made-up rows: there are none but test"
+                "made-up-inputs",
+                "The quantized graph was compared on random inputs, because there is no data but test. Add"
+                " data: {calibration: FILE}.",
             )
         ctx.facts.update(scheme=settings.scheme, target=settings.target)
 
@@ -205,9 +207,8 @@ def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> 
         return settings
     ctx.warn(
         "per-tensor-weights",
-        f"weights have one scale for a matrix, since operators of opset {opset} know no more, and onnx does"
-        f" not convert this model; export it with opset {BY_OUTPUT} or newer, and each output gets a scale of"
-        " its own",
+        f"Weights have one scale per matrix: opset {opset} supports no scales per output, and onnx cannot"
+        f" convert this model. Export it with opset {BY_OUTPUT} or newer.",
     )
     return settings.model_copy(update={"per_channel": False})
 
@@ -234,12 +235,13 @@ def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> N
         if left is not None:
             ctx.warn(
                 "matrices-kept-float",
-                f"{left}; the quantizer leaves their operators, or what is inside of If, Loop and Scan",
+                f"{left}; ONNX Runtime does not quantize their operators, or weights inside If, Loop and"
+                " Scan.",
             )
         return
     more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
     ctx.warn(
         "nothing-quantized",
-        f"nothing was quantized: none of its operators ({', '.join(list(operators)[:6])}) is one that"
-        f" {settings.scheme} quantizes, or none has constant weights as its second input{more}.",
+        f"Nothing is quantized: {settings.scheme} quantizes none of the operators"
+        f" ({', '.join(list(operators)[:6])}), or none has constant weights as its second input{more}.",
     )

@@ -56,8 +56,9 @@ def quantize(
         if single:
             ctx.warn(
                 "per-tensor-weights",
-                f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale, not one for each"
-                " output: ONNX Runtime takes no more for stacks of matrices and for constant first operands",
+                f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale instead of one"
+                " per output: ONNX Runtime supports no more for stacks of matrices and constant first"
+                " operands.",
             )
         names = [*settings.leave, *_named(model.graph, kept, ctx)]
         quantizer = _static(model, found.ranges, names, settings)
@@ -109,8 +110,9 @@ def _warn_of_bodies(graph: Any, bodies: list[Any], settings: QuantizeGraphSettin
         total = sum(sizes[name] for name in read) / 1e6
         ctx.warn(
             "weights-kept-float",
-            f"{len(read):,} weight{'s stay' if len(read) > 1 else ' stays'} float ({total:.2g} MB): bodies of"
-            f" If, Loop and Scan, where no ranges are found before, read them; {DEFAULT} quantizes bodies",
+            f"{len(read):,} weight{'s stay' if len(read) > 1 else ' stays'} float ({total:.2g} MB): they are"
+            f" used in bodies of If, Loop and Scan, where activations cannot be calibrated. {DEFAULT}"
+            " quantizes them.",
         )
 
 
@@ -144,7 +146,8 @@ def _named(graph: Any, kept: Mapping[int, str], ctx: Context) -> list[str]:
     told = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_NAMED])
     more = f" and {len(kept) - _NAMED:,} more" if len(kept) > _NAMED else ""
     ctx.warn(
-        "nodes-kept-float", f"{len(kept):,} node{'s stay' if len(kept) > 1 else ' stays'} float: {told}{more}"
+        "nodes-kept-float",
+        f"{len(kept):,} node{'s stay' if len(kept) > 1 else ' stays'} float: {told}{more}.",
     )
     return found
 

@@ -271,12 +271,12 @@ def note_difference(ctx: Context, rows: int, off: float, share: float) -> None:
     if not np.isfinite(off):
         ctx.warn(
             "outputs-changed",
-            f"on {rows} rows an output has another shape than before, or is not finite where it was",
+            f"On {rows} samples an output has another shape than before, or is not finite where it was.",
         )
     if share:
         ctx.warn(
             "outputs-changed",
-            f"on {rows} rows {100 * share:.2g} % of the whole numbers or texts that it gives are others",
+            f"On {rows} samples {100 * share:.2g} % of the integer or text outputs have changed.",
         )
 
 

@@ -103,7 +103,8 @@ class Fed:
             if not real:
                 self.ctx.warn(
                     "made-up-inputs",
-                    "the simplified graph was compared on made-up rows: there are none but test",
+                    "The simplified graph was compared on random inputs, because there is no data but test."
+                    " Add data: {calibration: FILE}.",
                 )
         return [*self._rows[name], *other_batch(self.src, self._rows[name][0])]
 

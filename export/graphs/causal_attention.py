@@ -61,9 +61,9 @@ def unfused(attentions: Sequence[AttentionModule], target: str) -> Message | Non
         return None
     return warning(
         "attention-not-fused",
-        f"heads of {' and '.join(map(str, sorted(widths)))} numbers do not fit ONNX Runtime's"
-        " GroupQueryAttention, which takes multiples of 8, of 16 with rotary positions: attention leaves as"
-        " standard operators, which are slower",
+        f"Head sizes {' and '.join(map(str, sorted(widths)))} are not supported by ONNX Runtime's"
+        " GroupQueryAttention (multiples of 8, or of 16 with rotary embeddings): attention is exported as"
+        " standard operators, which are slower.",
     )
 
 

@@ -38,8 +38,8 @@ def rows_looked_at(parent: Any, folder: Path, ctx: Context) -> list[Reference]:
     if not real:
         ctx.warn(
             "made-up-inputs",
-            "fp16: which blocks overflow was looked at on made-up token ids, whose values may be smaller than"
-            " those of real texts; name some with data: {calibration: FILE}",
+            "Overflow of fp16 was checked on random token ids, whose values may be smaller than those of real"
+            " texts. Add data: {calibration: FILE}.",
         )
     return [as_deployed(parent, piece) for piece in pieces(batch)]
 

@@ -27,8 +27,8 @@ def require_runtime(settings: OnnxSettings, ctx: Context) -> None:
     if settings.dtype == "bf16" and not has_bf16():
         ctx.warn(
             "no-bf16",
-            "this processor has no bf16, as OpenVINO says, so it chooses another precision here: parity,"
-            " scores and times of this artifact say nothing of a processor that has it",
+            "This processor has no bf16, so OpenVINO uses another precision here: parity, scores and latency"
+            " may differ on a processor that has it.",
         )
 
 

@@ -109,8 +109,8 @@ def _of_texts(
         are = "is" if longer == 1 else "are"
         ctx.warn(
             "longer-than-engine",
-            f"{longer:,} of {len(lengths):,} texts looked at {are} longer than the {most} tokens"
-            f" that the engine takes and would be cut; see {under % 'length_percentile, lengths'}",
+            f"{longer:,} of {len(lengths):,} texts {are} longer than the {most} tokens of the engine and"
+            f" would be truncated. See {under % 'length_percentile, lengths'}.",
         )
     return made
 

@@ -15,5 +15,6 @@ def add_tokenizer(folder: Path, ctx: Context) -> None:
     ctx.facts["tokenizer"] = found.reader
     if found.reason:
         ctx.warn(
-            "slow-tokenizer", f"texts are read by transformers, which takes seconds to import: {found.reason}"
+            "slow-tokenizer",
+            f"Texts are tokenized by transformers, which takes seconds to import: {found.reason}",
         )

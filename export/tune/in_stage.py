@@ -39,8 +39,8 @@ def choose_operators(
     if any(isinstance(module, BinaryInputs) for module in parent.backend.model.modules()):
         ctx.warn(
             "operators-fixed",
-            "tune: layers with one-bit inputs keep their operators: another one sums in another order, and an"
-            " input near its shift becomes the other value",
+            "tune: layers with one-bit inputs keep their operators: another operator sums in another order,"
+            " and an input near its threshold would flip.",
         )
         return reference
     size = use.batch_size
@@ -51,7 +51,7 @@ def choose_operators(
     found = choose_forms(graphs, rows, threads, [m.matrix for m in stay if hasattr(m, "matrix")])
     forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
-        ctx.warn("nothing-to-tune", "tune: no layer of this model can leave as more than one operator")
+        ctx.warn("nothing-to-tune", "tune: every layer of this model can be exported as one operator only.")
     _compare(found["microseconds_by_graph"], steps, use, ctx)
     told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
     ctx.facts["tune"] = told | found
@@ -75,9 +75,8 @@ def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Tune,
         often = f"; for each text {steps} runs once a token, {once} once" if steps and once else ""
         ctx.warn(
             "slower-than-default",
-            f"tune: with batches of {use.batch_size}{beams} the products of these codes take longer on this"
-            f" machine than those of {DEFAULT}: {', '.join(slower)}{often}. A branch with scheme:"
-            f" {DEFAULT} shows which is faster in all",
+            f"tune: with batches of {use.batch_size}{beams} these quantized layers are slower on this machine"
+            f" than with {DEFAULT}: {', '.join(slower)}{often}. Compare with a branch of scheme: {DEFAULT}.",
         )
 
 
@@ -97,7 +96,7 @@ def write_threads(
     if isinstance(threads, int):
         if threads > cores():
             ctx.warn(
-                "more-threads-than-cores", f"threads: {threads}, and this process may use {cores()} cores"
+                "more-threads-than-cores", f"threads: {threads}, but this process may use {cores()} cores."
             )
         ctx.facts["threads"] = threads
         return
@@ -108,6 +107,6 @@ def write_threads(
     if chosen_for != count:
         ctx.warn(
             "tuned-for-other-threads",
-            f"operators were chosen for {chosen_for} thread, and the artifact takes {count}; for operators"
-            f" chosen for that give threads: {count} beside tune",
+            f"Operators were chosen with {chosen_for} thread, but the artifact uses {count}. Set threads:"
+            f" {count} next to tune to choose for that.",
         )

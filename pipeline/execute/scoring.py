@@ -208,8 +208,8 @@ class Scorer:
             value["warnings"] = [
                 warning(
                     "vectors-not-comparable",
-                    f"{AGREEMENT}: vectors of {vectors.shape[1]} numbers cannot be compared with the"
-                    f" baseline's of {reference.vectors.shape[1]}",
+                    f"{AGREEMENT}: vectors of size {vectors.shape[1]} cannot be compared with the baseline's"
+                    f" of size {reference.vectors.shape[1]}.",
                 )
             ]
         return value
@@ -296,7 +296,7 @@ def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[Message]
         warning(
             "outputs-not-ended",
             f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
-            " (max_new_tokens) and were cut",
+            " (max_new_tokens) and were truncated.",
             setting="score.generation.max_new_tokens",
         )
     ]
@@ -310,8 +310,8 @@ def _of_device(artifact: Artifact, device: str) -> list[Message]:
         return [
             warning(
                 "other-device",
-                "this graph is for TensorRT and was run on the CPU, without it: scores and times of its"
-                " engines may be others",
+                "This graph is for TensorRT but was run on the CPU without it: scores and latency of its"
+                " engines may differ.",
             )
         ]
     if device != "cpu" or target != "ort-cuda":
@@ -322,8 +322,8 @@ def _of_device(artifact: Artifact, device: str) -> list[Message]:
     return [
         warning(
             "other-device",
-            f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be"
-            f" others{why}",
+            f"This graph is for CUDA but was run on the CPU{how}: scores and latency may differ on a"
+            f" GPU{why}.",
         )
     ]
 

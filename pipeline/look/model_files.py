@@ -72,8 +72,8 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[Message], lis
         return [], [
             warning(
                 "tokenizer-much-smaller",
-                f"the tokenizer knows {count} tokens and the embedding has {rows} rows; does it belong to"
-                " this model?",
+                f"The tokenizer has {count} tokens and the embedding {rows} rows. Does it belong to this"
+                " model?",
             )
         ]
     return problems, []

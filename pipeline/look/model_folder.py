@@ -246,8 +246,7 @@ def _two_models(folder: Path) -> list[Message]:
     return [
         warning(
             "weights-stored-twice",
-            f"{folder} holds weights in {WEIGHTS} and in shards; {other} is left aside, as transformers"
-            " does.",
+            f"{folder} holds weights in {WEIGHTS} and in shards; {other} is ignored, as in transformers.",
         )
     ]
 
@@ -324,7 +323,7 @@ def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> l
         return [
             warning(
                 "new-classifier",
-                f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}.",
+                f"The model ({named[0]}) has no classification head; a random one is added{advice}.",
             )
         ]
     return []

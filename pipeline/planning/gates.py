@@ -47,9 +47,7 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
                 checker.mistakes.add(("gates", metric, "at"), checker.no_step(name), code="unknown-step")
         if metric in SPEEDS and checker.recipe.score.latency is None:
             checker.warnings.append(
-                warning(
-                    "gate-not-judged", f"the gate on {metric} is not judged, because latency is switched off."
-                )
+                warning("gate-not-judged", f"The gate on {metric} is not judged: latency is switched off.")
             )
             continue
         steps = tuple(name for name in at or last if name in (ROOT, *kept))
@@ -58,7 +56,7 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
             checker.warnings.append(
                 warning(
                     "gate-not-judged",
-                    f"the gate on {metric} is not judged at {', '.join(left)}, which --until leaves out.",
+                    f"The gate on {metric} is not judged at {', '.join(left)}, which --until leaves out.",
                 )
             )
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
@@ -118,12 +116,12 @@ def baseline(checker: Checker, kept: list[str]) -> None:
     if name in kept:
         if reason := checker.drafts[name].unscored:
             checker.warnings.append(
-                warning("no-comparison", f"nothing is compared with the baseline '{name}': {reason}")
+                warning("no-comparison", f"Nothing is compared with the baseline '{name}': {reason}")
             )
         return
     if name in checker.names:
         checker.warnings.append(
-            warning("no-comparison", f"the baseline '{name}' is left out, so nothing is compared with it.")
+            warning("no-comparison", f"The baseline '{name}' is left out, so nothing is compared with it.")
         )
     elif not checker.may_be(name):
         checker.mistakes.add(("baseline",), checker.no_step(name), code="unknown-step")

@@ -47,7 +47,7 @@ def check_model(
         folder = local_folder(model, recipe.base)
         if folder is None:
             notes.append(
-                info("from-the-hub", f"'{model}' is no folder here; the run fetches it from the hub.")
+                info("from-the-hub", f"'{model}' is no local folder; the run downloads it from the hub.")
             )
             return None
         task = None if touches(bad, "task") else recipe.task

@@ -36,8 +36,8 @@ def sentence_rules(recipe: Recipe, folder: Path | None) -> tuple[SentenceRules, 
         doubts.append(
             warning(
                 "pooling-assumed",
-                f"the model has no {MODULES}, which would say how it makes vectors: {_WORDS[rules.pooling]}"
-                f" is taken. Choose with embedding: {{pooling: ...}}: {', '.join(POOLINGS)}.",
+                f"The model has no {MODULES}, which defines its pooling; {_WORDS[rules.pooling]} is used."
+                f" Choose with embedding: {{pooling: ...}}: {', '.join(POOLINGS)}.",
                 setting="embedding.pooling",
             )
         )
@@ -46,8 +46,8 @@ def sentence_rules(recipe: Recipe, folder: Path | None) -> tuple[SentenceRules, 
             doubts.append(
                 warning(
                     "embedding-differs",
-                    f"embedding: {name} is {said[name]}, and the model was made with {getattr(own, name)}"
-                    f" ({MODULES}): its vectors will be others than those it was trained to make.",
+                    f"embedding: {name} is {said[name]}, but the model was trained with {getattr(own, name)}"
+                    f" ({MODULES}): its vectors will differ from those it was trained for.",
                     setting=f"embedding.{name}",
                 )
             )

@@ -43,8 +43,8 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
             found.append(
                 warning(
                     "few-test-rows",
-                    f"test has {_rows(len(test))}; below {FEWEST_ROWS} the intervals are too wide to tell"
-                    " most steps apart.",
+                    f"test has {_rows(len(test))}; below {FEWEST_ROWS} the intervals are too wide to compare"
+                    " most steps.",
                 )
             )
         for name in ("train", "validation") if trains else ():
@@ -69,8 +69,8 @@ def kept_last(recipe: Recipe, steps: Iterable[Step]) -> list[Message]:
     return [
         warning(
             "no-validation-data",
-            f"there are no validation rows: {', '.join(names)} {keep} last weights, the best ones or not."
-            " Give data: validation, or data: {split: {validation: 0.1}}.",
+            f"There is no validation data: {', '.join(names)} {keep} last weights, which may not be the best."
+            f" Add data: validation, or data: {{split: {{validation: 0.1}}}}.",
         )
     ]
 
@@ -87,8 +87,8 @@ def _swallowed(split: Split, name: str) -> list[Message]:
     return [
         warning(
             "unclosed-quote",
-            f"{_rows(len(rows))} with a text that has a line end and a tab: a quote"
-            " that is not closed may join several rows. Double the quotes of texts, or remove them.",
+            f"{_rows(len(rows))} with a line break and a tab in a text: an unclosed quote may join several"
+            " rows. Double the quotes inside texts, or remove them.",
             file=split.origin,
             line=rows[0],
         )
@@ -107,7 +107,7 @@ def few_windows(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list
         warning(
             "few-windows",
             f"{split} has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to"
-            " tell most steps apart. Give more text, or shorter windows (data: windows: length).",
+            " compare most steps. Add text, or use shorter windows (data: windows: length).",
         )
         for many in counts
         if many < FEWEST_ROWS
@@ -139,9 +139,9 @@ def _copies(test: Split, other: Split, name: str, task: Task) -> list[Message]:
             if copies
             else f"{more:,} of {len(rows):,} test rows{long} {unlike}"
         )
-    why = "that was learned" if name == "train" else "that chose the checkpoint"
+    why = "the model is trained on" if name == "train" else "chose the checkpoint"
     code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
-    return [warning(code, f"{text}. A score on what {why} says less of new {one}s.")]
+    return [warning(code, f"{text}. Scores on {one}s that {why} overestimate those on new ones.")]
 
 
 def _calibrating(task: Task) -> tuple[str, ...]:
@@ -163,8 +163,8 @@ def _calibrated_on(test: Split, other: Split, name: str, task: Task) -> list[Mes
     return [
         warning(
             "test-rows-in-other-split",
-            f"{copies:,} of {len(rows):,} test rows are also in {name}, on which is calibrated. A score on"
-            " these says less of new ones: give other rows for one of the two.",
+            f"{copies:,} of {len(rows):,} test rows are also in {name}, which is used for calibration. Scores"
+            " on them overestimate those on new rows. Use other rows for one of the two.",
         )
     ]
 
@@ -186,8 +186,8 @@ def _spellings(splits: Mapping[str, Split]) -> list[Message]:
     found = [
         warning(
             "labels-spelled-alike",
-            "labels that only case or blanks tell apart are different classes: "
-            f"{_counted(group)}; write them alike.",
+            f"Labels that differ only in case or blanks are different classes: {_counted(group)}. Write them"
+            " alike.",
         )
         for group in groups[:_NAMED]
     ]
@@ -227,8 +227,8 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
         return [
             warning(
                 "generation-config-differs",
-                f"the model's generation config asks for {beams} beams, and greedy search is scored and"
-                f" timed. Choose with score: {{generation: {{beams: {beams}}}}}, or say beams: 1.",
+                f"The model's generation config asks for {beams} beams, but greedy search is scored and"
+                f" timed. Set score: {{generation: {{beams: {beams}}}}}, or beams: 1 to confirm.",
                 setting="score.generation.beams",
             )
         ]
@@ -236,8 +236,8 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
         return [
             warning(
                 "generation-config-differs",
-                "the model's generation config asks for sampling, and greedy search is scored and timed."
-                " Choose with score: {generation: {do_sample: true}}, or say do_sample: false.",
+                "The model's generation config asks for sampling, but greedy search is scored and timed. Set"
+                " score: {generation: {do_sample: true}}, or do_sample: false to confirm.",
                 setting="score.generation.do_sample",
             )
         ]

@@ -158,8 +158,8 @@ class Predictor:
             found.append(
                 warning(
                     "other-device",
-                    f"--device cuda: this artifact is made for {target} and ran on the processor."
-                    " `onnx: {target: ort-cuda}` in the recipe makes one for a GPU.",
+                    f"--device cuda: this artifact is for {target} and ran on the CPU. `onnx:"
+                    f" {{target: ort-cuda}}` in the recipe makes one for a GPU.",
                 )
             )
         return found

@@ -158,7 +158,7 @@ def _with_new_head(
         *notes,
         warning(
             "new-classifier",
-            f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
-            f" label{'s' * (len(labels) != 1)} was added",
+            f"The checkpoint has no classification head: a new, untrained one for {len(labels)}"
+            f" label{'s' * (len(labels) != 1)} was added.",
         ),
     ]

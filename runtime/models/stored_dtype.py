@@ -104,8 +104,8 @@ def narrowed(
     return out, [
         warning(
             "beyond-16-bits",
-            f"values beyond the range of 16 bits are stored as float32: {beyond[0]}{more}; `dtype: fp32`"
-            " stores all weights so",
+            f"Values beyond the range of 16 bits are stored as float32: {beyond[0]}{more}. `dtype: fp32`"
+            " stores all weights so.",
             setting="dtype",
         )
     ]

@@ -77,9 +77,8 @@ def _one_graph(
         warnings.append(
             warning(
                 "random-outputs",
-                f"{file.name} draws random numbers ({', '.join(random[:_NAMED])}{more}): its outputs are"
-                " others in every run, so scores compare draws as well. Export it in inference mode"
-                " (model.eval()), or without them.",
+                f"{file.name} draws random numbers ({', '.join(random[:_NAMED])}{more}): outputs differ in"
+                " each run, and so do scores. Export it in inference mode (model.eval()).",
             )
         )
     if recipe.task == TENSORS:
@@ -230,7 +229,8 @@ def _check_arrays(
             warnings.append(
                 warning(
                     "unread-arrays",
-                    f"{origin}: not read, since they are no inputs of the graph: {', '.join(unread)}.",
+                    f"{origin}: these arrays are no inputs of the graph and are ignored:"
+                    f" {', '.join(unread)}.",
                 )
             )
 

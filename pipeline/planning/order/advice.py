@@ -20,9 +20,9 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
     words = [d.entry.word for d in above]
     at: Any = {"step": draft.name, "line": draft.entry.line}
     if draft.entry.word == "prune" and "factorize" in words:
-        yield warning("poor-order", "pruning after factorize finds few whole matrices; prune first.", **at)
+        yield warning("poor-order", "After factorize only few layers can be pruned; prune first.", **at)
     if draft.entry.word == "factorize" and "sparsify" in words:
-        yield warning("poor-order", "two thin matrices are dense; the zeros of sparsify are lost.", **at)
+        yield warning("poor-order", "Factorized matrices are dense; the zeros of sparsify are lost.", **at)
     for d in above if draft.entry.word == "onnx" else ():
         if d.entry.word in ("distill", "finetune"):
             break
@@ -30,16 +30,16 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
         if scheme is not None and scheme.trained:
             yield warning(
                 "untrained-scheme",
-                f"the {scheme.name} weights of '{d.name}' were not trained and say little;"
-                f" put a distill after '{d.name}', which trains through the codes.",
+                f"The {scheme.name} weights of '{d.name}' are not trained, and their scores mean little. Add"
+                f" a distill after '{d.name}': it trains the quantized weights.",
                 **at,
             )
     codes = getattr(draft.settings, "codes", None)
     if codes is not None and codes.activations == "one-bit":
         yield warning(
             "one-bit-inputs",
-            "codes: activations: one-bit costs quality and gains no speed: no runtime here"
-            " multiplies bits with bits.",
+            "codes: activations: one-bit lowers quality without a gain in speed: no runtime multiplies bits"
+            " with bits.",
             **at,
         )
     student = draft.entry.word == "distill" and draft.entry.settings.get("student")
@@ -50,14 +50,14 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
     if late and student:
         yield warning(
             "poor-order",
-            f"choosing a student's layers after {late} throws part of that work away;"
-            " distil to fewer layers first.",
+            f"Selecting a student's layers after {late} discards part of that work; distil to fewer layers"
+            " first.",
             **at,
         )
     if late and draft.entry.word == "depth":
         yield warning(
             "poor-order",
-            f"layers that go after {late} take part of that work with them; put depth first.",
+            f"Removing layers after {late} discards part of that work; put depth first.",
             **at,
         )
 
@@ -70,8 +70,8 @@ def _unused(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
     if idle:
         yield warning(
             "unused-steps",
-            f"its student is another model, in which nothing of {' and '.join(idle)} stays; give"
-            " `from: model`, or a teacher among them.",
+            f"The student is another model, so the work of {' and '.join(idle)} is lost. Set `from: model`,"
+            " or use one of them as teacher.",
             step=draft.name,
             line=draft.entry.line,
         )

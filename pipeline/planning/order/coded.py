@@ -68,9 +68,9 @@ def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[Mes
         if getattr(settings, "moves_codes", False) and not learned:
             yield warning(
                 "quantized-weights-lost",
-                f"training with scales that follow the weights starts from the nearest codes in"
-                f" scales of its own, and those that {coding.method} chose with care are lost; codes:"
-                " {scales: lsq} starts from these, and lora leaves them as they are.",
+                "Training recomputes the scales and rounds to nearest, so the quantized weights that"
+                f" {coding.method} optimized are lost. codes: {{scales: lsq}} starts from them, and lora"
+                " keeps them.",
                 step=step.name,
             )
         else:

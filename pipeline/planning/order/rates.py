@@ -43,7 +43,7 @@ def unsaid_rates(
         if isinstance(settings, TrainingSettings) and _says_none(settings):
             told.append(f"{step.name} {_rate(settings, after, codes, lost_layers(after, config))}")
     if told:
-        yield info("default-learning-rate", f"learning rate where none is said: {'; '.join(told)}")
+        yield info("default-learning-rate", f"default learning rates: {'; '.join(told)}")
 
 
 def _says_none(settings: Any) -> bool:

@@ -35,8 +35,8 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
         if step.name not in codes:
             yield warning(
                 "nothing-to-tune",
-                "tune chooses between operators of codes, and nothing is quantized before it: products in"
-                " float have one operator. Leave tune out, or put `quantize` before it.",
+                "tune chooses between operators for quantized layers, but nothing is quantized before it."
+                " Remove tune, or put `quantize` before it.",
                 **at,
             )
             continue
@@ -44,7 +44,7 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
         if all(len(SCHEMES[name].forms(options)) < 2 for name, options in schemes.items()):
             yield warning(
                 "nothing-to-tune",
-                f"tune: codes of {' and '.join(schemes)} as '{maker}' makes them leave as one operator"
-                " alone; nothing is chosen.",
+                f"tune: layers of {' and '.join(schemes)}, as '{maker}' quantizes them, can be exported as"
+                " one operator only; nothing is chosen.",
                 **at,
             )

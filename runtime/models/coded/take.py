@@ -74,8 +74,8 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
     return [
         warning(
             "already-quantized",
-            f"the model's own {coding.method} codes are taken as they are: {len(coded)} layers of scheme"
-            f" {TAKEN}; what is compared with is this model, not the one that it was quantized from",
+            f"The model is quantized by {coding.method} already: {len(coded)} layers are read as scheme"
+            f" {TAKEN}. The baseline is this model, not the one before quantization.",
         )
     ]
 

@@ -91,7 +91,7 @@ def make_model(
     if sentences is not None:
         make_embedder(out, sentences)
     return [
-        warning("config-changed", f"{name} is {value}, as in the tokenizer; the config said {values[name]}")
+        warning("config-changed", f"{name} is {value}, as in the tokenizer; the config said {values[name]}.")
         for name, value in agreed.items()
         if values.get(name) not in (None, value)
     ]

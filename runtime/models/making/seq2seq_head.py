@@ -56,6 +56,6 @@ def add_tied_head(src: Path, out: Path) -> list[Message]:
         *notes,
         warning(
             "tied-output-head",
-            "the checkpoint has no output head; the word embedding is taken for it, as its config says",
+            "The checkpoint has no output layer; the word embedding is used, as its config says.",
         ),
     ]

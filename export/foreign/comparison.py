@@ -19,6 +19,7 @@ from smelt.core.rows.arrays import NO_AXES, Axes
 from smelt.core.stage import Context
 
 Feeds = dict[str, NDArray[Any]]
+_LARGE = 0.5  # share of the limit from which on an error is warned of
 _SURE = 1.96  # standard errors
 _KAPPA = 0.25  # share of the way from chance to full agreement
 _DEGENERATE = 0.9  # chance, from where on nearly all rows have one class
@@ -186,6 +187,13 @@ def require_near(
             f" {random[name]}.",
         )
         del wrong[name]
+    for name, output in found.outputs.items():
+        if name not in {*wrong, *random} and output.relative > limit * _LARGE:
+            ctx.warn(
+                "large-quantization-error",
+                f"Output '{name}' differs from the float graph by {output.relative:.2g} of its standard"
+                f" deviation (limit {limit:g}). {advice}",
+            )
     if not wrong:
         return
     told = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])

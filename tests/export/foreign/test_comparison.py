@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import ParityError
+from smelt.core.messages import codes
 from smelt.export.foreign import quantize
 from smelt.export.foreign.comparison import Comparison
 from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
@@ -119,7 +120,11 @@ def test_a_step_beyond_the_limit_is_an_error_unless_the_recipe_sets_another(
     assert caught.value.code == "quantization-error"
     assert "'y'" in str(caught.value)
     ctx = run(tmp_path / "b", outliers(), scheme=scheme, max_difference=50)
-    assert ctx.facts["parity"]["error"] > find(scheme).graph_error > 0
+    error = ctx.facts["parity"]["error"]
+    assert error > find(scheme).graph_error > 0
+    assert "large-quantization-error" not in codes(ctx.warnings)
+    near = run(tmp_path / "n", outliers(), scheme=scheme, max_difference=1.5 * error)
+    assert "large-quantization-error" in codes(near.warnings)
     ctx = run(tmp_path / "c", outliers(), scheme=scheme, leave=["product"])
     assert ctx.facts["parity"]["error"] == 0
     with pytest.raises(ParityError):

@@ -34,7 +34,7 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
         at: Any = {"step": step.name, "setting": "tune", "line": step.line}
         if step.name not in codes:
             yield warning(
-                "nothing-to-tune",
+                "nothing-quantized",
                 "tune chooses between operators for quantized layers, but nothing is quantized before it."
                 " Remove tune, or put `quantize` before it.",
                 **at,

@@ -53,7 +53,7 @@ def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
     ctx = harness.run(Distill(), settings, tiny.marian(tmp_path / "model"), tmp_path / "out", data=rows)
     assert [said["kept_step"] for said in ctx.facts["phases"]] == [2, 0]
     (useless,) = [one for one in ctx.warnings if one.code == "no-improvement"]
-    assert useless.message.startswith("distill: phase 2: ")
+    assert useless.message.startswith("phase 2: ")
     cut = [one.message for one in ctx.warnings if one.code == "truncated-texts"]
     assert cut  # of all phases, said once
     assert len(set(cut)) == len(cut)

@@ -102,7 +102,7 @@ def test_norms_of_post_norm_blocks_are_left_with_a_warning(tmp_path):
     sums, tied = ctx.warnings
     assert {sums.code, tied.code} == {"norms-not-smoothed"}
     assert "model.encoder.layers.0.self_attn_layer_norm" in sums.message
-    assert tied.message.endswith(": model.decoder.layers.1.final_layer_norm")
+    assert "model.decoder.layers.1.final_layer_norm" in tied.message
     # the encoder's last norm feeds the decoder's cross-attentions alone
     assert list(ctx.facts["smoothed"]) == ["model.encoder.layers.1.final_layer_norm"]
 
@@ -185,7 +185,7 @@ def test_shared_readers_are_left_with_a_warning(tmp_path):
     (told,) = ctx.warnings
     assert told.code == "norms-not-smoothed"
     assert "2 of 5" in told.message
-    assert told.message.endswith(": model.layers.0.input_layernorm, model.layers.1.input_layernorm")
+    assert "model.layers.0.input_layernorm, model.layers.1.input_layernorm" in told.message
 
 
 def test_activations_that_are_not_finite_are_an_error(tmp_path):

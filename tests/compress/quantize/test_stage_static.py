@@ -116,7 +116,7 @@ def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
     ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, damage_rows=0)
     (told,) = ctx.warnings
     assert told.code == "few-calibration-tokens"
-    assert "1 row of few.jsonl" in told.message
+    assert "few.jsonl" in told.message
 
 
 def test_the_plan_knows_which_rows_are_needed():

@@ -84,7 +84,7 @@ def test_weights_that_are_there_twice_are_a_warning_that_says_which_are_taken(ma
     problems, [found] = check_model_folder(marian, "translation")
     assert problems == []
     assert (found.code, found.severity) == ("weights-stored-twice", "warning")
-    assert "model.safetensors.index.json is left aside" in found.message
+    assert "model.safetensors.index.json" in found.message
 
 
 def test_pickle_weights_are_refused_with_the_way_to_convert(marian: Path) -> None:

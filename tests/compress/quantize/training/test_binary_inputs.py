@@ -143,7 +143,7 @@ def test_a_layer_begins_from_what_binary_layers_feed_it(tmp_path):
     source = tiny.artifact(coded(tmp_path / "coded"), TASK)
     ctx = harness.context(tmp_path / "out", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
-    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx)
+    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx, "finetune")
     layers = inputs_of(model)
     places = {e["module"]: e["signed"] for e in edits if e["op"] == "binary_inputs"}
     assert places == {name: layer.signed for name, layer in layers.items()}
@@ -164,7 +164,7 @@ def test_what_no_row_reaches_is_said(tmp_path, monkeypatch):
     ctx = harness.context(tmp_path / "out", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
     monkeypatch.setattr(model.bert.pooler, "forward", lambda states: states[:, 0])
-    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx)
+    binarize_first(model, edits, source, FinetuneSettings(**BITS), ctx, "finetune")
     (told,) = ctx.warnings
     assert told.code == "uncalibrated-layers"
     assert "(bert.pooler.dense)" in told.message

@@ -118,7 +118,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         more = {"unfinished": Unfinished(tmp_path, key).next_training}
         return harness.run(Finetune(), settings, made, tmp_path / name, TASK, ROWS, **more)
 
-    def stop(self, ctx, stage):
+    def stop(self, ctx):
         raise KeyboardInterrupt
 
     whole = run("whole", "a")

@@ -8,6 +8,8 @@ import harness
 import pytest
 import tiny
 
+from smelt.planning.load import load_plan
+
 RECIPE = """\
 model: model
 task: translation
@@ -20,11 +22,10 @@ SHORT = "max_steps: 1, batch_size: 2, precision: fp32, evals: 0"
 CUT = "student: {encoder_layers: 1, decoder_layers: 1}"
 
 
-def note(said):
-    """Return the note on learning rates in what the plan says, as one line; empty for none."""
-    lines = " ".join(line.strip() for line in said.splitlines())
-    _, found, rest = lines.partition("learning rate where none is said: ")
-    return rest.partition(" warning ")[0].partition(" note ")[0].strip() if found else ""
+def note(path):
+    """Return what the plan of `path` notes on learning rates; empty for nothing."""
+    found = [one.message for one in load_plan(path).notes if one.code == "default-learning-rate"]
+    return found[0].partition(": ")[2] if found else ""
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         f"distill: {{{SHORT}}}\n    name: through",
         f"distill: {{{SHORT}, {CUT}}}\n    name: shallow\n    from: finetune",
     )  # fmt: skip
-    said = note(harness.smelt("plan", path, code=0).stdout)
+    said = note(path)
     assert said == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (fewer layers)")
     harness.smelt("run", path, "--out", tmp_path / "out", code=0)
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
@@ -87,7 +88,7 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
 )  # fmt: skip
 def test_each_is_of_what_trains(recipe, tmp_path, stages, said):
     tiny.marian(tmp_path / "other")
-    assert note(harness.smelt("plan", recipe(*stages), code=0).stdout) == said
+    assert note(recipe(*stages)) == said
 
 
 def test_a_checkpoint_of_codes_and_a_config_alone_have_theirs(tmp_path):
@@ -98,4 +99,4 @@ def test_a_checkpoint_of_codes_and_a_config_alone_have_theirs(tmp_path):
     for model in ("model: model", "model: {config: model, tokenizer: model}"):
         path = tmp_path / "recipe.yaml"
         path.write_text(text.replace("model: model", model), encoding="utf-8")
-        assert note(harness.smelt("plan", path, code=0).stdout) == "finetune 0.001 (weights)"
+        assert note(path) == "finetune 0.001 (weights)"

@@ -2,8 +2,10 @@
 
 import causal
 import coded
-import harness
 import pytest
+
+from smelt.core.messages import codes
+from smelt.planning.load import load_plan
 
 RECIPE = """\
 model: MODEL
@@ -27,13 +29,14 @@ def folder(tmp_path_factory):
 def told(folder, *stages, model="float"):
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.replace("MODEL", model).replace("STAGES", "\n".join(f"  - {s}" for s in stages)))
-    return " ".join(harness.smelt("plan", path).output.split())
+    """Return the warnings of the plan on `tune`."""
+    return [one for one in load_plan(path).warnings if one.setting == "tune"]
 
 
 def test_float_products_have_one_operator(folder):
-    text = told(folder, "prune: {what: [ffn], importance: magnitude}", TUNED)
-    assert "line 6: onnx: tune chooses between operators of codes, and nothing is quantized before it" in text
-    assert "nothing is quantized" not in told(folder, "onnx: {}")
+    (found,) = told(folder, "prune: {what: [ffn], importance: magnitude}", TUNED)
+    assert (found.code, found.line, found.step) == ("nothing-quantized", 6, "onnx")
+    assert told(folder, "onnx: {}") == []
 
 
 @pytest.mark.parametrize(
@@ -49,23 +52,22 @@ def test_float_products_have_one_operator(folder):
     ],
 )
 def test_codes_that_leave_as_one_operator_alone(folder, scheme, chooses):
-    text = told(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
-    assert ("nothing is chosen" in text) != chooses
-    assert "nothing is quantized" not in text
-    assert ("as 'quantize' makes them leave as one operator alone" in text) != chooses
+    found = told(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
+    assert codes(found) == ([] if chooses else ["nothing-to-tune"])
+    assert all("'quantize'" in one.message for one in found)
 
 
 def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
-    assert "tune" not in told(folder, TUNED, model="somebody/model").partition("warning")[2]
+    assert told(folder, TUNED, model="somebody/model") == []
     (folder / "artifact").mkdir()
     for path in (folder / "float").iterdir():
         (folder / "artifact" / path.name).write_bytes(path.read_bytes())
     edit = '{"schema": 1, "edits": [{"op": "quantize", "module": "lm_head", "scheme": "int4"}]}'
     (folder / "artifact" / "structure.json").write_text(edit)
-    assert "tune" not in told(folder, "onnx: {tune: true}", model="artifact").partition("warning")[2]
+    assert told(folder, "onnx: {tune: true}", model="artifact") == []
 
 
 def test_codes_of_a_checkpoint_count_and_those_of_another_student_do_not(folder):
-    assert "tune" not in told(folder, TUNED, model="gptq").partition("warning")[2]
+    assert told(folder, TUNED, model="gptq") == []
     other = "distill: {student: {model: float}}"
-    assert "nothing is quantized before it" in told(folder, "quantize: {scheme: int4}", other, TUNED)
+    assert codes(told(folder, "quantize: {scheme: int4}", other, TUNED)) == ["nothing-quantized"]

@@ -47,8 +47,13 @@ def float_nodes(model: Any, kinds: Mapping[str, int], operators: Collection[str]
 
 def unfit_nodes(graph: Any, kinds: Mapping[str, int], operators: Collection[str]) -> dict[int, str]:
     """Return the places of the nodes of a graph that the quantizers cannot take, each with the reason."""
+    # of a sum over nothing ONNX Runtime's int8 operators return what lies in memory
+    empty = {tensor.name for tensor in graph.initializer if 0 in tensor.dims}
     nodes = ((at, node) for at, node in enumerate(graph.node) if node.op_type in operators)
-    reasons = ((at, _unfit_type(node, kinds) or _unfit_domain(node)) for at, node in nodes)
+    reasons = (
+        (at, "an empty weight" if empty & {*node.input} else _unfit_type(node, kinds) or _unfit_domain(node))
+        for at, node in nodes
+    )
     return {at: reason for at, reason in reasons if reason}
 
 

@@ -140,3 +140,12 @@ def test_a_clip_that_the_range_of_its_output_does_not_stand_for_stays_float(
     found = standing_nodes(model.graph, ("Clip",))
     assert set(found) == ({len(nodes) - 1} if stays or computed else set())
     assert not standing_nodes(model.graph, ("Conv",))
+
+
+@pytest.mark.parametrize("op_type", ["MatMul", "Gemm"])
+def test_a_sum_over_nothing_stays_float(op_type: str) -> None:
+    """ONNX Runtime 1.31 returns uninitialized memory for it in int8."""
+    ends = [graphs.value("x", [1, 0])], [graphs.value("y", [1, 8])]
+    weight = numpy_helper.from_array(np.zeros((0, 8), np.float32), "w")
+    model = graphs.model_of([N(op_type, ["x", "w"], ["y"], "empty")], *ends, [weight])
+    assert float_nodes(model, {}, ("MatMul", "Gemm")) == {0: "an empty weight"}

@@ -19,7 +19,7 @@ _MOST = 10.0  # no damping beyond it: H would be forgotten
 
 
 class NotInvertibleError(ValueError):
-    """The second moment of what a layer is fed has no inverse."""
+    """The second moment of a layer's inputs has no inverse."""
 
 
 def inverse_factor(found: InputStatistics) -> tuple[Tensor, float]:

@@ -45,7 +45,10 @@ class StudentSettings(Settings):
     def _of_one_kind(self) -> Self:
         said = sorted(self.model_fields_set - {"choose"})
         if self.other and len(said) > 1:
-            raise SettingError(f"a student is told in one way: {' or '.join(said)}", code="settings-conflict")
+            raise SettingError(
+                f"a student is defined by one of {', '.join(said)}; remove the others",
+                code="settings-conflict",
+            )
         return self
 
     @field_validator("encoder_layers", "decoder_layers", "layers")

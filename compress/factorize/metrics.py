@@ -115,8 +115,8 @@ def require_finite(inputs: Mapping[str, InputStatistics], rows: CalibrationRows)
     for name, seen in inputs.items():
         if seen.tokens and not bool(seen.squares.isfinite().all()):
             raise InputError(
-                f"factorize: {name}: on rows of {rows.origin} what it is fed is not finite. The training"
-                " before it has probably gone astray.",
+                f"factorize: {name}: on rows of {rows.origin} its inputs are not finite. The training"
+                " before it has probably diverged.",
                 code="non-finite-activations",
             )
 

@@ -112,13 +112,13 @@ def metric_of(settings: LowRank, seen: InputStatistics | None) -> Metric:
     """Return in what the pair of a layer is nearest; the weights, where nothing was seen of its inputs.
 
     Raises:
-        InputError: what it is fed is not finite.
+        InputError: its inputs are not finite.
     """
     if settings.error == "weights" or seen is None or not seen.tokens:
         return Metric()
     if not bool(seen.squares.isfinite().all()):
         raise InputError(
-            "what it is fed is not finite. The training before it has probably gone astray.",
+            "its inputs are not finite. The training before it has probably diverged.",
             code="non-finite-activations",
         )
     if settings.error == "inputs":

@@ -214,7 +214,7 @@ class QuantizeSettings(FromSchemes):
         for name, reads in (("rows", self.reads_rows), ("damage_rows", self._measures)):
             if name in given and not reads:
                 raise SettingError(
-                    f"{name}: nothing looks at rows with scheme {self.scheme}; remove it",
+                    f"{name}: scheme {self.scheme} is not calibrated on samples; remove it",
                     code="unused-setting",
                 )
         if "percentile" in given and "percentile" not in (self.range, self.clip):

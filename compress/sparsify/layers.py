@@ -92,8 +92,8 @@ class Sparsifier:
         for name, found in collector.found.items():
             if not bool(found.squares.isfinite().all()):
                 raise InputError(
-                    f"sparsify: {name}: what it is fed is not finite. The training before it has probably"
-                    " gone astray.",
+                    f"sparsify: {name}: its inputs are not finite. The training before it"
+                    " has probably diverged.",
                     code="non-finite-activations",
                 )
         return {name: found.to("cpu") for name, found in collector.found.items()}

@@ -34,8 +34,7 @@ def prepared(path: Path, folder: Path) -> tuple[Path, int]:
     - The quantizers know only types that onnx infers, which ends at an operator of another domain
       (com.microsoft.Gelu): static ranges would be missing behind it. So such types are written down.
     """
-    from smelt.export.foreign.gemm import fold_factors, scaled
-    from smelt.export.foreign.gemm_bias import fit_biases, misshapen
+    from smelt.export.foreign.gemm import fit_biases, fold_factors, misshapen, scaled
     from smelt.export.foreign.normalize import is_normal, normalized
     from smelt.export.graph_files import read_graph, write_graph
 

@@ -98,8 +98,8 @@ def _require_finite(order: list[str], seen: dict[str, InputStatistics], rows: Ca
     for name in sorted(seen, key=order.index):
         if not bool(seen[name].squares.isfinite().all()):
             raise InputError(
-                f"quantize: {name}: on rows of {rows.origin} what it is fed is not finite. The training"
-                " before it has probably gone astray.",
+                f"quantize: {name}: on rows of {rows.origin} its inputs are not finite. The training"
+                " before it has probably diverged.",
                 code="non-finite-activations",
             )
 

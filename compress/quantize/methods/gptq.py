@@ -178,8 +178,8 @@ class GptqWork:
                 continue
             if not bool(seen.squares.isfinite().all()):
                 raise InputError(
-                    f"quantize: {layer.name}: what it is fed is not finite. The training before it has"
-                    " probably gone astray.",
+                    f"quantize: {layer.name}: its inputs are not finite. The training before it"
+                    " has probably diverged.",
                     code="non-finite-activations",
                 )
             self._decide(layer, seen)

@@ -4,7 +4,7 @@ import foreign_graphs as graphs
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from smelt.export.foreign.float_matrices import float_matrices
+from smelt.export.foreign.quantize import float_matrices
 
 
 def test_float_matrices_are_counted_and_the_largest_named() -> None:

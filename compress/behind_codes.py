@@ -12,9 +12,11 @@ from smelt.runtime.schemes.registry import SCHEMES
 BEHIND_QUANTIZE = "behind-quantize"
 # What a training does to weights, by its setting, and the chain that does it
 IN_TRAINING = {
-    "masks": "masks are learned with float weights: they go into these at the end, and codes would be rounded"
-    " again. Learn them first: `- WORD: {masks: {keep: 0.5}}`, `- quantize: {}`; or cut what is quantized"
-    " and train it: `- quantize: {}`, `- prune: {what: [heads, ffn]}`, `- WORD: {}`.",
+    "learned_masks": "masks are learned with float weights: they go into these at the end, and codes would"
+    " be rounded"
+    " again. Learn them first: `- WORD: {learned_masks: {keep_ratio: 0.5}}`, `- quantize: {}`; or cut what"
+    " is quantized"
+    " and train it: `- quantize: {}`, `- prune: {targets: [heads, ffn]}`, `- WORD: {}`.",
     "sparsify": "zeros that come step by step are chosen among float weights. Train them first: `- WORD:"
     " {sparsify: {sparsity: 0.5}}`, `- quantize: {}`; or set codes to zero and train what stays:"
     " `- quantize: {}`, `- sparsify: {}`, `- WORD: {}`.",
@@ -38,9 +40,10 @@ class CodesBefore:
         """Return why the step of the word `stage` cannot change them, and what to do; None where it can."""
         if self.split:
             what = (
-                "layers that were split in two (codes: {split: true}), and what goes from one goes from both"
+                "layers that were split in two (qat: {weight_splitting: true}), and what goes from one goes"
+                " from both"
             )
-            training, fit = "split: true", [name for name, one in SCHEMES.items() if one.halves]
+            training, fit = "weight_splitting: true", [name for name, one in SCHEMES.items() if one.halves]
         elif self.one_bit:
             what = "layers with inputs of two values (activations: one-bit), each with a shift of its own"
             training, fit = "activations: one-bit", [n for n, one in SCHEMES.items() if one.binary_inputs]
@@ -48,7 +51,7 @@ class CodesBefore:
             return None
         return (
             f"it gets {what}. Put it before that training: `- quantize: {{scheme: {fit[0]}}}`,"
-            f" `- {stage}: {{}}`, `- distill: {{codes: {{{training}}}}}`."
+            f" `- {stage}: {{}}`, `- distill: {{qat: {{{training}}}}}`."
         )
 
     def zeros_lacking(self) -> str | None:
@@ -62,7 +65,8 @@ class CodesBefore:
             )
         if self.pairs:
             return (
-                "the layers before it have a low-rank pair beside their codes (low_rank, lora), which fills"
+                "the layers before it have a low-rank pair beside their codes (low_rank_correction, lora),"
+                " which fills"
                 " the zeros. Leave it out before them: `- quantize: {}`, `- sparsify: {}`, `- finetune: {}`."
             )
         return None

@@ -33,9 +33,9 @@ class Finetune:
     of the scores of pairs (CoSENT).
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
-        - finetune: {codes: {scales: lsq}}
+        - finetune: {qat: {scales: lsq}}
         # binary inputs behind scheme binary, as BiT; no runtime here gains speed
-        - finetune: {codes: {activations: one-bit}}
+        - finetune: {qat: {activations: one-bit}}
     """
 
     name: ClassVar[str] = "finetune"

@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 # them (compress/quantize/training). They are no part of the model.
 LATENTS = "latent.safetensors"
 SUMS = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
-_REBUILD = "Run the recipe again with --fresh to build it anew."
+_REBUILD = "Run the recipe again with --rebuild to build it again."
 _COPY_AGAIN = f"Copy the package again, or write it anew with `smelt package` ({SUMS} lists its files)."
 # A manifest lists a few dozen files and what a stage found out; more is not one of ours.
 _MAX_MANIFEST_BYTES = 64_000_000
@@ -47,12 +47,12 @@ class FileRecord(BaseModel):
 class Manifest(BaseModel):
     """What an artifact says of itself, in `manifest.json`.
 
-    `facts` holds what the stage found out and the report shows: `parameters` (count), `target`,
+    `details` holds what the stage measured and the report shows: `parameters` (count), `target`,
     `dtype`, `parity` and whatever else the technique wants to tell.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     key: str
     format: Format
     task: str
@@ -62,7 +62,7 @@ class Manifest(BaseModel):
     parent: str | None
     versions: dict[str, str]
     files: dict[str, FileRecord] = Field(default_factory=dict)
-    facts: dict[str, Any] = Field(default_factory=dict)
+    details: dict[str, Any] = Field(default_factory=dict)
     warnings: Annotated[list[Message], PlainSerializer(as_json)] = Field(default_factory=list)
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -140,7 +140,7 @@ def read_artifact(path: Path) -> Artifact:
 
 def threads_of(manifest: Manifest) -> int | None:
     """Return how many threads the artifact takes where its user does not say; None for no such wish."""
-    found = manifest.facts.get("threads")
+    found = manifest.details.get("threads")
     return found if isinstance(found, int) and found >= 1 else None
 
 

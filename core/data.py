@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.files import hash_of
 from smelt.core.rows.arrays import Arrays
@@ -22,13 +22,13 @@ Task = Literal[
     "language-modeling",
     "sentence-similarity",
     "image-classification",
-    "tensors",
+    "custom",
 ]
 # From arrays to arrays, whatever they mean: of an ONNX graph that somebody else exported.
-TENSORS: Task = "tensors"
+CUSTOM: Task = "custom"
 EVERY_TASK: tuple[Task, ...] = get_args(Task)
 # The tasks that families of models are for.
-TASKS: tuple[Task, ...] = tuple(task for task in EVERY_TASK if task != TENSORS)
+TASKS: tuple[Task, ...] = tuple(task for task in EVERY_TASK if task != CUSTOM)
 # The task in which a text becomes a vector; its rows are texts, or pairs of them, which are read one by one.
 SIMILARITY: Task = "sentence-similarity"
 # The task in which an image gets a label; the text of its rows is a reference (smelt.core.rows.images).
@@ -46,16 +46,16 @@ Label = int | str | float | tuple[int | str, ...]
 
 
 class Columns(BaseModel):
-    """Names of the columns in the data. `references` may hold a list; it wins over `target`."""
+    """Names of the columns in the data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    source: str = "source"
-    target: str = "target"
-    references: str = "targets"
-    text: str = "text"
-    text_pair: str = "text_b"
-    image: str = "image"
-    label: str = "label"
+    source: str = Field(default="source", description="source text")
+    target: str = Field(default="target", description="target text")
+    references: str = Field(default="targets", description="list of target texts; takes precedence")
+    text: str = Field(default="text", description="text")
+    text_pair: str = Field(default="text_b", description="second text")
+    image: str = Field(default="image", description="image")
+    label: str = Field(default="label", description="label")
 
 
 @dataclass(frozen=True, slots=True)

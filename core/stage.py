@@ -145,7 +145,7 @@ UsedModel = Annotated[str, Field(min_length=1), _Path(model=True, as_it_is=True)
 # A setting of stages that write float weights; they compute in float32 whatever it is.
 StoredDtype = Annotated[
     Literal["keep", "fp32", "fp16", "bf16"],
-    Field(description="how float weights are stored; keep: as in the model that the step gets"),
+    Field(description="type of stored float weights; keep: unchanged"),
 ]
 
 
@@ -192,7 +192,7 @@ class Context:
         step; None where none are kept. It goes when the step is done.
     logs: a folder of the run in which trackers of experiments write; None without a run.
     say: writes a line into the run's log.
-    warnings, facts: what the report should tell of this step; the stage adds to them.
+    warnings, details: what the report should tell of this step; the stage adds to them.
     """
 
     out: Path
@@ -213,7 +213,7 @@ class Context:
     logs: Path | None = None
     say: Callable[[str], None] = unheard
     warnings: list[Message] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def warn(self, code: str, message: str, *, setting: str | None = None, file: str | None = None) -> None:
         """Add a warning about this step, for the report."""

@@ -8,18 +8,21 @@ from smelt.core.errors import SettingError
 
 
 class Windows(BaseModel):
-    """How running text is cut for a language model: rows are joined, tokenized, cut in windows.
-
-    length: tokens that the model sees at once; not given: 1024, or the model's limit where that is less.
-    stride: how far the next window begins after the last one, when text is scored; not given: the length.
-    A smaller one gives every token more context and takes more time. Every token is predicted once.
-    separator: stands between two rows; not given: a line's end for plain text, an empty line otherwise.
-    """
+    """How running text is cut into windows for a language model: samples are joined, tokenized and cut."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    length: int | None = Field(default=None, ge=2)
-    stride: int | None = Field(default=None, ge=1)
-    separator: str | None = None
+    length: int | None = Field(
+        default=None, ge=2, description="tokens per window; default 1024, or the model's limit if smaller"
+    )
+    stride: int | None = Field(
+        default=None,
+        ge=1,
+        description="scoring: tokens between window starts; smaller: more context, slower; default length",
+    )
+    separator: str | None = Field(
+        default=None,
+        description="between two samples; default a line break for plain text, else an empty line",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Windows:

@@ -29,12 +29,12 @@ def footprint(artifact: Artifact) -> dict[str, int | None]:
 def parameters(artifact: Artifact) -> int | None:
     """Return how many numbers the model holds.
 
-    A number that the stage recorded in its facts wins (packed codes hide how many they are). Torch:
+    A number that the stage recorded in its details wins (packed codes hide how many they are). Torch:
     values of the distinct tensors in the safetensors files. ONNX: values of the weight initializers,
     each distinct one once (two graphs of a translator may both carry the embedding). TensorRT: what
-    the ONNX parent had, handed on in `facts`; an engine does not tell.
+    the ONNX parent had, handed on in `details`; an engine does not tell.
     """
-    recorded = artifact.manifest.facts.get("parameters")
+    recorded = artifact.manifest.details.get("parameters")
     if recorded is not None or artifact.format == "tensorrt":
         return None if recorded is None else int(recorded)
     if artifact.format == "torch":

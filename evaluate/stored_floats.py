@@ -18,10 +18,10 @@ def float_dtype(artifact: Artifact) -> str | None:
     """Return the type of most of the weights that are no codes; None where none is left or it does not tell.
 
     The scales of codes are not counted: they come with the codes, whatever the model was stored in. A graph
-    or an engine says it in its `facts`.
+    or an engine says it in its `details`.
     """
     if artifact.format != "torch":
-        return _GRAPHS.get(str(artifact.manifest.facts.get("dtype")))
+        return _GRAPHS.get(str(artifact.manifest.details.get("dtype")))
     entries: dict[str, Any] = {}
     for name in artifact.model_files:
         if name.endswith(".safetensors"):

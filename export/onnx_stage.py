@@ -41,7 +41,7 @@ class Onnx:
         - onnx: {target: tensorrt, dtype: fp16}
         - onnx: {target: openvino, dtype: bf16}
         - onnx: {target: ort-tensorrt, dtype: fp16, engine: {max_batch_size: 16}}
-        - onnx: {target: ort-cpu, tune: true, threads: tune}
+        - onnx: {target: ort-cpu, autotune: true, threads: autotune}
         - onnx: {target: ort-cpu, kv_cache: int8}
     """
 
@@ -60,7 +60,7 @@ class Onnx:
     @classmethod
     def check_rows(cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what of the settings does not fit the task, by setting."""
-        measured = {"tune": bool(settings.tune), "threads": settings.threads == "tune"}
+        measured = {"autotune": bool(settings.autotune), "threads": settings.threads == "autotune"}
         why = f"what is chosen by measuring is of texts; leave it out for {IMAGES}."
         found = [
             mistake("unsupported-task", why, setting=name)
@@ -122,7 +122,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     listed = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step give all logits
     kind, filed = kind_of(model, settings), precision_in_file(settings)
-    ctx.facts.update(
+    ctx.details.update(
         target=settings.target,
         dtype=settings.dtype,
         opset=opset_of(settings, model),
@@ -134,25 +134,25 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     int8 = settings.kv_cache == "int8"
     if int8:
         require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
-    if settings.tune:
+    if settings.autotune:
         count = settings.threads if isinstance(settings.threads, int) else 1
         stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
         reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, stay, ctx)
     if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
         ctx.warnings.append(told)
     require_room(model, settings)
-    facts, homes = write_all(graphs, settings, reference, ctx)
+    details, homes = write_all(graphs, settings, reference, ctx)
     kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
-    tell_of_tensorrt(settings.graphs_of, facts, ctx)
-    ctx.facts["graphs"] = {n: {**checked(ctx.out / f"{n}.onnx"), **told} for n, told in facts.items()}
+    tell_of_tensorrt(settings.graphs_of, details, ctx)
+    ctx.details["graphs"] = {n: {**checked(ctx.out / f"{n}.onnx"), **told} for n, told in details.items()}
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
     for name in ("config.json", "generation_config.json", MODULES):
         if (source / name).is_file():
             shutil.copyfile(source / name, ctx.out / name)
     subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, kept)
-    ctx.facts["parity"] = check_graphs(subject, reference)
+    ctx.details["parity"] = check_graphs(subject, reference)
     finish = partial(keep_as_int8, subject, reference, source, ctx) if int8 else None
-    if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
+    if settings.generation_graph and settings.target == "ort-cpu" and reference.tokens is not None:
         add_loops(ctx, subject, reference.batch, source, finish)
     elif finish is not None:
         finish()
@@ -160,7 +160,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         from smelt.export.tensorrt.provider_options import write_provider
 
         engine = settings.engine or ProviderSettings()
-        ctx.facts["profile"] = write_provider(settings.target, filed, engine, source, ctx)
+        ctx.details["profile"] = write_provider(settings.target, filed, engine, source, ctx)
     if settings.threads is not None:
         size = settings.tuned_for.batch_size
         write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)

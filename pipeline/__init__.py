@@ -76,24 +76,24 @@ def run(
     limit: int | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Carry out a recipe, as `smelt run` does.
+    """Run a recipe, as `smelt run` does.
 
     Args:
         recipe: a `smelt.Recipe`, a file, or the name of a recipe that ships (quickstart).
-        overrides: settings to change: {"prune.keep": 0.5}, or texts as the command line takes them.
+        overrides: settings to change: {"prune.keep_ratio": 0.5}, or texts as the command line takes them.
         until: stop after this step and what it needs.
         out: the run's folder (default: runs/NAME below the current folder).
-        store: where artifacts are kept (default: .store beside the run's folder).
+        store: where artifacts are stored (default: .store next to the run's folder).
         rebuild: steps to build again; True for all.
-        limit: use so many rows of every split; 1 or more.
-        quiet: say nothing on standard error; the log in the run's folder says it all.
+        limit: use this many samples of every split; 1 or more.
+        quiet: print nothing to standard error; the run's folder has the log.
 
     Returns:
-        The report (docs/report.md), the run's folder and the exit code that the command would give: 0
+        The report (docs/reference/report.md), the run's folder and the exit code of the command: 0
         passed, 1 a step failed, 3 a gate failed, 130 interrupted.
 
     Raises:
-        InputError: what can be known before any work starts; nothing was written.
+        InputError: the recipe, the data or the machine do not allow it; nothing was written.
     """
     import warnings
 
@@ -107,7 +107,7 @@ def run(
     options = Options(
         out=None if out is None else Path(out),
         store=None if store is None else Path(store),
-        fresh=frozenset(again),
+        rebuild=frozenset(again),
         limit=limit,
         quiet=quiet,
     )
@@ -167,10 +167,10 @@ def apply(
         **settings: of the stage; `smelt stages NAME` lists them.
 
     Returns:
-        The artifact: its `path`, and its `manifest` with `warnings` and `facts`.
+        The artifact: its `path`, and its `manifest` with `warnings` and `details`.
 
     Raises:
-        InputError: what can be known before any work starts; nothing was written.
+        InputError: the recipe, the data or the machine do not allow it; nothing was written.
         RunError: the stage failed; nothing was written.
     """
     from smelt.use.apply import apply_stage
@@ -204,24 +204,24 @@ def load(
     return Model(artifact, threads, device, trust_engine)
 
 
-def package(artifact: str | Path, form: str = "standalone", out: str | Path | None = None) -> Package:
+def package(artifact: str | Path, format: str = "standalone", out: str | Path | None = None) -> Package:
     """Write an artifact as a folder of real files that others can open, as `smelt package` does.
 
     Args:
         artifact: the folder of an artifact.
-        form: what for; `smelt package --help` lists the forms.
-        out: the folder to write (default: NAME-FORM in the current folder).
+        format: layout; `smelt package --help` lists the formats.
+        out: the folder to write (default: NAME-FORMAT in the current folder).
 
     Returns:
         The package: its `folder`, `how` it is used, `size_bytes`.
 
     Raises:
-        InputError: no such artifact or form, the form does not take it, or `out` cannot be written.
+        InputError: no such artifact or format, the format does not support it, or `out` cannot be written.
         RunError: the disk is full, or what was made is not right; nothing is left behind.
     """
     from smelt.use.package import package_artifact
 
-    return package_artifact(artifact, form, out)
+    return package_artifact(artifact, format, out)
 
 
 def _changes(overrides: Sequence[str] | Mapping[str, Any] | None) -> list[str]:

@@ -33,6 +33,13 @@ class _Commands(click.Group):
         except SmeltError as error:
             show(f"error[{error.code or UNNAMED}]: {error}", err=True)
             ctx.exit(error.exit_code)
+        except click.NoSuchOption as error:
+            from smelt.recipe.other_names import called
+
+            known = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
+            if hint := called(error.option_name, known):
+                raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
+            raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # click's own ways out
         except KeyboardInterrupt:
@@ -65,8 +72,8 @@ class _Commands(click.Group):
 def main() -> None:
     """Make trained models small and fast, one measured stage at a time.
 
-    It takes models of texts and of images, and ONNX graphs of any kind.
-    Begin with `smelt run quickstart`, which needs no data and no model of yours.
+    It takes text and image models, and any ONNX graph.
+    Start with `smelt run quickstart`, which needs no data and no model.
     """
 
 
@@ -86,22 +93,22 @@ def _overrides(command: Any) -> Any:
     )(click.option("--until", metavar="STEP", help="Stop after this step (and what it needs).")(command))
 
 
-@main.command(short_help="Carry out a recipe and write its report.")
+@main.command(short_help="Run a recipe and write its report.")
 @click.argument("recipe")
 @_overrides
 @click.option("--out", type=FOLDER, help="The run's folder (default: runs/NAME).")
-@click.option("--store", type=FOLDER, help="Where artifacts are kept (default: .store beside the run).")
+@click.option("--store", type=FOLDER, help="Where artifacts are stored (default: .store next to the run).")
 @click.option(
-    "--fresh",
-    "fresh",
+    "--rebuild",
+    "rebuild",
     multiple=True,
     is_flag=False,
     flag_value="*",
     metavar="[STEP]",
-    help="Build this step anew, or all steps.",
+    help="Build this step again, or all steps.",
 )
 @click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Use N rows of every split: a first try."
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Use N samples of every split, for a first try."
 )
 @click.option("--quiet", is_flag=True, help="Print the table at the end only.")
 def run(
@@ -110,11 +117,11 @@ def run(
     until: str | None,
     out: Path | None,
     store: Path | None,
-    fresh: tuple[str, ...],
+    rebuild: tuple[str, ...],
     limit: int | None,
     quiet: bool,
 ) -> None:
-    """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
+    """Run RECIPE: a file, or the name of one that ships (quickstart)."""
     from smelt.execute.run import Options, run_plan
     from smelt.execute.run_result import summary_lines
     from smelt.planning.load import load_plan
@@ -122,19 +129,19 @@ def run(
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
         show(f"warning: {warning}", err=True)
-    result = run_plan(plan, Options(out, store, frozenset(fresh), limit, quiet))
+    result = run_plan(plan, Options(out, store, frozenset(rebuild), limit, quiet))
     for line in summary_lines(result):
         show(line)
     sys.exit(result.exit_code)
 
 
-@main.command(short_help="Check RECIPE and show what it would do, without doing it.")
+@main.command(short_help="Check a recipe and show what it would do.")
 @click.argument("recipe")
 @_overrides
 def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     """Check RECIPE and show what it would do, without doing it.
 
-    Exits with 2 where something is wrong, or a step cannot run on this machine.
+    Exits with 2 if the recipe has a mistake, or a step cannot run on this machine.
     """
     from smelt.core.errors import InputError
     from smelt.planning.load import load_plan

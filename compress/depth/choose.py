@@ -11,7 +11,7 @@ import torch
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
 from smelt.compress.depth.losses import losses_of, most_tries, on_device
-from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.settings import DropLayersSettings
 from smelt.compress.train.data import TensorBatch
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
@@ -27,14 +27,14 @@ def by_influence(
     stacks: list[Stack],
     numbers: dict[str, int],
     src: Artifact,
-    settings: DepthSettings,
+    settings: DropLayersSettings,
     ctx: Context,
 ) -> dict[str, list[int]]:
     """Return by stack the layers with the largest block influence, as many as `numbers` says, rising."""
-    rows = calibration_rows(model, src, settings.rows, ctx, "depth")
+    rows = calibration_rows(model, src, settings.calibration_samples, ctx, "drop-layers")
     with on_device(model, ctx) as device:
         influence = block_influence(model, stacks, moved(rows.batches, device, ctx))
-    ctx.facts["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
+    ctx.details["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
     first = _first_stays(model)
     lasts = _lasts(model, stacks)
     kept = {}
@@ -54,7 +54,7 @@ def by_loss(
     kept: dict[str, list[int]],
     numbers: dict[str, int],
     src: Artifact,
-    settings: DepthSettings,
+    settings: DropLayersSettings,
     ctx: Context,
 ) -> dict[str, list[int]]:
     """Return by stack the layers that are left when those go one by one without which the loss is smallest.
@@ -67,24 +67,26 @@ def by_loss(
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(
-            f"depth: importance: loss: {found[0].message} Or take block-influence.",
+            f"drop-layers: importance: loss: {found[0].message} Or take block-influence.",
             code=found[0].code,
             setting="importance",
         )
     there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
     plain: set[torch.nn.Module] = set()
     told: set[Layer] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
-    batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
+    batches = calibration_rows(
+        model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
+    ).batches
     lasts = _lasts(model, stacks, told)
 
     def without_more(gone: Collection[Layer]) -> AbstractContextManager[None]:
         return without(model, stacks, {*gone, *told}, plain)
 
     with losses_of(model, batches, without_more, ctx, most_tries(numbers, there)) as loss_without:
-        ctx.facts["loss_before"] = round(loss_without(frozenset()), 6)
+        ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
         fixed = {(name, 0) for name in numbers} if _first_stays(model) else set()
         gone, losses = drop_by_loss(numbers, {n: there[n] for n in numbers}, fixed, loss_without, lasts)
-    ctx.facts["dropped"] = [
+    ctx.details["dropped"] = [
         {"stack": name, "layer": number, "loss": round(loss, 6)}
         for (name, number), loss in zip(gone, losses, strict=True)
     ]

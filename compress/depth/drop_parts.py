@@ -15,7 +15,7 @@ from smelt.compress.depth.fit import check_parts, fraction_kept
 from smelt.compress.depth.influence import Layer, drop_by_loss
 from smelt.compress.depth.losses import losses_of, most_tries, on_device
 from smelt.compress.depth.parts import Part, part_influence, parts_of, without_parts
-from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.settings import DropLayersSettings
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -49,8 +49,10 @@ class _Asked:
         return all((unit[0], at) in gone for at in same if at != unit[1])
 
 
-def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSettings, ctx: Context) -> None:
-    """Take out of `model`, in place, the parts that do least; append the edits, tell the facts.
+def drop_parts(
+    model: Any, edits: list[Edit], src: Artifact, settings: DropLayersSettings, ctx: Context
+) -> None:
+    """Take out of `model`, in place, the parts that do least; append the edits, tell the details.
 
     Of each kind one stays in each stack.
 
@@ -59,7 +61,7 @@ def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSett
     """
     if mistakes := check_parts(settings, model.config.to_dict()):
         raise InputError(
-            "depth: " + " ".join(f"{one.setting}: {one.message}" for one in mistakes),
+            "drop-layers: " + " ".join(f"{one.setting}: {one.message}" for one in mistakes),
             code=mistakes[0].code,
             found=mistakes,
         )
@@ -72,13 +74,13 @@ def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSett
     gone = {*asked.told, *_chosen(asked, src, settings, ctx)}
     for part in (part for part in parts if part in gone):
         edits.append(skip(model, part.block.place, part.number))
-    ctx.facts["dropped_parts"] = {
+    ctx.details["dropped_parts"] = {
         name: [part.name for part in there if part in gone] for name, there in stacks.items()
     }
 
 
 def _numbers(
-    settings: DepthSettings, stacks: Mapping[str, list[Part]], ctx: Context
+    settings: DropLayersSettings, stacks: Mapping[str, list[Part]], ctx: Context
 ) -> tuple[list[Part], dict[str, int]]:
     """Return the parts that were told to go, and of the other stacks how many stay."""
     told: list[Part] = []
@@ -92,13 +94,13 @@ def _numbers(
         wanted = math.floor(fraction_kept(settings) * len(there) + 0.5) if said is None else said
         if wanted > len(there):
             raise InputError(
-                f"depth: {name}: {wanted} parts cannot stay of {len(there)}.",
+                f"drop-layers: {name}: {wanted} parts cannot stay of {len(there)}.",
                 code="more-than-model-has",
                 setting=name,
             )
         if said is not None and wanted < kinds:
             raise InputError(
-                f"depth: {name}: {wanted}: one of each kind stays, which makes {kinds}.",
+                f"drop-layers: {name}: {wanted}: one of each kind stays, which makes {kinds}.",
                 code="too-few-kept",
                 setting=name,
             )
@@ -115,14 +117,14 @@ def _numbers(
         for kind in {part.kind for part in there}:
             if (name, kind) not in left:
                 raise InputError(
-                    f"depth: {name}: {getattr(settings, name)} leaves no {kind}; one stays.",
+                    f"drop-layers: {name}: {getattr(settings, name)} leaves no {kind}; one stays.",
                     code="no-part-left",
                     setting=name,
                 )
     return told, numbers
 
 
-def _chosen(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context) -> list[Part]:
+def _chosen(asked: _Asked, src: Artifact, settings: DropLayersSettings, ctx: Context) -> list[Part]:
     """Return the parts that go besides those that were told to."""
     model, stacks, numbers, there = asked.model, asked.stacks, asked.numbers, asked.there
     if numbers == there:
@@ -133,11 +135,11 @@ def _chosen(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context)
         draw = random.Random(ctx.seed)
         scores = {name: [draw.random() for _ in stacks[name]] for name in numbers}
     else:
-        rows = calibration_rows(model, src, settings.rows, ctx, "depth")
+        rows = calibration_rows(model, src, settings.calibration_samples, ctx, "drop-layers")
         with on_device(model, ctx) as device, without_parts(model, asked.parts, asked.told):
             found = part_influence(model, asked.parts, moved(rows.batches, device, ctx))
         scores = {name: [found[part] for part in stacks[name]] for name in numbers}
-        ctx.facts["part_influence"] = {
+        ctx.details["part_influence"] = {
             name: {part.name: round(found[part], 6) for part in stacks[name]} for name in numbers
         }
     gone: list[Layer] = []
@@ -150,7 +152,7 @@ def _chosen(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context)
     return [stacks[name][at] for name, at in gone]
 
 
-def _by_loss(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context) -> list[Part]:
+def _by_loss(asked: _Asked, src: Artifact, settings: DropLayersSettings, ctx: Context) -> list[Part]:
     """Drop one after another the part without which the loss is smallest; all stacks are tried together.
 
     Raises:
@@ -159,12 +161,14 @@ def _by_loss(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(
-            f"depth: importance: loss: {found[0].message} Or take block-influence.",
+            f"drop-layers: importance: loss: {found[0].message} Or take block-influence.",
             code=found[0].code,
             setting="importance",
         )
     model, stacks = asked.model, asked.stacks
-    batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
+    batches = calibration_rows(
+        model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
+    ).batches
 
     def without(gone: Collection[Layer]) -> AbstractContextManager[None]:
         return without_parts(model, asked.parts, {*asked.told, *(stacks[name][at] for name, at in gone)})
@@ -174,10 +178,10 @@ def _by_loss(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context
 
     most = most_tries(asked.numbers, asked.there)
     with losses_of(model, batches, without, ctx, most, place) as loss_without:
-        ctx.facts["loss_before"] = round(loss_without(frozenset()), 6)
+        ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
         gone, losses = drop_by_loss(asked.numbers, asked.there, (), loss_without, asked.is_last)
     dropped = [stacks[name][at] for name, at in gone]
-    ctx.facts["dropped"] = [
+    ctx.details["dropped"] = [
         {"stack": part.stack, "layer": part.block.number, "part": part.kind, "loss": round(loss, 6)}
         for part, loss in zip(dropped, losses, strict=True)
     ]

@@ -21,9 +21,10 @@ def layers_kept(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | lis
     """Return by stack how many layers stay, or which.
 
     Args:
-        settings: a `DepthSettings`. A stack that it names gets what is said there; the others `keep` of their
+        settings: a `DropLayersSettings`. A stack that it names gets what is said there; the others
+        `keep_ratio` of their
             layers, the nearest whole number (a half counts up), at least one. Where stacks are named and
-            `keep` is not, the others stay whole.
+            `keep_ratio` is not, the others stay whole.
         stacks: the stacks of the model and how many layers each has.
     """
     keep = fraction_kept(settings)
@@ -36,8 +37,8 @@ def layers_kept(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | lis
 
 def fraction_kept(settings: Any) -> float:
     """Return the fraction of layers that stays in stacks that the settings do not name."""
-    if settings.keep is not None:
-        return float(settings.keep)
+    if settings.keep_ratio is not None:
+        return float(settings.keep_ratio)
     return 1.0 if any(getattr(settings, name) is not None for name in STACKS) else _DEFAULT_KEEP
 
 
@@ -45,7 +46,7 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[Message]
     """Compare the layers that are to stay with those of a model.
 
     Args:
-        settings: a `DepthSettings`.
+        settings: a `DropLayersSettings`.
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
@@ -88,7 +89,7 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
         return []
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
-    found = check_kinds(settings.parts, config, "what")
+    found = check_kinds(settings.parts, config, "targets")
     for name in STACKS:
         said = getattr(settings, name)
         if said is None:

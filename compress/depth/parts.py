@@ -42,7 +42,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called in facts: the block's number and the kind."""
+        """What it is called in details: the block's number and the kind."""
         return f"{self.block.number} {self.kind}"
 
     @property

@@ -1,81 +1,73 @@
-"""The settings of `depth`."""
+"""The settings of `drop-layers`."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 Layers = int | list[int]
 _WHOLE: list[Any] = ["layers"]
-# What says of a part how much it does; the others say where a layer stands.
+# Importance that is measured on samples, or drawn; the others go by a layer's place.
 OF_PARTS = ("loss", "block-influence", "random")
-# What a plan says where whole layers go behind some that lost parts.
+# Advice where layers are dropped after a step that dropped parts of layers.
 LAYERS_BEHIND_PARTS = (
-    "'{step}' takes parts out of layers of its own choice, and of each kind one has to be in the layers that"
-    " stay: else this step keeps more of them, or stops; take layers away before '{step}'"
+    "'{step}' removes parts of layers by its own choice, and one part of each kind must be in the layers that"
+    " are kept: otherwise this step keeps more layers, or stops; drop whole layers before '{step}'"
 )
 
 
-class DepthSettings(Settings):
-    """Settings of `depth`. A stack is given by `keep`, or by its own word: a number or a list."""
+class DropLayersSettings(Settings):
+    """Settings of `drop-layers`: keep_ratio for all stacks, or layers of each, a number or a list."""
 
-    what: list[Literal["layers", "attention", "cross-attention", "ffn"]] = Field(
+    targets: list[Literal["layers", "attention", "cross-attention", "ffn"]] = Field(
         default=_WHOLE,
         min_length=1,
-        description="layers: whole ones; else the parts of layers that go, of which all kinds named compete"
-        " within a stack: attention (to the stack itself), cross-attention, ffn",
+        description="whole layers, or parts of them",
     )
-    keep: float | None = Field(
+    keep_ratio: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="fraction of each stack's layers (or parts) that stays; 0.5 if nothing is said",
+        description="kept fraction of each stack; default 0.5",
     )
     encoder_layers: Layers | None = Field(
-        default=None, description="encoder of an encoder-decoder: how many stay, or which, counted from 0"
+        default=None, description="encoder-decoder: number of encoder layers to keep, or which, from 0"
     )
-    decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder: the same")
-    layers: Layers | None = Field(default=None, description="models of one stack: the same")
-    importance: Literal["loss", "block-influence", "alternate", "first", "last", "random"] = Field(
+    decoder_layers: Layers | None = Field(default=None, description="likewise, decoder layers")
+    layers: Layers | None = Field(default=None, description="likewise, models of one stack")
+    importance: Literal["loss", "block-influence", "uniform", "first", "last", "random"] = Field(
         default="loss",
-        description="which stay. loss: one after another goes without which the loss is smallest;"
-        " block-influence: those that change their states most; alternate: evenly spread, as distill's"
-        " choose: spread (of layers only, as first and last)",
+        description="loss: remove one by one by the loss without it; block-influence: keep those that change"
+        " hidden states most",
     )
-    rows: int = Field(default=128, ge=1, description="rows that block-influence and loss look at")
+    calibration_samples: int = Field(default=128, ge=1, description="for block-influence and loss")
     dtype: StoredDtype = "keep"
 
     @field_validator("encoder_layers", "decoder_layers", "layers")
     @classmethod
     def _positive(cls, value: Layers | None) -> Layers | None:
         if (isinstance(value, int) and value < 1) or value == []:
-            raise SettingError("at least one layer of a stack stays", code="nothing-kept")
+            raise SettingError("keep at least one layer of a stack", code="nothing-kept")
         return value
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The kinds of parts that go, each once; none where whole layers do."""
-        return () if self.what == _WHOLE else tuple(dict.fromkeys(self.what))
+        """The kinds of parts that are removed, each once; none for whole layers."""
+        return () if self.targets == _WHOLE else tuple(dict.fromkeys(self.targets))
 
     @model_validator(mode="after")
     def _parts_or_layers(self) -> Self:
         if self.parts and "layers" in self.parts:
             raise SettingError(
-                "layers go whole or in parts: what is [layers], or names parts only", code="settings-conflict"
+                "set targets: [layers] to drop whole layers, or name parts only", code="settings-conflict"
             )
         if self.parts and self.importance not in OF_PARTS:
             raise SettingError(
-                f"importance: {self.importance} is of layers; for parts take {', '.join(OF_PARTS)}",
+                f"importance: {self.importance} is for whole layers; for parts use {', '.join(OF_PARTS)}",
                 code="wrong-importance",
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `what` where it is layers: keys of stored artifacts are made of it."""
-        found: dict[str, Any] = written(self)
-        return found if self.parts else {name: value for name, value in found.items() if name != "what"}

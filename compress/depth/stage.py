@@ -1,4 +1,4 @@
-"""Depth pruning: whole layers go, those without which the model computes nearly the same."""
+"""DropLayers pruning: whole layers go, those without which the model computes nearly the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.depth.fit import STACKS, check_depth, fraction_kept, layers_kept
-from smelt.compress.depth.settings import LAYERS_BEHIND_PARTS, DepthSettings, Layers
+from smelt.compress.depth.settings import LAYERS_BEHIND_PARTS, DropLayersSettings, Layers
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOOKS = ("block-influence", "loss")
 
 
-class Depth:
+class DropLayers:
     """Remove whole layers, or parts of layers, those without which the model computes nearly the same.
 
     Saves time and bytes in proportion: a layer that is gone is neither computed nor stored, and the
@@ -30,35 +30,35 @@ class Depth:
     loss on calibration rows is smallest, which costs a pass over the rows for each that is tried, from that
     layer on. `block-influence` costs one pass in all: 1 - mean cos(states in, states out) of a layer, made
     for deep models whose norms come first. A decoder's layer saves time in every step of generation, an
-    encoder's once a text. With `what` attentions or feed-forward parts go alone, and of such a part nothing
-    but the residual stays. Quality falls at once; follow with distill (or finetune).
+    encoder's once a text. With `targets` attentions or feed-forward parts go alone, and of such a part
+    nothing but the residual stays. Quality falls at once; follow with distill (or finetune).
 
-        - depth: {keep: 0.5}
-        - depth: {decoder_layers: 1, importance: block-influence}
-        - depth: {what: [attention, ffn], keep: 0.75}
+        - drop-layers: {keep_ratio: 0.5}
+        - drop-layers: {decoder_layers: 1, importance: block-influence}
+        - drop-layers: {targets: [attention, ffn], keep_ratio: 0.75}
         - distill: {epochs: 1}
     """
 
-    name: ClassVar[str] = "depth"
+    name: ClassVar[str] = "drop-layers"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; of parts: He et al. 2024,"
-        " arXiv:2406.15786; alternate, first, last: Shleifer & Rush 2020, arXiv:2010.13002, Sajjad et al."
+        " arXiv:2406.15786; uniform, first, last: Shleifer & Rush 2020, arXiv:2010.13002, Sajjad et al."
         " 2020, arXiv:2004.03844"
     )
     version: ClassVar[int] = 1
-    settings_type: ClassVar[type[DepthSettings]] = DepthSettings
+    settings_type: ClassVar[type[DropLayersSettings]] = DropLayersSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
-    def leaves(cls, settings: DepthSettings) -> frozenset[str]:
+    def leaves(cls, settings: DropLayersSettings) -> frozenset[str]:
         """Return what later steps may lose: layers that have all their parts."""
         return frozenset({"parts"} if settings.parts else ())
 
     @classmethod
-    def spoils(cls, settings: DepthSettings) -> Mapping[str, str]:
+    def spoils(cls, settings: DropLayersSettings) -> Mapping[str, str]:
         """Return what is lost of the work of steps before it: what the layers that go have learned."""
         found = {
             "training": "layers that go take part of what '{step}' trained with them, and nothing trains"
@@ -67,14 +67,14 @@ class Depth:
         return found if settings.parts else found | {"parts": LAYERS_BEHIND_PARTS}
 
     @classmethod
-    def needs_with(cls, settings: DepthSettings, given: Collection[str]) -> frozenset[Need]:
+    def needs_with(cls, settings: DropLayersSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: two kinds of importance look at rows, for calibration if there are any."""
         if settings.importance not in _LOOKS:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
     @classmethod
-    def check_rows(cls, settings: DepthSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+    def check_rows(cls, settings: DropLayersSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         looks = settings.importance == "loss"
@@ -89,12 +89,12 @@ class Depth:
 
     @classmethod
     def check_model(
-        cls, settings: DepthSettings, config: Mapping[str, Any]
+        cls, settings: DropLayersSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         return check_depth(settings, config)
 
-    def __call__(self, src: Artifact, settings: DepthSettings, ctx: Context) -> None:
+    def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Choose the layers of `src` that go, drop them, and write the model to `ctx.out`."""
         from smelt.compress.distill.student import keep_layers
         from smelt.compress.train.state import threads
@@ -112,13 +112,13 @@ class Depth:
                 kept = _choose(model, stacks, src, settings, ctx)
                 for stack in stacks:
                     edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
-                ctx.facts["kept_layers"] = kept
+                ctx.details["kept_layers"] = kept
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
-            ctx.facts["parameters_before"] = count_parameters(src.path)
-            ctx.facts["parameters_after"] = count_parameters(ctx.out)
+            ctx.details["parameters_before"] = count_parameters(src.path)
+            ctx.details["parameters_after"] = count_parameters(ctx.out)
 
 
-def _stacks(model: Any, settings: DepthSettings) -> list[Stack]:
+def _stacks(model: Any, settings: DropLayersSettings) -> list[Stack]:
     """Return the stacks of `model`.
 
     Raises:
@@ -127,14 +127,14 @@ def _stacks(model: Any, settings: DepthSettings) -> list[Stack]:
     family, config = family_of(model), model.config.to_dict()
     if family is None:
         raise InputError(
-            f"depth: the layers of a {model.config.model_type} model are not known."
+            f"drop-layers: the layers of a {model.config.model_type} model are not known."
             f" Known: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
     mistakes, _ = check_depth(settings, config)
     if mistakes:
         raise InputError(
-            "depth: " + " ".join(f"{one.setting or ''}: {one.message}" for one in mistakes),
+            "drop-layers: " + " ".join(f"{one.setting or ''}: {one.message}" for one in mistakes),
             code=mistakes[0].code,
             found=mistakes,
         )
@@ -142,9 +142,9 @@ def _stacks(model: Any, settings: DepthSettings) -> list[Stack]:
 
 
 def _choose(
-    model: Any, stacks: list[Stack], src: Artifact, settings: DepthSettings, ctx: Context
+    model: Any, stacks: list[Stack], src: Artifact, settings: DropLayersSettings, ctx: Context
 ) -> dict[str, list[int]]:
-    """Return by stack the numbers of the layers that stay; tell the facts what decided."""
+    """Return by stack the numbers of the layers that stay; tell the details what decided."""
     from smelt.compress.depth.choose import by_influence, by_loss
 
     there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
@@ -173,8 +173,10 @@ def _choose(
     return kept | {name: _by_place(count, there[name], settings, ctx) for name, count in numbers.items()}
 
 
-def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: DepthSettings) -> list[Message]:
-    """Say where `keep` is below 1 and yet all layers stay."""
+def _nothing_goes(
+    wanted: dict[str, Layers], there: dict[str, int], settings: DropLayersSettings
+) -> list[Message]:
+    """Say where `keep_ratio` is below 1 and yet all layers stay."""
     keep = fraction_kept(settings)
     told = [name for name in STACKS if getattr(settings, name) is not None]
     whole = [name for name, choice in wanted.items() if choice == there[name] and name not in told]
@@ -183,17 +185,18 @@ def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: De
     return [
         warning(
             "nothing-to-remove",
-            f"keep {keep:g} of the {there[name]} {name}, rounded to at least one, keeps all of them; none is"
-            " removed. Lower keep.",
-            setting="keep",
+            f"keep_ratio {keep:g} of the {there[name]} {name}, rounded to at least one, keeps all of them;"
+            f" none is"
+            " removed. Lower keep_ratio.",
+            setting="keep_ratio",
         )
         for name in whole
     ]
 
 
-def _by_place(count: int, there: int, settings: DepthSettings, ctx: Context) -> list[int]:
-    from smelt.compress.distill.student import spread
+def _by_place(count: int, there: int, settings: DropLayersSettings, ctx: Context) -> list[int]:
+    from smelt.compress.distill.student import layers_to_copy
 
     if settings.importance == "random":
         return sorted(random.Random(ctx.seed).sample(range(there), count))
-    return spread(count, there, "spread" if settings.importance == "alternate" else settings.importance)
+    return layers_to_copy(count, there, settings.importance)

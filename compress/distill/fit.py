@@ -59,14 +59,14 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
             if choice > there:
                 text = f"the student cannot keep {choice} layers of {there}."
                 mistakes.append(mistake("more-than-model-has", text, setting=name))
-            elif reason := _first_missing(family, choice, there, student.choose):
+            elif reason := _first_missing(family, choice, there, student.layer_selection):
                 mistakes.append(mistake("first-layer-required", reason, setting=name))
             after[stack.setting] = choice
         else:
             if sorted(set(choice)) != choice or not all(0 <= i < there for i in choice):
                 text = f"expected rising numbers from 0 to {there - 1}, read {choice}."
                 mistakes.append(mistake("wrong-layer-numbers", text, setting=name))
-            elif reason := _first_missing(family, choice, there, student.choose):
+            elif reason := _first_missing(family, choice, there, student.layer_selection):
                 mistakes.append(mistake("first-layer-required", reason, setting=name))
             after[stack.setting] = len(choice)
     return mistakes, after
@@ -86,12 +86,12 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
         if "attention" in inner and not all(a.interface for s in stacks for a in s.attentions):
             text = no_scores(str(config.get("model_type")))
             found.append(mistake("unreadable-attention", text, setting=f"{place}.attention"))
-        if training.losses.reverse_logits and config.get("problem_type") == REGRESSION:
+        if training.losses.reverse_kl and config.get("problem_type") == REGRESSION:
             found.append(
                 mistake(
                     "problem-type-mismatch",
                     "numbers have no divergence to turn round.",
-                    setting=f"{place}.reverse_logits",
+                    setting=f"{place}.reverse_kl",
                 )
             )
     return found
@@ -148,7 +148,7 @@ def no_angle(student: int, teacher: int) -> str:
     """Return the sentence that says that the states of two models of these widths have no angle."""
     return (
         f"the teacher's hidden states have {teacher} numbers, the student's {student}; their angle is not"
-        " defined. Take losses: {hidden: 1.0} instead, which learns a projection."
+        " defined. Take losses: {hidden_states: 1.0} instead, which learns a projection."
     )
 
 

@@ -92,7 +92,7 @@ class Inner:
         self.ours, self.theirs = Read(), Read()
         self.widths = tuple(_width(model) for model in (student, teacher))
         self.modules: dict[str, nn.Module] = {}
-        if (weights.hidden or weights.embeddings) and self.widths[0] != self.widths[1]:
+        if (weights.hidden_states or weights.input_embeddings) and self.widths[0] != self.widths[1]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 self.modules[PROJECTION] = nn.Linear(self.widths[0], self.widths[1], bias=False)
@@ -105,14 +105,14 @@ class Inner:
                 f"distill: {no_angle(ours, theirs)}", code="width-mismatch", setting="losses.cosine"
             )
         for pair in self.pairs:
-            for name, blocks in (("attention", pair.blocks), ("relations", pair.last)):
+            for name, blocks in (("attention", pair.blocks), ("self_attention_relations", pair.last)):
                 if getattr(self.weights, name):
                     _require_attentions(self.student, self.teacher, pair.stack, blocks, name)
         if self.weights.attention:
             for pair in self.pairs:
                 _require_heads(self.student, self.teacher, pair)
         for pair in self.pairs:
-            if not pair.blocks and (self.weights.attention or self.weights.relations):
+            if not pair.blocks and (self.weights.attention or self.weights.self_attention_relations):
                 raise InputError(
                     f"distill: layer_map names no layer of {pair.stack.name}, only its embeddings (0);"
                     " attention and relations compare layers.",
@@ -141,11 +141,11 @@ class Inner:
         chosen: dict[str, set[tuple[str, int]]] = {"states": set(), "scores": set(), "products": set()}
         for pair in self.pairs:
             for kind, weight, of in (
-                ("states", w.hidden, pair.blocks),
-                ("states", w.embeddings, pair.embeddings),
+                ("states", w.hidden_states, pair.blocks),
+                ("states", w.input_embeddings, pair.embeddings),
                 ("states", w.cosine, pair.last),
                 ("scores", w.attention, pair.blocks),
-                ("products", w.relations, pair.last),
+                ("products", w.self_attention_relations, pair.last),
             ):
                 if weight:
                     numbers = of.keys() if student else of.values()
@@ -169,10 +169,10 @@ class Inner:
                     found[label] = Term(weight * value, pair.over)
         return found
 
-    def _hidden(self, pair: Pairs, there: Tensor) -> Tensor:
+    def _hidden_states(self, pair: Pairs, there: Tensor) -> Tensor:
         return self._apart(pair.stack.name, pair.blocks, there)
 
-    def _embeddings(self, pair: Pairs, there: Tensor) -> Tensor:
+    def _input_embeddings(self, pair: Pairs, there: Tensor) -> Tensor:
         return self._apart(pair.stack.name, pair.embeddings, there)
 
     def _apart(self, stack: str, states: Mapping[int, int], there: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Inner:
                 parts.append(attention_loss(ours.scores, theirs.scores, ours.seen, there))
         return _sum(parts)
 
-    def _relations(self, pair: Pairs, there: Tensor) -> Tensor:
+    def _self_attention_relations(self, pair: Pairs, there: Tensor) -> Tensor:
         name, parts = pair.stack.name, []
         for a, b in pair.last.items():
             ours, theirs = self.ours.products[name, a], self.theirs.products[name, b]
@@ -269,7 +269,7 @@ def _heads(model: Any, attention: Attention) -> int:
 def _require_attentions(
     student: Any, teacher: Any, stack: Stack, blocks: Mapping[int, int], loss: str
 ) -> None:
-    """Require that the blocks that are compared attend: `depth` may have taken that out of some.
+    """Require that the blocks that are compared attend: `drop-layers` may have taken that out of some.
 
     Raises:
         InputError: one does not.
@@ -283,7 +283,7 @@ def _require_attentions(
                 raise InputError(
                     f"distill: layer {number} of the {who} ({stack.name}) has lost an attention, which"
                     f" losses: {{{loss}: ...}} compares. Name layers that have theirs in layer_map, or take"
-                    " losses: {hidden: 1.0}.",
+                    " losses: {hidden_states: 1.0}.",
                     code="attention-removed",
                     setting=f"losses.{loss}",
                 )
@@ -311,7 +311,8 @@ def _require_heads(student: Any, teacher: Any, pair: Pairs) -> None:
             ours, theirs = (" and ".join(map(str, dict.fromkeys(heads))) for heads in found)
             raise InputError(
                 f"distill: layer {a} of the student ({name}) has {ours} attention heads, layer {b} of the"
-                f" teacher {theirs}; scores are compared head by head. Take losses: {{relations: 1.0}}, which"
+                f" teacher {theirs}; scores are compared head by head. Take losses:"
+                f" {{self_attention_relations: 1.0}}, which"
                 " does not need equal heads, instead of attention.",
                 code="heads-mismatch",
                 setting="losses.attention",

@@ -50,16 +50,16 @@ class Distill:
         # a student of another config, which is drawn
         - distill: {student: {config: small.json}, epochs: 20}
         # on the texts that the teacher's beams write, as Kim & Rush
-        - distill: {sequences: {beams: 5}, losses: {logits: 0, labels: 1}}
+        - distill: {sequence_level: {num_beams: 5}, losses: {logits: 0, labels: 1}}
         # inner losses first, as TinyBERT
         - distill:
-            phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]
+            phases: [{losses: {hidden_states: 1}}, {losses: {logits: 1}}]
         # several teachers
         - distill: {teacher: [large, {model: other}], student: {layers: 3}}
         # sentence-similarity
-        - distill: {losses: {embedding: 1.0, similarity: 1.0}}
+        - distill: {losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0}}
         # binary inputs behind scheme binary, as BiT; no runtime here gains speed
-        - distill: {codes: {activations: one-bit}}
+        - distill: {qat: {activations: one-bit}}
     """
 
     name: ClassVar[str] = "distill"
@@ -70,7 +70,7 @@ class Distill:
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
-        " sequences: Kim & Rush 2016, arXiv:1606.07947;"
+        " sequence_level: Kim & Rush 2016, arXiv:1606.07947;"
         " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
     )
     version: ClassVar[int] = 7
@@ -86,7 +86,7 @@ class Distill:
     def spoils(cls, settings: DistillSettings) -> Mapping[str, str]:
         """Return what is lost of the work of steps before it: codes that were chosen with care.
 
-        A student of fewer layers needs of each kind of part one that `depth` left it.
+        A student of fewer layers needs of each kind of part one that `drop-layers` left it.
         """
         cut = settings.student is not None and not settings.student.other
         return {**lost_by_training(settings), **({"parts": LAYERS_BEHIND_PARTS} if cut else {})}
@@ -134,15 +134,15 @@ class Distill:
                     setting="teacher",
                 )
             )
-        if settings.sequences is not None and task not in TEXT_TO_TEXT:
+        if settings.sequence_level is not None and task not in TEXT_TO_TEXT:
             text = f"a teacher writes no targets for {task}; leave it out."
-            found.append(mistake("does-not-fit-task", text, setting="sequences"))
+            found.append(mistake("does-not-fit-task", text, setting="sequence_level"))
         for number, phase in enumerate(settings.phases or ()):
             found += [
                 mistake(one.code, one.message, setting=f"phases.{number}.{one.setting}")
                 for one in phase.losses.unfit(task)
             ]
-        if settings.keep_logits is not None and not any(
+        if settings.cache_logits is not None and not any(
             t.answers_suffice(task) for t in settings.trainings()
         ):
             inner = ", ".join(INNER)
@@ -151,7 +151,7 @@ class Distill:
                     "nothing-to-store",
                     "nothing is saved by it: no training learns from what the teacher gives without looking"
                     f" inside it ({inner}), for which it runs each time.",
-                    setting="keep_logits",
+                    setting="cache_logits",
                 )
             )
         found += check_unlabelled(settings, task, data)
@@ -161,8 +161,8 @@ class Distill:
             text = f"{task} compares logits; leave the inner losses out."
             found += [mistake("does-not-fit-task", text, setting=place) for _ in looks[:1]]
         lack = [data[n] for n in ("train", "validation") if n in data and not data[n].labelled]
-        if task == SIMILARITY and any(t.losses.of_vectors()["scores"] for t in settings.trainings()) and lack:
-            place = "losses.scores" if settings.phases is None else "phases"
+        if task == SIMILARITY and any(t.losses.of_vectors()["cosent"] for t in settings.trainings()) and lack:
+            place = "losses.cosent" if settings.phases is None else "phases"
             text = f"the rows of {lack[0].origin} have no scores (column 'label')."
             found.append(mistake("missing-scores", text, setting=place))
         return found
@@ -194,17 +194,17 @@ class Distill:
             for one in teachers:
                 check_outputs(model, one.model, settings, several=len(teachers) > 1)
             teacher = as_one(teachers, model, settings)
-            ctx.facts["teacher"] = ", ".join(one.name for one in teachers)
-            if settings.sequences is not None:
+            ctx.details["teacher"] = ", ".join(one.name for one in teachers)
+            if settings.sequence_level is not None:
                 from smelt.compress.distill.sequences import taught_rows
 
-                writer = settings.sequences.decoded_by or teachers[0].name
-                rows = taught_rows(ctx.ancestors[writer], settings.sequences, ctx)
+                writer = settings.sequence_level.generator or teachers[0].name
+                rows = taught_rows(ctx.ancestors[writer], settings.sequence_level, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
             ctx = with_rows(settings, model.config, ctx)
             binarize_first(model, edits, Artifact(home, src.manifest), settings, ctx, self.name)
             said = None
-            if settings.keep_logits is not None:
+            if settings.cache_logits is not None:
                 who = identity_of(teachers, words, model, settings, ctx)
                 said = kept_teacher(teacher, who, model, settings, ctx)
             with contextlib.closing(said) if said else contextlib.nullcontext():
@@ -239,8 +239,8 @@ def _student(
         for stack in ("encoder_layers", "decoder_layers", "layers"):
             choice = getattr(student, stack)
             if choice is not None:
-                edits, kept = keep_layers(model, edits, stack, choice, choose=student.choose)
-                ctx.facts[f"kept_{stack}"] = kept
+                edits, kept = keep_layers(model, edits, stack, choice, choose=student.layer_selection)
+                ctx.details[f"kept_{stack}"] = kept
     return model, edits, src.path
 
 
@@ -279,11 +279,11 @@ def _train(
             extension=extension,
             random=_random(settings, src, ctx) and not told,  # a second phase begins with what the first left
         )
-        told.append(ctx.facts["training"])
+        told.append(ctx.details["training"])
         warned.append(ctx.warnings[before:])
         del ctx.warnings[before:]
     if len(told) > 1:
-        ctx.facts["phases"] = told
+        ctx.details["phases"] = told
     ctx.warnings.extend(_of_phases(warned))
 
 

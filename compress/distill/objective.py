@@ -35,7 +35,7 @@ def inner_of(student: Any, teacher: Any, settings: DistillSettings, seed: int) -
 def kept_teacher(
     teacher: Any, who: Mapping[str, Any], student: Any, settings: DistillSettings, ctx: Context
 ) -> KeptTeacher:
-    """Return what answers for `teacher` where its logits, or vectors, are kept (`keep_logits`).
+    """Return what answers for `teacher` where its logits, or vectors, are kept (`cache_logits`).
 
     Args:
         teacher: in eval mode, on the CPU.
@@ -68,9 +68,11 @@ def distill_objective(
     """
     weights = settings.losses
     embeds = is_sentence_model(teacher)
-    reverse = weights.reverse_logits or 0.0
+    reverse = weights.reverse_kl or 0.0
     parts = weights.of_vectors()
-    compares = bool(parts["embedding"] or parts["similarity"] if embeds else weights.logits or reverse)
+    compares = bool(
+        parts["sentence_embedding"] or parts["pairwise_similarity"] if embeds else weights.logits or reverse
+    )
     ask = _asked(teacher)
 
     def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Any, Any]:
@@ -106,7 +108,7 @@ def _of_outputs(
 ) -> Tensor:
     """Return the loss of the logits `found` with the teacher's, whole or in buckets, and with the labels."""
     weights = settings.losses
-    reverse = weights.reverse_logits or 0.0
+    reverse = weights.reverse_kl or 0.0
     buckets, whole = (wanted, None) if isinstance(wanted, Buckets) else (None, wanted)
     loss: Tensor | None = None
     if buckets is None or weights.labels:

@@ -30,12 +30,12 @@ def vectors_terms(
     from smelt.compress.train.terms import Term
 
     terms = {}
-    if wanted is not None and parts["embedding"]:
-        terms["embedding"] = Term(parts["embedding"] * distance_loss(found, wanted))
-    if wanted is not None and parts["similarity"]:
-        terms["similarity"] = Term(parts["similarity"] * similarity_loss(found, wanted))
-    if parts["scores"]:
-        terms["scores"] = Term(parts["scores"] * order_loss(found, scores))
+    if wanted is not None and parts["sentence_embedding"]:
+        terms["sentence_embedding"] = Term(parts["sentence_embedding"] * distance_loss(found, wanted))
+    if wanted is not None and parts["pairwise_similarity"]:
+        terms["pairwise_similarity"] = Term(parts["pairwise_similarity"] * similarity_loss(found, wanted))
+    if parts["cosent"]:
+        terms["cosent"] = Term(parts["cosent"] * order_loss(found, scores))
     return terms
 
 
@@ -54,10 +54,10 @@ def require_fit(model: Any, teacher: Any, weights: LossWeights) -> None:
             setting="teacher",
         )
     own, other = model.config.hidden_size, teacher.config.hidden_size
-    if own != other and weights.of_vectors()["embedding"]:
+    if own != other and weights.of_vectors()["sentence_embedding"]:
         raise InputError(
             f"distill: the teacher's vectors have {other} numbers, the student's {own}; their distance is not"
-            " defined. Compare cosines alone: losses: {embedding: 0, similarity: 1.0}.",
+            " defined. Compare cosines alone: losses: {sentence_embedding: 0, pairwise_similarity: 1.0}.",
             code="width-mismatch",
-            setting="losses.embedding",
+            setting="losses.sentence_embedding",
         )

@@ -24,9 +24,9 @@ VERSION = 1  # raised whenever the same settings give other texts
 
 
 def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> Split:
-    """Return the training rows with the teacher's texts for targets, `mix` of them with their own.
+    """Return the training rows with the teacher's texts for targets, `original_ratio` of them with their own.
 
-    `ctx.facts["sequences"]` gets how many there are of each.
+    `ctx.details["sequence_level"]` gets how many there are of each.
 
     Args:
         teacher: decodes, in the runtime of its format.
@@ -39,22 +39,23 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
             "what": "sequences",
             "version": VERSION,
             "artifact": teacher.key,
-            "settings": settings.model_dump(mode="json", exclude={"mix", "decoded_by", "tokenize"}),
+            "settings": settings.model_dump(mode="json", exclude={"original_ratio", "generator", "tokenize"}),
             "tokenize": _tokenizer(teacher, split, settings) if settings.best_of else None,
             "rows": split.fingerprint if settings.best_of else hash_of([e.text for e in split.examples]),
         },
         lambda: _decode(teacher, split, settings, ctx),
     )
     taught = [replace(e, references=(text,)) for e, text in zip(split.examples, texts, strict=True) if text]
-    own, written = shares(len(split), len(taught), settings.mix)
+    own, written = shares(len(split), len(taught), settings.original_ratio)
     draw = random.Random(ctx.seed)
     kept = [split.examples[i] for i in sorted(draw.sample(range(len(split)), own))]
     chosen = [taught[i] for i in sorted(draw.sample(range(len(taught)), written))]
-    ctx.facts["sequences"] = {"written_by_the_teacher": written, "with_their_own_target": own}
+    ctx.details["sequence_level"] = {"written_by_the_teacher": written, "with_their_own_target": own}
     if lost := len(split) - len(taught):
         ctx.warn(
             "empty-teacher-outputs",
-            f"sequences: the teacher generated an empty output for {lost} of {len(split)} samples; they are"
+            f"sequence_level: the teacher generated an empty output for {lost} of {len(split)} samples;"
+            f" they are"
             " not used.",
         )
     return Split(split.origin, (*chosen, *kept))
@@ -82,8 +83,8 @@ def _decode(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: Co
     from smelt.runtime.generate.settings import Generation
     from smelt.runtime.predict import generate_candidates, generate_texts
 
-    said: dict[str, Any] = {"beams": settings.beams, "max_new_tokens": settings.max_new_tokens}
-    if settings.beams > 1:
+    said: dict[str, Any] = {"num_beams": settings.num_beams, "max_new_tokens": settings.max_new_tokens}
+    if settings.num_beams > 1:
         said["length_penalty"] = settings.length_penalty
     generation, texts = Generation(**said), [e.text for e in split.examples]
     device = "cpu" if ctx.device == "cpu" else "auto"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import INNER, LossWeights, PhaseWeights
@@ -18,32 +18,30 @@ Layers = int | list[int]
 
 
 class StudentSettings(Settings):
-    """Which layers the student copies: a number, or a list of their places counted from 0."""
+    """Which layers the student copies: their number, or a list of them, counted from 0."""
 
-    encoder_layers: Layers | None = Field(default=None, description="encoder of an encoder-decoder")
-    decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder")
-    layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
+    encoder_layers: Layers | None = Field(
+        default=None, description="encoder-decoder: number of encoder layers, or which, from 0"
+    )
+    decoder_layers: Layers | None = Field(default=None, description="likewise, decoder layers")
+    layers: Layers | None = Field(default=None, description="likewise, models of one stack")
     config: RecipePath = Field(
-        default=None, description="instead: a config.json (or its folder), whose weights are drawn"
+        default=None, description="instead: config.json of a model with random weights"
     )
-    model: ModelFolder = Field(default=None, description="instead: a folder with a model that was trained")
-    choose: Literal["spread", "first", "last"] = Field(
-        default="spread", description="which ones, where a number is given; spread: see docs/distill.md"
+    model: ModelFolder = Field(default=None, description="instead: folder of a trained model")
+    layer_selection: Literal["uniform", "first", "last"] = Field(
+        default="uniform",
+        description="which layers a number means",
     )
-
-    @model_serializer(mode="wrap")
-    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = handler(self)
-        return {n: value for n, value in found.items() if n not in ("config", "model") or value is not None}
 
     @property
     def other(self) -> bool:
-        """Whether it is no cut of the model that the step gets."""
+        """Whether the student is not made of layers of the step's model."""
         return self.config is not None or self.model is not None
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        said = sorted(self.model_fields_set - {"choose"})
+        said = sorted(self.model_fields_set - {"layer_selection"})
         if self.other and len(said) > 1:
             raise SettingError(
                 f"a student is defined by one of {', '.join(said)}; remove the others",
@@ -60,123 +58,107 @@ class StudentSettings(Settings):
 
 
 class SequenceSettings(Settings):
-    """Targets that the teacher writes, for text to text."""
+    """Sequence-level distillation: the teacher generates the targets."""
 
-    beams: int = Field(default=5, ge=1, le=64, description="with which the teacher decodes the training rows")
-    decoded_by: RunningStep = Field(
-        default=None, description="an earlier step that decodes instead: the teacher's own graph, say (onnx)"
-    )
-    mix: float = Field(
+    num_beams: int = Field(default=5, ge=1, le=64, description="beams of the teacher's search")
+    generator: RunningStep = Field(default=None, description="earlier step that generates instead")
+    original_ratio: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="fraction of the rows that have their own target",
+        description="fraction of samples with their original target",
     )
     best_of: int | None = Field(
         default=None,
         ge=2,
         le=64,
-        description="of so many candidates the one most like the target is taken",
+        description="take the best of this many beams, by BLEU against the original target",
     )
     tokenize: BleuTokenizer | None = Field(
-        default=None, description="how best_of's BLEU splits the targets; else as their language needs"
+        default=None, description="tokenizer of that BLEU; default by language"
     )
-    max_new_tokens: int | None = Field(default=None, ge=1, le=4096, description="else the teacher's own")
-    length_penalty: float | None = Field(default=None, ge=-10, le=10, description="likewise")
-    batch_size: int = Field(default=32, ge=1, description="texts that are decoded at once")
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, le=4096, description="longest target; default the teacher's"
+    )
+    length_penalty: float | None = Field(default=None, ge=-10, le=10, description="default the teacher's")
+    batch_size: int = Field(default=32, ge=1, description="texts generated at once")
 
     @model_validator(mode="after")
     def _among_beams(self) -> Self:
-        if self.best_of is not None and self.best_of > self.beams:
+        if self.best_of is not None and self.best_of > self.num_beams:
             raise SettingError(
-                f"best_of: {self.best_of} candidates need as many beams; beams is {self.beams}",
+                f"best_of: {self.best_of} candidates need as many beams; num_beams is {self.num_beams}",
                 code="too-few-beams",
             )
-        if self.beams == 1 and self.length_penalty is not None:
-            raise SettingError("length_penalty means nothing without beams above 1", code="unused-setting")
+        if self.num_beams == 1 and self.length_penalty is not None:
+            raise SettingError("length_penalty has no effect with num_beams: 1", code="unused-setting")
         return self
 
 
 class TeacherSettings(Settings):
-    """A teacher that no step of the recipe makes."""
+    """A teacher that is not a step of the recipe."""
 
-    model: UsedModel = Field(description="a folder with a trained model and the same tokenizer")
+    model: UsedModel = Field(description="folder of a trained model")
 
 
-class KeepSettings(Settings):
-    """How much of what the teacher says is kept."""
+class CacheSettings(Settings):
+    """How much of the teacher's output is cached."""
 
-    top: int = Field(
+    top_k: int = Field(
         default=32,
         ge=1,
-        description="so many of the largest logits of each position, and the sum of the others; all of them"
-        " where there are no more, and always of classes and vectors",
+        description="largest logits kept per position",
     )
 
 
 class PhaseSettings(Settings):
-    """One training of several; what it does not say is as the step says."""
+    """One of several trainings; settings that it omits are those of the step."""
 
-    losses: PhaseWeights = Field(description="weights of the loss's parts; those that are not named are 0")
-    epochs: float | None = Field(default=None, gt=0, description="passes over the training rows")
-    max_steps: int | None = Field(default=None, ge=1, description="number of updates; wins over epochs")
-    learning_rate: float | None = Field(default=None, gt=0, description="highest learning rate of AdamW")
-    select: str | None = Field(
-        default=None, description="which checkpoint is kept: by loss, or a metric; of all but the last: loss"
+    losses: PhaseWeights = Field(description="as losses; default 0")
+    epochs: float | None = Field(default=None, gt=0, description="default the step's")
+    max_steps: int | None = Field(default=None, ge=1, description="default the step's")
+    learning_rate: float | None = Field(default=None, gt=0, description="default the step's")
+    metric_for_best_model: str | None = Field(
+        default=None, description="default loss; in the last phase the step's"
     )
-
-    @model_serializer(mode="wrap")
-    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = handler(self)
-        return {name: value for name, value in found.items() if value is not None}
 
 
 class DistillSettings(TrainingSettings):
     """Settings of `distill`."""
 
     student: StudentSettings | None = Field(
-        default=None, description="layers to keep; without it the model trains as it is (recovery)"
+        default=None, description="a smaller model to train; default the step's input"
     )
     teacher: StepNames[TeacherSettings] = Field(
         default="model",
-        description="name of an earlier torch step; `model` is the untouched one. Several as a list, also"
-        " {model: FOLDER}",
+        description="earlier torch step, {model: FOLDER}, or a list of these; model: the original",
     )
-    rows: Literal["train", "unlabelled", "both"] = Field(
-        default="train",
-        description="on which rows it learns; data: {unlabelled: FILE} are texts of which the teacher alone"
-        " says what they are",
+    train_on: Literal["labelled", "unlabelled", "both"] = Field(
+        default="labelled",
+        description="samples of data.train, of data.unlabelled, or both",
     )
-    temperature: float = Field(default=1.0, gt=0, description="softens both distributions")
-    losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
+    temperature: float = Field(default=1.0, gt=0, description="softmax temperature of both models")
+    losses: LossWeights = Field(
+        default=LossWeights(), description="weights of the loss terms, 0 unless stated"
+    )
     layer_map: LayerMap = Field(
         default="uniform",
-        description="which of the teacher's layers go with the student's: uniform, last, or {student's:"
-        " teacher's} (0: embeddings), for all stacks or each by its name",
+        description="teacher layer for each student layer, as {1: 4}, or that per stack",
     )
     relation_heads: int | None = Field(
-        default=None, ge=1, description="of the loss `relations`; by default the teacher's heads"
+        default=None, ge=1, description="heads of self_attention_relations; default the teacher's"
     )
-    sequences: SequenceSettings | None = Field(
+    sequence_level: SequenceSettings | None = Field(
         default=None,
-        description="the teacher writes the targets of the training rows",
+        description="train on targets that the teacher generates",
     )
-    keep_logits: KeepSettings | None = Field(
+    cache_logits: CacheSettings | None = Field(
         default=None,
-        description="the teacher is run once a row; what it says is kept in the store for what follows",
+        description="run the teacher once per sample",
     )
     phases: tuple[PhaseSettings, ...] | None = Field(
-        default=None, min_length=1, description="trainings one after the other, each with losses of its own"
+        default=None, min_length=1, description="trainings in sequence"
     )
-
-    unsaid: ClassVar[frozenset[str]] = TrainingSettings.unsaid | {
-        "layer_map",
-        "relation_heads",
-        "sequences",
-        "keep_logits",
-        "rows",
-        "phases",
-    }
 
     def for_task(self, task: Task) -> Self:
         """Return the same, where the weight of labels is that of the task.
@@ -189,8 +171,8 @@ class DistillSettings(TrainingSettings):
             return self
         labels = 0.5
         if task in TEXT_TO_TEXT or task == "language-modeling":
-            labels = 0.0 if self.losses.logits or self.losses.reverse_logits else 1.0
-        elif self.rows != "train" and self.losses.from_teacher():  # the other rows have none
+            labels = 0.0 if self.losses.logits or self.losses.reverse_kl else 1.0
+        elif self.train_on != "labelled" and self.losses.from_teacher():  # the other rows have none
             labels = 0.0
         weights = {"logits": self.losses.logits, "labels": labels}
         return self.model_copy(update={"losses": self.losses.model_copy(update=weights)})
@@ -204,7 +186,7 @@ class DistillSettings(TrainingSettings):
     def _one_way(self) -> Self:
         if self.phases is not None and "losses" in self.model_fields_set:
             raise SettingError(
-                "the losses of phases stand in each of them; leave out `losses` beside `phases`",
+                "with `phases` each phase has its own losses; remove `losses`",
                 code="settings-conflict",
             )
         return self
@@ -223,13 +205,14 @@ class DistillSettings(TrainingSettings):
             raise SettingError("teacher: name at least one", code="missing-setting")
         if len(teachers) > 1 and any(training.losses.of_inner() for training in self.trainings()):
             raise SettingError(
-                f"several teachers are compared in what they say; {', '.join(INNER)} look inside one",
+                f"with several teachers only outputs are compared; {', '.join(INNER)} need one teacher",
                 code="several-teachers",
             )
         steps = len(teachers) == 1 and isinstance(teachers[0], str)
-        if self.sequences is not None and self.sequences.decoded_by is None and not steps:
+        if self.sequence_level is not None and self.sequence_level.generator is None and not steps:
             raise SettingError(
-                "sequences: say which step writes the targets, with decoded_by: STEP", code="missing-setting"
+                "sequence_level: name the step that generates the targets with generator: STEP",
+                code="missing-setting",
             )
         return self
 
@@ -247,11 +230,12 @@ class DistillSettings(TrainingSettings):
         inner = {name for training in self.trainings() for name in training.losses.of_inner()}
         if self.layer_map != "uniform" and not inner:
             raise SettingError(
-                f"layer_map means nothing without one of the losses {', '.join(INNER)}", code="unused-setting"
+                f"layer_map has no effect without one of the losses {', '.join(INNER)}", code="unused-setting"
             )
-        if self.relation_heads is not None and "relations" not in inner:
+        if self.relation_heads is not None and "self_attention_relations" not in inner:
             raise SettingError(
-                "relation_heads means nothing without the loss relations", code="unused-setting"
+                "relation_heads has no effect without the loss self_attention_relations",
+                code="unused-setting",
             )
         return self
 
@@ -262,16 +246,16 @@ class DistillSettings(TrainingSettings):
         kept from that by it (measured: docs/measurements/rates.md).
         """
         w = self.losses
-        alone = (w.logits or w.reverse_logits) and w.labels == 0 and not w.of_inner()
+        alone = (w.logits or w.reverse_kl) and w.labels == 0 and not w.of_inner()
         return self.model_copy(update={"dropout": 0.0}) if alone and self.dropout is None else self
 
     def answers_suffice(self, task: Task) -> bool:
         """Return whether this training learns from what the teacher gives, and looks at nothing inside it."""
         w, vectors = self.losses, self.losses.of_vectors()
         given = (
-            vectors["embedding"] or vectors["similarity"]
+            vectors["sentence_embedding"] or vectors["pairwise_similarity"]
             if task == SIMILARITY
-            else w.logits or w.reverse_logits
+            else w.logits or w.reverse_kl
         )
         return bool(given) and not w.of_inner()
 
@@ -285,6 +269,6 @@ class DistillSettings(TrainingSettings):
             # a metric of texts says nothing of a model whose inner states are still being fitted, and what
             # goes while the weights train goes once
             last = number == len(self.phases)
-            judge = {} if last else {"select": LOSS, "sparsify": None, "masks": None}
+            judge = {} if last else {"metric_for_best_model": LOSS, "sparsify": None, "learned_masks": None}
             found.append(self.model_copy(update={**judge, **said, "losses": phase.losses, "phases": None}))
         return found

@@ -38,10 +38,10 @@ _PUBLISHED: dict[int, dict[int, list[int]]] = {
 }
 
 
-def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
+def layers_to_copy(kept: int, layers: int, selection: str = "uniform") -> list[int]:
     """Return which `kept` of `layers` layers a student copies.
 
-    `spread` takes those that were published for 6, 12 and 16 layers (12 to 6 gives 0, 2, 4, 7, 9, 11), and
+    `uniform` takes those that were published for 6, 12 and 16 layers (12 to 6 gives 0, 2, 4, 7, 9, 11), and
     for other numbers the first, the last and evenly spaced ones between; a single one is the first.
     `first` and `last` take one end.
 
@@ -54,9 +54,9 @@ def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
             code="more-than-model-has",
             setting="student",
         )
-    if choose == "first":
+    if selection == "first":
         return list(range(kept))
-    if choose == "last":
+    if selection == "last":
         return list(range(layers - kept, layers))
     published = _PUBLISHED.get(layers, {}).get(kept)
     if published is not None:
@@ -74,7 +74,7 @@ def keep_layers(
         edits: its structure so far.
         stack: `encoder_layers` or `decoder_layers` of an encoder and decoder, `layers` of the others.
         choice: how many layers, or which.
-        choose: see `spread`.
+        choose: see `layers_to_copy`.
 
     Returns:
         The edits that remain, renamed to the new numbers, and the layers kept.
@@ -86,7 +86,7 @@ def keep_layers(
     place = found.place
     owner, _, name = place.rpartition(".")
     layers = list(model.get_submodule(place))
-    kept = spread(choice, len(layers), choose) if isinstance(choice, int) else list(choice)
+    kept = layers_to_copy(choice, len(layers), choose) if isinstance(choice, int) else list(choice)
     if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
         raise InputError(
             f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.",

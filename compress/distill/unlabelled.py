@@ -17,27 +17,27 @@ from smelt.core.unlabelled import UNLABELLED, WITHOUT_LABELS
 def needs_of_rows(settings: DistillSettings) -> frozenset[Need]:
     """Return which rows it learns on."""
     found: dict[str, frozenset[Need]] = {
-        "train": frozenset({"train"}),
+        "labelled": frozenset({"train"}),
         "unlabelled": frozenset({"unlabelled"}),
         "both": frozenset({"train", "unlabelled"}),
     }
-    return found[settings.rows]
+    return found[settings.train_on]
 
 
 def check_unlabelled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
     """Return what is wrong, with its setting, where rows without labels shall teach what labels alone can."""
-    if settings.rows == "train":
+    if settings.train_on == "labelled":
         return []
     if task not in WITHOUT_LABELS:
         tasks = " and ".join(sorted(WITHOUT_LABELS))
         text = f"texts without labels are for {tasks}, not for {task}; leave it out."
-        return [mistake("does-not-fit-task", text, setting="rows")]
+        return [mistake("does-not-fit-task", text, setting="train_on")]
     found = []
     origin = data[UNLABELLED].origin if UNLABELLED in data else f"data: {UNLABELLED}"
     for number, training in enumerate(settings.trainings()):
         place = "losses" if settings.phases is None else f"phases.{number}.losses"
-        part = "scores" if task == SIMILARITY else "labels"
-        weight = training.losses.of_vectors()["scores"] if task == SIMILARITY else training.losses.labels
+        part = "cosent" if task == SIMILARITY else "labels"
+        weight = training.losses.of_vectors()["cosent"] if task == SIMILARITY else training.losses.labels
         if weight:
             teaches = task == SIMILARITY or training.losses.from_teacher()
             mend = f"losses: {{{part}: 0}}, which leaves" if teaches else "losses: {logits: 1.0}, which is"
@@ -58,9 +58,9 @@ def with_rows(settings: DistillSettings, config: Any, ctx: Context) -> Context:
     Each text that has no label gets one that no loss looks at. Where pairs of sentence embedders meet single
     texts, all are single ones.
     """
-    if settings.rows == "train":
+    if settings.train_on == "labelled":
         return ctx
-    names = ("train", UNLABELLED) if settings.rows == "both" else (UNLABELLED,)
+    names = ("train", UNLABELLED) if settings.train_on == "both" else (UNLABELLED,)
     splits = [ctx.data[name] for name in names]
     examples = [example for split in splits for example in split.examples]
     if ctx.task == SIMILARITY:
@@ -71,7 +71,7 @@ def with_rows(settings: DistillSettings, config: Any, ctx: Context) -> Context:
         unread = _any_label(config)
         examples = [replace(example, label=unread) for example in examples]
     rows = Split(" and ".join(split.origin for split in splits), tuple(examples))
-    ctx.facts["rows"] = {split.origin: len(split) for split in splits}
+    ctx.details["rows"] = {split.origin: len(split) for split in splits}
     return replace(ctx, data={**ctx.data, "train": rows})
 
 

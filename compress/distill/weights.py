@@ -1,88 +1,75 @@
-"""Weights of the parts of the distillation loss, and which of them belong to which task."""
+"""Weights of the terms of the distillation loss, and which of them belong to which task."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, mistake
 from smelt.core.stage import Settings
 
-# Parts that look inside both models.
-INNER = ("hidden", "embeddings", "cosine", "attention", "relations")
-# Of sentence embedders, with what they are where nothing is said.
-_OF_VECTORS = {"embedding": 1.0, "similarity": 1.0, "scores": 0.0}
+# Terms on inner states of both models.
+INNER = ("hidden_states", "input_embeddings", "cosine", "attention", "self_attention_relations")
+# Terms for sentence embedders, with their defaults.
+_OF_VECTORS = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0}
 
 
 class LossWeights(Settings):
-    """Weights of the parts of the loss."""
+    """Weights of the terms of the loss."""
 
-    logits: float = Field(default=1.0, ge=0, description="of T^2 KL(teacher || student)")
+    logits: float = Field(default=1.0, ge=0, description="T^2 KL(teacher || student)")
     labels: float | None = Field(
         default=None,
         ge=0,
-        description="of the cross-entropy with the labels; 0 for texts that are written (1.0 where no"
-        " logits count), 0.5 for classes",
+        description="cross-entropy; default 0 for generated text (1.0 without logits), 0.5 for classes",
     )
-    embedding: float | None = Field(
+    sentence_embedding: float | None = Field(
         default=None,
         ge=0,
-        description=f"{SIMILARITY}, 1.0: of the squared distance of teacher's and own vectors",
+        description=f"{SIMILARITY}: squared distance to the teacher's vectors; default 1.0",
     )
-    similarity: float | None = Field(
-        default=None, ge=0, description=f"{SIMILARITY}, 1.0: of the MSE of the cosines of a batch's texts"
+    pairwise_similarity: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SIMILARITY}: MSE of the cosines within a batch; default 1.0",
     )
-    scores: float | None = Field(
-        default=None, ge=0, description=f"{SIMILARITY}, 0: of CoSENT, the order of the pairs' scores"
+    cosent: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SIMILARITY}: CoSENT, the order of the pairs' scores",
     )
 
-    reverse_logits: float | None = Field(
-        default=None, ge=0, description="0: of T^2 KL(student || teacher), the other way round"
-    )
-    hidden: float | None = Field(
+    reverse_kl: float | None = Field(default=None, ge=0, description="T^2 KL(student || teacher)")
+    hidden_states: float | None = Field(
         default=None,
         ge=0,
-        description="0: of the MSE of the hidden states of the layers that layer_map names",
+        description="MSE of hidden states",
     )
-    embeddings: float | None = Field(
-        default=None, ge=0, description="0: of the MSE of what the first layer is given"
-    )
-    cosine: float | None = Field(
-        default=None, ge=0, description="0: of 1 - cosine of the hidden states of the student's last layer"
-    )
-    attention: float | None = Field(
-        default=None, ge=0, description="0: of the MSE of attention scores before their softmax"
-    )
-    relations: float | None = Field(
+    input_embeddings: float | None = Field(default=None, ge=0, description="MSE of the first layer's inputs")
+    cosine: float | None = Field(default=None, ge=0, description="1 - cosine of the last hidden states")
+    attention: float | None = Field(default=None, ge=0, description="MSE of attention scores before softmax")
+    self_attention_relations: float | None = Field(
         default=None,
         ge=0,
-        description="0: of the KL of how alike tokens are by queries, keys and values of the last layer",
+        description="KL of relations of queries, keys and values (MiniLMv2)",
     )
-
-    @model_serializer(mode="wrap")
-    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not said: it changes no other recipe's key."""
-        found: dict[str, Any] = handler(self)
-        return {name: value for name, value in found.items() if value is not None}
 
     def from_teacher(self) -> bool:
-        """Return whether anything of the teacher counts."""
-        return bool(self.logits or self.reverse_logits or self.of_inner())
+        """Return whether any term compares with the teacher."""
+        return bool(self.logits or self.reverse_kl or self.of_inner())
 
     def of_inner(self) -> dict[str, float]:
-        """Return the weights above 0 of the parts that look inside both models."""
+        """Return the weights above 0 of the terms on inner states."""
         return {name: weight for name in INNER if (weight := getattr(self, name))}
 
     def of_vectors(self) -> dict[str, float]:
-        """Return the weights of the parts that compare vectors."""
+        """Return the weights of the terms that compare vectors."""
         said = {name: getattr(self, name) for name in _OF_VECTORS}
         return {name: _OF_VECTORS[name] if value is None else value for name, value in said.items()}
 
     def unfit(self, task: Task) -> list[Message]:
-        """Return what is wrong, with its setting, where a part belongs to another task, or no part counts."""
+        """Return the mistakes, with their settings: terms of another task, or no term at all."""
         mine = (
             {*_OF_VECTORS, *INNER} if task == SIMILARITY else set(type(self).model_fields) - set(_OF_VECTORS)
         )
@@ -91,7 +78,7 @@ class LossWeights(Settings):
         found = [
             mistake(
                 "unknown-loss",
-                f"is no part of the loss of {task}; those are {known}.",
+                f"is not a loss term of {task}. Known: {known}.",
                 setting=f"losses.{name}",
             )
             for name in strange
@@ -108,19 +95,23 @@ class LossWeights(Settings):
 
 
 class PhaseWeights(LossWeights):
-    """The same for one of several phases: a part that is not named does not count."""
+    """The same for one of several phases: unnamed terms have weight 0."""
 
-    logits: float = Field(default=0.0, ge=0, description="of T^2 KL(teacher || student)")
-    labels: float = Field(default=0.0, ge=0, description="of the cross-entropy with the labels")
-    embedding: float | None = Field(
-        default=None, ge=0, description=f"{SIMILARITY}: of the squared distance of teacher's and own vectors"
+    logits: float = Field(default=0.0, ge=0, description="T^2 KL(teacher || student)")
+    labels: float = Field(default=0.0, ge=0, description="cross-entropy")
+    sentence_embedding: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SIMILARITY}: squared distance to the teacher's vectors",
     )
-    similarity: float | None = Field(
-        default=None, ge=0, description=f"{SIMILARITY}: of the MSE of the cosines of a batch's texts"
+    pairwise_similarity: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SIMILARITY}: MSE of the cosines within a batch",
     )
 
     def of_vectors(self) -> dict[str, float]:
-        """Return the weights of the parts that compare vectors."""
+        """Return the weights of the terms that compare vectors."""
         return {name: getattr(self, name) or 0.0 for name in _OF_VECTORS}
 
     @model_validator(mode="after")

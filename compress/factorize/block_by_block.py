@@ -29,7 +29,7 @@ from smelt.runtime.models.structure import replace_layer
 
 def can_stream(settings: FactorizeSettings) -> bool:
     """Say whether each layer's pair follows from that layer and its inputs alone."""
-    return settings.what == "layers" and settings.budget is None and settings.method != "fwsvd"
+    return settings.targets == "layers" and settings.parameter_budget is None and settings.method != "fwsvd"
 
 
 def all_inside(model: Any, names: Sequence[str]) -> bool:
@@ -54,7 +54,7 @@ def factorize_blocks(
         limits: see `limits_of`.
         src: what is read; its rows are those of `ctx`.
         settings: without a budget.
-        ctx: its facts get ranks and errors.
+        ctx: its details get ranks and errors.
 
     Returns:
         The rank of each layer, that which is asked for, and the layers that no row reaches.
@@ -64,8 +64,10 @@ def factorize_blocks(
     """
     work = _Work(streamed, frozenset(names), limits, settings)
     if settings.reads_rows:
-        rows = calibration_rows(streamed.model, src, settings.rows, ctx, "factorize", padded=True)
-        ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+        rows = calibration_rows(
+            streamed.model, src, settings.calibration_samples, ctx, "factorize", padded=True
+        )
+        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
         for step in drive(
             streamed.model, rows, ctx, stage="factorize", enter=streamed.enter, leave=work.leave
         ):
@@ -77,7 +79,7 @@ def factorize_blocks(
             streamed.enter(block)
             work.leave(block)
             ctx.progress(done, len(blocks), block.place)
-    ctx.facts.update(ranks=work.pairs, relative_error=work.errors)
+    ctx.details.update(ranks=work.pairs, relative_error=work.errors)
     return work.ranks, work.unseen
 
 

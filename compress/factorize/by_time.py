@@ -5,7 +5,7 @@ coded, its kernel is set up. A pair has fewer weights and one product more (whet
 first half is packed with others of the same input). Measured in ONNX Runtime's int8
 (DynamicQuantizeMatMul), one product more costs as long as reading 100,000 weights where there is one row of
 activations, as in each step of a decoder, and as multiplying with 5,000 where there are those of a whole
-text; thin matrices take up to a tenth longer for the same weights. docs/factorize.md has the measurements.
+text; thin matrices take up to a tenth longer for the same weights. Measured: docs/measurements/techniques.md.
 
 In float32 a pair pays earlier. The rule knows neither the scheme that may follow nor the machine: so the same
 recipe makes the same model everywhere, and what is chosen is not slower in int8.

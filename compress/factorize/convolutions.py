@@ -35,14 +35,14 @@ Ranks = tuple[int, ...]
 def factorize_convolutions(
     model: Any, edits: list[Any], processor: ImageProcessor, settings: FactorizeSettings, ctx: Context
 ) -> None:
-    """Put thinner convolutions in the place of those of `model` that gain; `ctx.facts` says what came of it.
+    """Replace convolutions of `model` that gain by thinner ones; write the result to `ctx.details`.
 
     Args:
         model: changed in place.
         edits: its structure, which is added to.
         processor: whose images operations are counted on.
         settings: method, ranks, patterns and aim.
-        ctx: seed, progress; gets facts and warnings.
+        ctx: seed, progress; gets details and warnings.
 
     Raises:
         InputError: the patterns choose no convolution.
@@ -61,8 +61,8 @@ def factorize_convolutions(
             code="no-layer-selected",
         )
     size = processor.shape or (USUAL_SIDE, USUAL_SIDE)
-    ctx.facts["operations_before"] = operations_of(model, size)
-    ctx.facts["parameters_before"] = stored_parameters(model)
+    ctx.details["flops_before"] = operations_of(model, size)
+    ctx.details["parameters_before"] = stored_parameters(model)
     ranks: dict[str, list[int]] = {}
     errors: dict[str, float] = {}
     alone: dict[str, str] = {}
@@ -76,14 +76,15 @@ def factorize_convolutions(
         replace_layer(model, edits, name, new, edit)
         ranks[name], errors[name] = list(chosen), round(error, 4)
         ctx.progress(at, len(layers), name)
-    ctx.facts.update(ranks=ranks, relative_error=errors, left_alone=alone)
-    ctx.facts["operations_after"] = operations_of(model, size)
-    ctx.facts["parameters_after"] = stored_parameters(model)
+    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=alone)
+    ctx.details["flops_after"] = operations_of(model, size)
+    ctx.details["parameters_after"] = stored_parameters(model)
     if not ranks:
         ctx.warn(
             "no-rank-saves",
-            f"None of the {len(layers)} convolutions is factorized: no rank saves {_SAVED[settings.aim]} with"
-            " these settings. Lower energy, rank or ratio.",
+            f"None of the {len(layers)} convolutions is factorized: no rank saves"
+            f" {_SAVED[settings.optimize_for]} with"
+            " these settings. Lower energy, rank or keep_ratio.",
         )
 
 
@@ -110,15 +111,15 @@ def ranks_of(conv: nn.Conv2d, settings: FactorizeSettings) -> Ranks:
     if settings.method == "cp":
         return (_cp_rank(conv, settings),)
     single = conv.in_channels <= _COLOURS or max(conv.kernel_size) == 1
-    if settings.ratio is not None:
-        return _of_ratio(conv, settings.ratio, single)
+    if settings.keep_ratio is not None:
+        return _of_ratio(conv, settings.keep_ratio, single)
     out, into = (_rank(conv, mode, settings) for mode in (0, 1))
     return (out,) if single else (into, out)
 
 
 def _cp_rank(conv: nn.Conv2d, settings: FactorizeSettings) -> int:
-    if settings.ratio is not None:
-        return max(1, int(settings.ratio * of_whole(conv) / of_cp(conv, 1)))
+    if settings.keep_ratio is not None:
+        return max(1, int(settings.keep_ratio * of_whole(conv) / of_cp(conv, 1)))
     if isinstance(settings.rank, int):
         return min(settings.rank, _most(conv))
     return max(_rank(conv, mode, settings) for mode in (0, 1))
@@ -158,7 +159,7 @@ _SAVED = {"latency": "operations", "size": "weights"}
 
 def _gains_nothing(conv: nn.Conv2d, ranks: Ranks, settings: FactorizeSettings) -> str | None:
     """Say why thinner convolutions of these ranks are no gain; None where they are one."""
-    if settings.aim == "latency":
+    if settings.optimize_for == "latency":
         whole = of_whole(conv)
         inner = ranks[0] if len(ranks) == 2 else None
         thin = of_cp(conv, ranks[0]) if settings.method == "cp" else of_tucker(conv, inner, ranks[-1])
@@ -168,7 +169,7 @@ def _gains_nothing(conv: nn.Conv2d, ranks: Ranks, settings: FactorizeSettings) -
         return None
     said = " and ".join(map(str, ranks))
     kernel = " x ".join(map(str, conv.weight.shape))
-    return f"rank {said} of {kernel} saves no {_SAVED[settings.aim]}: {thin:,} of {whole:,}"
+    return f"rank {said} of {kernel} saves no {_SAVED[settings.optimize_for]}: {thin:,} of {whole:,}"
 
 
 def thinner(conv: nn.Conv2d, method: str, ranks: Sequence[int], seed: int) -> tuple[LowRankConv, float]:

@@ -35,14 +35,14 @@ from smelt.runtime.models.structure import Edit, names_of, replace_layer, replac
 def factorize_tables(
     model: Any, edits: list[Edit], src: Artifact, settings: FactorizeSettings, ctx: Context
 ) -> None:
-    """Make every word embedding of `model` a pair where that has fewer values; the facts say what was done.
+    """Make every word embedding of `model` a pair where that has fewer values; the details say what was done.
 
     Args:
         model: float32, on the CPU; changed in place.
         edits: its structure, to which the new one is appended.
         src: where the tokenizer lies.
         settings: rank, ratio or energy, and whether rows of data are counted.
-        ctx: rows, facts, warnings.
+        ctx: rows, details, warnings.
 
     Raises:
         InputError: an embedding is no plain table; there are no rows to count.
@@ -67,7 +67,7 @@ def factorize_tables(
         ranks[tables[0]] = rank
         squares = sigma.square()
         errors[tables[0]] = round(float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt()), 4)
-    ctx.facts.update(ranks=ranks, relative_error=errors, left_alone=alone)
+    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=alone)
     if thin:
         ctx.warn(
             "already-factorized",
@@ -83,14 +83,14 @@ def factorize_tables(
 
 def _counts(settings: FactorizeSettings, ctx: Context) -> bool:
     """Say whether tokens are counted: where it is asked for, or nothing is said and there are rows."""
-    if settings.by_frequency is not None:
-        return settings.by_frequency
+    if settings.frequency_weighted is not None:
+        return settings.frequency_weighted
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None or not len(split):
         ctx.warn(
             "no-calibration-data",
             "Without samples all tokens of the embedding have equal weight, and the error is larger. Add"
-            " data: {calibration: FILE} or data: {train: FILE}, or set by_frequency: false.",
+            " data: {calibration: FILE} or data: {train: FILE}, or set frequency_weighted: false.",
         )
         return False
     return True
@@ -105,10 +105,11 @@ def _found(model: Any) -> list[tuple[list[str], list[str]]]:
             continue
         if not is_table(table):
             raise InputError(
-                f"factorize: what: embeddings: {names[table][0]} is {article(type(table).__name__)}, which is"
+                f"factorize: targets: embeddings: {names[table][0]} is {article(type(table).__name__)},"
+                f" which is"
                 " no table of the model's width any more.",
                 code="embedding-changed",
-                setting="what",
+                setting="targets",
             )
         matrices.setdefault(id(table.weight), ([], []))
     for module, (name, *_) in names.items():
@@ -129,8 +130,8 @@ def _directions(weight: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 def _rank(weight: Tensor, sigma: Tensor, limit: float, settings: FactorizeSettings) -> int:
     if isinstance(settings.rank, int):  # vbmf is for convolutions, and settings refuse it here
         return min(settings.rank, weight.shape[0], weight.shape[1])
-    if settings.ratio is not None:
-        return max(1, int(settings.ratio * limit))
+    if settings.keep_ratio is not None:
+        return max(1, int(settings.keep_ratio * limit))
     return rank_of_energy(sigma, settings.energy or DEFAULT_ENERGY)
 
 
@@ -165,7 +166,9 @@ def _replace(model: Any, edits: list[Edit], tables: list[str], heads: list[str],
 def _counted(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Context) -> Tensor:
     """Return how often each token is met on rows, read or written, and once more, float64 [V]."""
     # to count tokens costs no pass of the model, so all rows are counted unless the recipe says how many
-    wanted = settings.rows if "rows" in settings.model_fields_set else sys.maxsize
+    wanted = (
+        settings.calibration_samples if "calibration_samples" in settings.model_fields_set else sys.maxsize
+    )
     rows = calibration_rows(model, src, wanted, ctx, "factorize", padded=True)
     counts = torch.ones(model.get_input_embeddings().num_embeddings, dtype=torch.float64)
     for batch in rows.batches:
@@ -174,5 +177,5 @@ def _counted(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Contex
             found.append(batch["labels"][batch["labels"] != IGNORE])
         ids = torch.cat([part.flatten() for part in found])
         counts += torch.bincount(ids, minlength=len(counts))
-    ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     return counts

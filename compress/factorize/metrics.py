@@ -89,8 +89,10 @@ def found_metrics(
         return
     fisher = settings.method == "fwsvd"
     # gradients are taken row by row; elsewhere padding is left out
-    rows = calibration_rows(model, src, settings.rows, ctx, "factorize", labels=fisher, padded=not fisher)
-    ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    rows = calibration_rows(
+        model, src, settings.calibration_samples, ctx, "factorize", labels=fisher, padded=not fisher
+    )
+    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     if fisher:
         weights = {name: layer.weight for name, layer in layers.items()}
         information = squared_gradients(model, rows, weights, label_objective(), ctx)

@@ -64,9 +64,10 @@ def find_ranks(
         limits: see `limits_of`.
         metrics: in what their errors are measured.
         settings: rank, ratio, energy or budget.
-        ctx: its `progress` is told; `facts["damage"]` says what the layers did alone, if that was measured.
+        ctx: its `progress` is told; `details["sensitivity"]` says what the layers did alone, if that was
+        measured.
     """
-    if settings.budget is None:
+    if settings.parameter_budget is None:
         ranks = {}
         for at, (name, layer) in enumerate(layers.items(), start=1):
             ranks[name] = rank_alone(name, layer, metrics, settings)
@@ -77,16 +78,16 @@ def find_ranks(
         sigma = metrics.decomposed(name, layer).sigma
         found[name] = Spectrum(sigma, layer.out_features, layer.in_features, limits[name])
         ctx.progress(at, len(layers), f"spectrum of {name}")
-    if settings.budget.by == "damage":
+    if settings.objective == "sensitivity":
         damage = damages(model, layers, found, metrics, ctx)
-        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in damage.items()}
+        ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in damage.items()}
         found = {name: replace(seen, weight=damage[name]) for name, seen in found.items()}
-    return shared_budget(found, settings.budget.parameters)
+    return shared_budget(found, settings.parameter_budget)
 
 
 def rank_alone(name: str, layer: nn.Linear, metrics: Metrics, settings: FactorizeSettings) -> int:
     """Return the rank of the layer `name` where there is no budget: given, or by energy."""
-    if settings.rank is not None or settings.ratio is not None:
+    if settings.rank is not None or settings.keep_ratio is not None:
         return _given_rank(layer.out_features, layer.in_features, settings)
     return rank_of_energy(metrics.decomposed(name, layer).sigma, settings.energy or DEFAULT_ENERGY)
 
@@ -111,7 +112,7 @@ def limits_of(
     for layer, names in layers.items():
         rows, columns = layer.weight.shape
         limit = saving(rows, columns)
-        if settings.aim == "latency":
+        if settings.optimize_for == "latency":
             limit = min(limit, largest_rank(rows, columns, not many.isdisjoint(names)))
         found[names[0]] = limit
     return found
@@ -120,8 +121,8 @@ def limits_of(
 def _given_rank(rows: int, columns: int, settings: FactorizeSettings) -> int:
     if isinstance(settings.rank, int):
         return min(settings.rank, rows, columns)
-    assert settings.ratio is not None
-    return max(1, int(settings.ratio * rows * columns / (rows + columns)))
+    assert settings.keep_ratio is not None
+    return max(1, int(settings.keep_ratio * rows * columns / (rows + columns)))
 
 
 def rank_of_energy(sigma: Tensor, energy: float) -> int:
@@ -222,11 +223,11 @@ def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str
     if (least := sum(_cost(layer, 1) for layer in layers.values())) > wanted:
         gaining = sum(layer.limit > 1 for layer in layers.values())
         raise InputError(
-            f"factorize: budget: parameters: {parameters:g} of the weights of {len(layers)} layers is less"
+            f"factorize: parameter_budget: {parameters:g} of the weights of {len(layers)} layers is less"
             f" than rank 1 leaves where a pair gains ({gaining} of them). Say at least"
-            f" {math.ceil(1000 * least / whole) / 1000:g}; with aim: size more layers gain.",
+            f" {math.ceil(1000 * least / whole) / 1000:g}; with optimize_for: size more layers gain.",
             code="budget-too-small",
-            setting="budget.parameters",
+            setting="parameter_budget",
         )
     errors = {name: _errors(layer) for name, layer in layers.items()}
     low, high = 0.0, max(float(layer.weight) for layer in layers.values()) + 1.0

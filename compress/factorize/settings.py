@@ -1,10 +1,10 @@
-"""What `factorize` can be told: how the pairs are found, and how thin they are."""
+"""The settings of `factorize`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
@@ -13,135 +13,135 @@ Method = Literal["whitened-svd", "svd", "asvd", "fwsvd", "tucker", "cp"]
 # Methods for convolutions; the others are for linear layers.
 CONVOLUTIONS: frozenset[Method] = frozenset({"tucker", "cp"})
 VBMF: Literal["vbmf"] = "vbmf"
-# Methods that look at what layers are fed, or at the loss on rows with labels.
+# Methods that use the inputs of layers, or gradients of the loss on labelled samples.
 READ_ROWS: frozenset[Method] = frozenset({"whitened-svd", "asvd", "fwsvd"})
 DEFAULT_ENERGY = 0.95
-# What means nothing to a table of rows: it is fed no activations, and saves values, never time.
-_OF_LAYERS = ("method", "budget", "alpha", "include", "exclude", "aim")
-
-
-class Budget(Settings):
-    """One budget over all layers that are chosen; it gives each of them its rank."""
-
-    parameters: float = Field(
-        gt=0, lt=1, description="fraction of the weights of the chosen layers that stays"
-    )
-    by: Literal["error", "damage"] = Field(
-        default="damage",
-        description="what is made smallest: what the layers do to the model's outputs (damage: each is"
-        " measured alone), or the sum of their relative squared errors (error)",
-    )
+# Settings without effect on an embedding: it has no input activations, and a factorization saves no time.
+_OF_LAYERS = ("method", "parameter_budget", "objective", "alpha", "include", "exclude", "optimize_for")
 
 
 class FactorizeSettings(Settings):
-    """Settings of `factorize`. At most one of energy, rank, ratio, budget; none means energy: 0.95."""
+    """Settings of `factorize`: at most one of energy (default 0.95), rank, keep_ratio, parameter_budget."""
 
-    what: Literal["layers", "embeddings"] = Field(
+    targets: Literal["layers", "embeddings"] = Field(
         default="layers",
-        description="linear layers, or the word embedding, and the output layer where it is the same matrix",
+        description="linear layers and convolutions, or the token embedding",
     )
-    by_frequency: bool | None = Field(
+    frequency_weighted: bool | None = Field(
         default=None,
-        description="of embeddings: a row counts as often as its token is met on rows; unless given, where"
-        " there are any",
+        description="embeddings: weight rows by token frequency; default if there are samples",
     )
     method: Method = Field(
         default="whitened-svd",
-        description="what the error of a product is measured in: the outputs on rows (whitened-svd), the"
-        " weights (svd), weights times mean inputs (asvd), weights times what the loss says (fwsvd);"
-        " of convolutions, their kernels: tucker (1 x 1, D x D, 1 x 1), cp (1 x 1, D x 1, 1 x D, 1 x 1)",
+        description="error that is minimized; tucker and cp: convolutions",
     )
     energy: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="fraction of the sum of squared singular values that stays;"
-        " 0.95 if rank, ratio and budget are not given either",
+        description="kept fraction of the sum of squared singular values; default 0.95 if no other size is"
+        " set",
     )
     rank: Annotated[int, Field(ge=1)] | Literal["vbmf"] | None = Field(
         default=None,
-        description="the same rank for every layer; vbmf: of convolutions, what is more than noise, layer by"
-        " layer",
+        description="rank of every layer; vbmf: estimated for each convolution",
     )
-    ratio: float | None = Field(
+    keep_ratio: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="fraction of a layer's weights that stays; of a convolution's operations",
+        description="kept fraction of each layer's parameters; of a convolution's multiply-adds",
     )
-    budget: Budget | None = Field(default=None, description="one for all layers: {parameters: 0.7}")
-    alpha: float = Field(
-        default=0.5, gt=0, le=1, description="of asvd: the power of an input's mean magnitude"
+    parameter_budget: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="kept fraction of all these layers' parameters, distributed by objective",
     )
-    rows: int = Field(
+    objective: Literal["error", "sensitivity"] = Field(
+        default="sensitivity",
+        description="error: relative squared errors; sensitivity: weighted by their effect on the outputs",
+    )
+    alpha: float = Field(default=0.5, gt=0, le=1, description="asvd: exponent of the inputs' mean magnitude")
+    calibration_samples: int = Field(
         default=256,
         ge=1,
-        description="rows to calibrate on (calibration, else train); for embeddings, whose tokens count,"
-        " all unless it is given",
+        description="from calibration data, else train; embeddings: default all",
     )
     include: list[str] = Field(
-        default=["*"], min_length=1, description="patterns of layer names, as in a shell"
+        default=["*"], min_length=1, description="name patterns of layers, as in a shell"
     )
     exclude: list[str] = Field(
         default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
-        description="patterns of names to leave alone",
+        description="name patterns of layers to keep whole",
     )
-    aim: Literal["latency", "size"] = Field(
+    optimize_for: Literal["latency", "size"] = Field(
         default="latency",
-        description="what must gain, or a layer stays whole: latency (in int8 on a CPU), size (weights)",
+        description="a layer is factorized only if this improves",
     )
     dtype: StoredDtype = "keep"
 
     @model_validator(mode="after")
     def _one(self) -> FactorizeSettings:
-        given = [n for n in ("energy", "rank", "ratio", "budget") if getattr(self, n) is not None]
+        given = [
+            n for n in ("energy", "rank", "keep_ratio", "parameter_budget") if getattr(self, n) is not None
+        ]
         if len(given) > 1:
             raise SettingError(
-                f"give one of energy, rank, ratio and budget, not {' and '.join(given)}",
+                f"give one of energy, rank, keep_ratio and parameter_budget, not {' and '.join(given)}",
                 code="settings-conflict",
             )
         if self.rank == VBMF and not self.of_convolutions:
             raise SettingError(
                 "rank: vbmf is for convolutions, method: tucker or cp", code="settings-conflict"
             )
-        if self.budget is not None and self.of_convolutions:
+        if "objective" in self.model_fields_set and self.parameter_budget is None:
             raise SettingError(
-                "budget is for linear layers; give convolutions an energy, a rank or a ratio",
+                "objective has no effect without parameter_budget; remove it", code="unused-setting"
+            )
+        if self.parameter_budget is not None and self.of_convolutions:
+            raise SettingError(
+                "parameter_budget is for linear layers; give convolutions energy, rank or keep_ratio",
                 code="unused-setting",
             )
         return self
 
     @model_validator(mode="after")
-    def _of_what(self) -> FactorizeSettings:
-        if self.what == "layers" and self.by_frequency is not None:
+    def _of_targets(self) -> FactorizeSettings:
+        if self.targets == "layers" and self.frequency_weighted is not None:
             raise SettingError(
-                "by_frequency is for what: embeddings, whose rows are tokens; remove it",
+                "frequency_weighted is for targets: embeddings; remove it",
                 code="unused-setting",
             )
-        odd = sorted(self.model_fields_set.intersection(_OF_LAYERS)) if self.what == "embeddings" else []
+        odd = sorted(self.model_fields_set.intersection(_OF_LAYERS)) if self.targets == "embeddings" else []
         if odd:
             raise SettingError(
-                f"{' and '.join(odd)}: of linear layers; embeddings take rank, ratio or energy; remove it, or"
-                " give layers a factorize step of their own",
+                f"{' and '.join(odd)}: only for linear layers; for embeddings give rank, keep_ratio or"
+                " energy. Remove"
+                " it, or factorize layers in a step of their own",
                 code="unused-setting",
             )
         return self
 
-    @model_serializer(mode="wrap")
-    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Of layers as before there was anything else: keys of stored artifacts are made of it."""
-        found: dict[str, Any] = written(self)
-        unsaid = ("what", "by_frequency") if self.what == "layers" else _OF_LAYERS
-        return {name: value for name, value in found.items() if name not in unsaid}
+    def meant(self) -> dict[str, Any]:
+        """Return what a report shows: no setting that these targets, or no parameter_budget, make unused.
+
+        As settings in a recipe they are accepted and give the same model.
+        """
+        embeddings = self.targets == "embeddings"
+        idle = _OF_LAYERS if embeddings else ("objective",) if self.parameter_budget is None else ()
+        return {name: value for name, value in super().meant().items() if name not in idle}
 
     @property
     def of_convolutions(self) -> bool:
-        """Whether it is for convolutions, and not for linear layers."""
+        """Whether the method is for convolutions."""
         return self.method in CONVOLUTIONS
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it cannot do without rows."""
-        if self.what == "embeddings":
-            return bool(self.by_frequency)
-        return self.method in READ_ROWS or (self.budget is not None and self.budget.by == "damage")
+        """Whether it needs calibration samples."""
+        if self.targets == "embeddings":
+            return bool(self.frequency_weighted)
+        return self.method in READ_ROWS or (
+            self.parameter_budget is not None and self.objective == "sensitivity"
+        )

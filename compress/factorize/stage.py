@@ -30,21 +30,22 @@ class Factorize:
     best in, the methods differ: the layer's outputs on real rows (whitened-svd), its weights (svd), weights
     times the inputs' magnitudes (asvd), weights times what the loss says of their inputs (fwsvd). What is
     lost is the square root of the sum of the dropped squared singular values. A layer of m by n costs
-    r (m + n) weights afterwards, and one product more. With aim: latency it is left alone unless that is
-    faster, by a rule that was measured in ONNX Runtime's int8: r (m + n) < 0.9 m n - 5,000 in an encoder,
-    < 0.9 m n - 100,000 in a decoder, which gets one token a step. With aim: size it is left alone unless
-    r < m n / (m + n). Which layers were, and why, is in the report. One budget over all layers gives each its
-    own rank. With what: embeddings the word embedding becomes a thin table and a product, and the output
-    layer that has the same matrix reads the same table.
+    r (m + n) weights afterwards, and one more matrix multiplication. With optimize_for: latency it is left
+    alone unless that is faster, by a rule that was measured in ONNX Runtime's int8: r (m + n) < 0.9 m n -
+    5,000 in an encoder, < 0.9 m n - 100,000 in a decoder, which gets one token a step. With optimize_for:
+    size it is left alone unless r < m n / (m + n). Which layers were, and why, is in the report. One budget
+    over all layers gives each its own rank. With targets: embeddings the token embedding becomes a thin
+    table and a linear layer, and the output layer that has the same matrix reads the same table.
 
-    Convolutions become thinner ones: those of Tucker-2 (a change of channels, a smaller kernel, a change
-    back), or of CP (a product for each axis), with ranks by ratio, energy, or VBMF, which tells what is more
-    than noise. One is left alone unless its operations (or weights) become fewer. Recover with distill.
+    Convolutions are replaced by thinner ones: those of Tucker-2 (a change of channels, a smaller kernel, a
+    change back), or of CP (a convolution for each axis), with ranks by keep_ratio, energy, or VBMF, which
+    estimates the noise. One is left alone unless its multiply-adds (or weights) become fewer. Recover with
+    distill.
 
-        - factorize: {what: embeddings, rank: 128}
-        - factorize: {budget: {parameters: 0.7}, aim: size}
-        - factorize: {method: svd, ratio: 0.6, include: ["*.fc1", "*.fc2"]}
-        - factorize: {method: tucker, ratio: 0.5}    # of a convolution's operations
+        - factorize: {targets: embeddings, rank: 128}
+        - factorize: {parameter_budget: 0.7, optimize_for: size}
+        - factorize: {method: svd, keep_ratio: 0.6, include: ["*.fc1", "*.fc2"]}
+        - factorize: {method: tucker, keep_ratio: 0.5}    # convolutions
         - distill: {epochs: 1}
     """
 
@@ -68,7 +69,7 @@ class Factorize:
     def needs_with(cls, settings: FactorizeSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: rows where it looks at any, those for calibration if there are any."""
         there = {"calibration", "train"} & set(given)
-        counts = settings.what == "embeddings" and settings.by_frequency is None and there
+        counts = settings.targets == "embeddings" and settings.frequency_weighted is None and there
         if not settings.reads_rows and not counts:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -89,9 +90,9 @@ class Factorize:
         from smelt.families.registry import blockless, find_family
 
         family, lack = find_family(config), blockless(config)
-        if settings.what == "embeddings" and family is not None and family.reads == "images":
+        if settings.targets == "embeddings" and family is not None and family.reads == "images":
             text = f"{article(family.name)} model reads images and has no words; leave it out."
-            return [mistake("does-not-fit-model", text, setting="what")], config
+            return [mistake("does-not-fit-model", text, setting="targets")], config
         if family is not None and settings.of_convolutions and family.reads != "images":
             kind = article(family.name)
             text = f"{kind} model has no convolutions; take whitened-svd."
@@ -129,14 +130,14 @@ class Factorize:
         model, edits = load_float(src, self.name)
         for one in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
-        ctx.facts["parameters_before"] = stored_parameters(model)
-        if settings.what == "embeddings":
+        ctx.details["parameters_before"] = stored_parameters(model)
+        if settings.targets == "embeddings":
             from smelt.compress.factorize.embeddings import factorize_tables
 
             factorize_tables(model, edits, src, settings, ctx)
         else:
             self._layers(model, edits, src, settings, ctx)
-        ctx.facts["parameters_after"] = stored_parameters(model)
+        ctx.details["parameters_after"] = stored_parameters(model)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
     def _layers(
@@ -168,14 +169,14 @@ class Factorize:
         model = streamed.model
         for one in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
-        ctx.facts["parameters_before"] = stored_parameters(model)
+        ctx.details["parameters_before"] = stored_parameters(model)
         chosen = _chosen(model, settings, ctx)
         limits = limits_of(model, chosen, settings)
         layers = {names[0]: layer for layer, names in chosen.items()}
         ranks, unseen = factorize_blocks(streamed, list(layers), limits, src, settings, ctx)
         if chosen:
             _tell({n: m for n, m in layers.items() if n in ranks}, ranks, limits, unseen, settings, ctx)
-        ctx.facts["parameters_after"] = stored_parameters(model)
+        ctx.details["parameters_after"] = stored_parameters(model)
         ctx.warnings.extend(streamed.finish(streamed.edits))
 
 
@@ -223,9 +224,9 @@ def _tell(
     settings: FactorizeSettings,
     ctx: Context,
 ) -> None:
-    """Say in the facts and warnings which layers were left alone, and why."""
+    """Say in the details and warnings which layers were left alone, and why."""
     alone = {n: _reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if rank >= limits[n]}
-    ctx.facts["left_alone"] = alone | dict.fromkeys(unseen, "no row reaches it")
+    ctx.details["left_alone"] = alone | dict.fromkeys(unseen, "no row reaches it")
     if len(alone) == len(ranks):
         ctx.warn("no-rank-saves", _none_gains(len(layers), settings))
 
@@ -238,7 +239,7 @@ def _replace(
     metrics: Metrics,
     ctx: Context,
 ) -> None:
-    """Put pairs of `ranks` in the place of their layers; `ctx.facts` says what that loses."""
+    """Put pairs of `ranks` in the place of their layers; `ctx.details` says what that loses."""
     from smelt.compress.factorize.svd import thin_pair
     from smelt.runtime.models.structure import replace_layer
 
@@ -249,7 +250,7 @@ def _replace(
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
         errors[name] = round(error, 4)
         ctx.progress(at, len(ranks), name)
-    ctx.facts.update(ranks=dict(ranks), relative_error=errors)
+    ctx.details.update(ranks=dict(ranks), relative_error=errors)
 
 
 def _reason(layer: nn.Linear, rank: int, limit: float) -> str:
@@ -267,11 +268,11 @@ def _reason(layer: nn.Linear, rank: int, limit: float) -> str:
 
 def _none_gains(count: int, settings: FactorizeSettings) -> str:
     what, instead = "weights", ""
-    if settings.aim == "latency":
-        what, instead = "time in int8", ", or set aim: size to save weights"
+    if settings.optimize_for == "latency":
+        what, instead = "time in int8", ", or set optimize_for: size to save weights"
     return (
         f"None of the {count} layers is factorized: no rank saves {what} with these settings."
-        f" Lower energy, rank, ratio or budget{instead}."
+        f" Lower energy, rank, keep_ratio or parameter_budget{instead}."
     )
 
 

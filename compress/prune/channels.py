@@ -60,11 +60,11 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     from smelt.runtime.models.checkpoint import save_model
 
     model, edits = load_float(src, "prune")
-    for one in check_units(settings.what, model.config.to_dict()):
+    for one in check_units(settings.targets, model.config.to_dict()):
         raise InputError(f"prune: {one.message}", code=one.code, setting=one.setting)
     size = read_processor(src.path).shape or (USUAL_SIDE, USUAL_SIDE)
-    ctx.facts["parameters_before"] = stored_parameters(model)
-    ctx.facts["operations_before"] = operations_of(model, size)
+    ctx.details["parameters_before"] = stored_parameters(model)
+    ctx.details["flops_before"] = operations_of(model, size)
     groups = find_channels(model)
     scores = _scores(model, groups, src, settings, ctx)
     kept = _kept(model, groups, scores, settings)
@@ -73,9 +73,9 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
         if kept[group.name] < group.count(model):
             stay = scores[group.name].topk(kept[group.name]).indices.sort().values
             cut_channels(model, edits, group, stay)
-    ctx.facts["kept_channels"] = kept
-    ctx.facts["parameters_after"] = stored_parameters(model)
-    ctx.facts["operations_after"] = operations_of(model, size)
+    ctx.details["kept_channels"] = kept
+    ctx.details["parameters_after"] = stored_parameters(model)
+    ctx.details["flops_after"] = operations_of(model, size)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
@@ -203,7 +203,7 @@ def _kept(
     """Return by the name of a group how many of its channels stay."""
     if settings.scope == "global":
         among = Scores({}, dict(scores), comparable=settings.importance != "magnitude").across_layers()
-        return kept_across(among.neurons, settings.keep, settings.round_to)
+        return kept_across(among.neurons, settings.ratio("channels"), settings.multiple_of)
     return {group.name: channels_kept(group.count(model), settings) for group in groups}
 
 
@@ -212,16 +212,17 @@ def _not_as_asked(
 ) -> list[Message]:
     """Say where all channels stay though some were to go: so few cannot be divided so."""
     whole = [g.count(model) for g in groups if kept[g.name] == g.count(model)]
-    if settings.scope == "global" or settings.keep == 1 or not whole:
+    if settings.scope == "global" or settings.ratio("channels") == 1 or not whole:
         return []
     few = " or ".join(map(str, sorted(set(whole))))
     return [
         warning(
             "nothing-to-remove",
-            f"keep {settings.keep:g} of {few} channels, rounded to a multiple of {settings.round_to}, keeps"
-            f" all of them: nothing is removed in {len(whole)} of {len(groups)} layers. Lower keep or"
-            " round_to.",
-            setting="keep",
+            f"keep_ratio {settings.ratio('channels'):g} of {few} channels, rounded to a multiple of"
+            f" {settings.multiple_of}, keeps"
+            f" all of them: nothing is removed in {len(whole)} of {len(groups)} layers. Lower keep_ratio or"
+            " multiple_of.",
+            setting="keep_ratio",
         )
     ]
 

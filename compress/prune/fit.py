@@ -17,7 +17,7 @@ from smelt.runtime.text.limits import position_limit
 # Why a sentence embedder keeps its width.
 OF_VECTORS = (
     "the vectors of a sentence embedder are its hidden states, and narrower ones cannot be compared with"
-    " those that are stored. Say what: [heads, ffn]."
+    " those that are stored. Set targets: [heads, ffn]."
 )
 
 
@@ -36,17 +36,17 @@ def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[Message]
         if family is None or family.chain is not None:
             return []
         kind = article(family.name)
-        text = f"{kind} model has no chains of convolutions. Say what: [heads, ffn]."
-        return [mistake("does-not-fit-model", text, setting="what")]
+        text = f"{kind} model has no chains of convolutions. Set targets: [heads, ffn]."
+        return [mistake("does-not-fit-model", text, setting="targets")]
     if (lack := blockless(config)) is not None:
-        text = f"{lack}. Of its convolutions channels can go: say what: [channels]."
-        return [mistake("does-not-fit-model", text, setting="what")]
+        text = f"{lack}. Of its convolutions channels can go: set targets: [channels]."
+        return [mistake("does-not-fit-model", text, setting="targets")]
     if "width" in what:
         return []
     reason = _fixed_heads(config)
     if not reason or set(what) != {"heads"}:
         return []
-    return [mistake("fixed-heads", f"{reason} Say what: [ffn].", setting="what")]
+    return [mistake("fixed-heads", f"{reason} Set targets: [ffn].", setting="targets")]
 
 
 def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]:
@@ -66,21 +66,21 @@ def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]
         mistake(
             "longer-than-model",
             f"{length:,} tokens, and the model has places for {places:,}.",
-            setting="budget.length",
+            setting="budget.sequence_length",
         )
     ]
 
 
 def channels_kept(count: int, settings: PruneSettings) -> int:
-    """Return how many of `count` channels stay, as of neurons: a multiple of `round_to`, at least one."""
-    wanted = count * settings.keep / settings.round_to
-    return min(count, max(1, math.floor(wanted + 0.5)) * settings.round_to)
+    """Return how many of `count` channels stay, as of neurons: a multiple of `multiple_of`, at least one."""
+    wanted = count * settings.ratio("width") / settings.multiple_of
+    return min(count, max(1, math.floor(wanted + 0.5)) * settings.multiple_of)
 
 
 def narrower(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of a model behind a cut of its hidden width, as later steps should expect it."""
     family = find_family(config)
-    width = config.get(family.width) if family is not None and "width" in settings.what else None
+    width = config.get(family.width) if family is not None and "width" in settings.targets else None
     if family is None or not isinstance(width, int):
         return config
     return {**config, family.width: channels_kept(width, settings)}
@@ -90,14 +90,14 @@ def width_is_fixed(config: Mapping[str, Any], task: Task) -> Message | None:
     """Return why the hidden states of a model of this config cannot become narrower, None where they can."""
     family = find_family(config)
     if (lack := blockless(config)) is not None:
-        return mistake("does-not-fit-model", f"{lack}, whose width it could change.", setting="what")
+        return mistake("does-not-fit-model", f"{lack}, whose width it could change.", setting="targets")
     if family is None:
         kind = str(config.get("model_type"))
         return mistake(
             "unsupported-family",
             f"the layers of {article(kind)} model are not known. Known: {', '.join(FAMILIES)}.",
         )
-    return mistake("fixed-width", OF_VECTORS, setting="what") if task == SIMILARITY else None
+    return mistake("fixed-width", OF_VECTORS, setting="targets") if task == SIMILARITY else None
 
 
 def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[Message]:

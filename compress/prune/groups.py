@@ -148,7 +148,7 @@ def _half(module: nn.Module, half: str, name: str) -> nn.Linear:
     if isinstance(found, SharedLinear):
         raise InputError(
             f"prune: {name} has a matrix that layers share and a difference of its own: what goes from one"
-            " goes from all. Prune before 'share', or share without difference.",
+            " goes from all. Prune before 'share-weights', or share without low_rank_delta.",
             code="shared-weights",
         )
     if not isinstance(found, nn.Linear):

@@ -1,41 +1,46 @@
-"""What `prune` can be told: which units go, how many, and what says which."""
+"""The settings of `prune`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
-# Importance that looks at the loss on rows.
+# Importance by gradients of the loss.
 LOOK = ("taylor", "fisher")
-# Importance that looks at rows, with labels or without.
+# Importance that needs calibration samples, with labels or without.
 ROWS = (*LOOK, "activation")
-# What says how many units stay where there is no budget.
-_INSTEAD = ("keep", "keep_heads", "keep_ffn", "scope")
-MEASURES = ("parameters", "operations", "latency")
+# Settings that a budget replaces.
+_INSTEAD = ("keep_ratio", "scope")
+Ratio = Annotated[float, Field(gt=0, le=1)]
+MEASURES = ("parameters", "flops", "latency")
 
 
 class Budget(Settings):
-    """One budget over the whole model: the fraction of what it costs now that may be left of it."""
+    """A budget for the whole model, as a fraction of its present cost. Give one of the first three."""
 
-    parameters: float | None = Field(default=None, gt=0, lt=1, description="of all values that are stored")
-    operations: float | None = Field(
-        default=None, gt=0, lt=1, description="of the multiplications of one pass over a text"
+    parameters: float | None = Field(
+        default=None, gt=0, lt=1, description="fraction of the stored parameters"
+    )
+    flops: float | None = Field(
+        default=None, gt=0, lt=1, description="fraction of a forward pass's multiply-adds"
     )
     latency: float | None = Field(
-        default=None, gt=0, lt=1, description="of the time of a text, by timings of parts on this machine"
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of a forward pass's time, by timings on this machine",
     )
-    length: int | None = Field(
+    sequence_length: int | None = Field(
         default=None,
         ge=1,
-        description="tokens of a text, for operations and latency; the mean of the data's, or 128 where"
-        " it has no texts",
+        description="for flops and latency: tokens; default the data's mean",
     )
-    on: Literal["ort-cpu", "ort-cpu-int8", "torch"] | None = Field(
-        default=None, description="where latency is measured; ort-cpu unless given"
+    measure_on: Literal["ort-cpu", "ort-cpu-int8", "torch"] | None = Field(
+        default=None, description="runtime of the timings; default ort-cpu"
     )
 
     @model_validator(mode="after")
@@ -47,141 +52,142 @@ class Budget(Settings):
                 f"give one of {', '.join(MEASURES)}, read {read}",
                 code="settings-conflict" if given else "missing-setting",
             )
-        if self.length is not None and given == ["parameters"]:
+        if self.sequence_length is not None and given == ["parameters"]:
             raise SettingError(
-                "length means nothing to a budget of parameters; remove it", code="unused-setting"
+                "sequence_length has no effect on a budget of parameters; remove it", code="unused-setting"
             )
-        if self.on is not None and given != ["latency"]:
-            raise SettingError("on is for a budget of latency; remove it", code="unused-setting")
+        if self.measure_on is not None and given != ["latency"]:
+            raise SettingError("measure_on needs a budget of latency; remove it", code="unused-setting")
         return self
 
     @property
     def measure(self) -> str:
-        """In what it is given."""
+        """The measure that the budget limits."""
         return next(name for name in MEASURES if getattr(self, name) is not None)
 
     @property
     def share(self) -> float:
-        """The fraction that may be left."""
+        """The fraction that may remain."""
         return float(getattr(self, self.measure))
 
 
 class PruneSettings(Settings):
-    """Settings of `prune`. At least one head and one multiple of neurons stay in each layer.
+    """Settings of `prune`. Each layer keeps at least one head and one multiple of neurons.
 
-    The number that stays is the nearest whole one; a half counts up.
+    The number of units kept is rounded to the nearest whole one; a half is rounded up.
     """
 
-    what: list[Literal["heads", "ffn", "width", "channels"]] = Field(
+    targets: list[Literal["heads", "ffn", "width", "channels"]] = Field(
         default=["ffn"],
         min_length=1,
-        description="attention heads, feed-forward neurons (both, unless given, with a budget or keep_heads);"
-        " or width alone, channels of the hidden states; or channels alone, those between convolutions",
+        description="heads and ffn (default with a budget), or width (hidden states) or channels"
+        " (convolutions) alone; default those of keep_ratio",
     )
-    keep: float = Field(default=0.75, gt=0, le=1, description="fraction of units that stays")
-    keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
-    keep_ffn: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for neurons")
+    keep_ratio: Ratio | dict[Literal["heads", "ffn"], Ratio] = Field(
+        default=0.75,
+        description="kept fraction of units, or one per target: {heads: 0.75, ffn: 0.5}",
+    )
     budget: Budget | None = Field(
         default=None,
-        description="instead of keep, one for the whole model: {parameters: 0.6}, {operations: 0.6} or"
-        " {latency: 0.6}; all units compete, by their importance for what they cost",
+        description="instead of keep_ratio: fraction of the whole model's cost",
     )
     scope: Literal["layer", "global"] = Field(
         default="layer",
-        description="layer: the same fraction stays in each; global: units of all layers compete, heads with"
-        " heads and neurons with neurons",
+        description="layer: the same fraction in each layer; global: units of one kind compete across layers",
     )
     importance: Literal["taylor", "fisher", "magnitude", "random", "activation"] = Field(
         default="taylor",
-        description="taylor and fisher look at the loss on rows (slope; mean squared slope), magnitude at the"
-        " weights alone; random: drawn by the seed, a control. With a budget fisher, unless given. Of width"
-        " activation, unless given: how large norms make a channel. Of channels not activation",
+        description="taylor: gradient times value; fisher: squared gradient (default with a budget);"
+        " magnitude: weight norms; activation: hidden states (default for width)",
     )
-    rows: int = Field(
+    calibration_samples: int = Field(
         default=256,
         ge=1,
-        description="rows that taylor, fisher, activation and compensate look at (calibration, else train)",
+        description="for taylor, fisher, activation and reconstruct",
     )
-    batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
-    compensate: bool = Field(
+    batch_size: int = Field(default=16, ge=1, description="for taylor and fisher")
+    reconstruct: bool = Field(
         default=True,
-        description="refit what reads the units that stay, by least squares on rows; needs rows; not of"
-        " channels",
+        description="refit the following layers by least squares; not for channels",
     )
-    round_to: int = Field(default=8, ge=1, description="neurons or channels that stay are a multiple of this")
+    multiple_of: int = Field(default=8, ge=1, description="kept neurons or channels are a multiple of this")
     dtype: StoredDtype = "keep"
 
-    @model_serializer(mode="wrap")
-    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a budget as before there were any: keys of stored artifacts are made of it."""
-        found: dict[str, Any] = written(self)
-        unsaid = ("budget",) if self.budget is None else _INSTEAD
-        return {name: value for name, value in found.items() if name not in unsaid}
+    def ratio(self, target: str) -> float:
+        """Return the fraction of the units of one kind that is kept."""
+        return self.keep_ratio[target] if isinstance(self.keep_ratio, dict) else self.keep_ratio  # type: ignore[index]
+
+    def meant(self) -> dict[str, Any]:
+        """Return what a report shows: with a budget, no setting that the budget replaces."""
+        replaced = _INSTEAD if self.budget is not None else ()
+        return {name: value for name, value in super().meant().items() if name not in replaced}
 
     @model_validator(mode="before")
     @classmethod
-    def _by_what(cls, given: Any) -> Any:
-        """Take fisher for a budget, which compares heads with neurons, and activation for the width."""
+    def _by_targets(cls, given: Any) -> Any:
+        """Choose the targets that keep_ratio or a budget means, and the importance that they need."""
         if not isinstance(given, dict):
             return given
-        if "what" not in given and any(given.get(word) is not None for word in ("budget", "keep_heads")):
-            given = given | {"what": ["heads", "ffn"]}
+        ratio = given.get("keep_ratio")
+        if "targets" not in given and isinstance(ratio, dict) and ratio:
+            given = given | {"targets": list(ratio)}
+        if "targets" not in given and given.get("budget") is not None:
+            given = given | {"targets": ["heads", "ffn"]}
         if "importance" in given:
             return given
         if given.get("budget") is not None:
             return given | {"importance": "fisher"}
-        return given | {"importance": "activation"} if given.get("what") == ["width"] else given
+        return given | {"importance": "activation"} if given.get("targets") == ["width"] else given
+
+    @model_validator(mode="after")
+    def _ratio_of_each(self) -> Self:
+        if isinstance(self.keep_ratio, dict) and set(self.keep_ratio) != set(self.targets):
+            raise SettingError(
+                f"keep_ratio has {', '.join(self.keep_ratio) or 'nothing'}, and targets are"
+                f" [{', '.join(self.targets)}]. Give keep_ratio a value for each target, or one number",
+                code="settings-conflict",
+            )
+        return self
 
     @model_validator(mode="after")
     def _width_alone(self) -> Self:
-        if "width" not in self.what:
+        if "width" not in self.targets:
             if self.importance == "activation":
                 raise SettingError(
-                    "importance: activation is of the width; take taylor, fisher, magnitude or random",
+                    "importance: activation is for targets: [width]; use taylor, fisher, magnitude or random",
                     code="wrong-importance",
                 )
             return self
-        if len(set(self.what)) > 1:
+        if len(set(self.targets)) > 1:
             raise SettingError(
-                "the width is pruned in a step of its own, before or behind heads and ffn",
+                "prune width in a step of its own, before or after heads and ffn",
                 code="settings-conflict",
             )
         if self.budget is not None or self.scope == "global":
             word = "a budget" if self.budget is not None else "scope: global"
             raise SettingError(
-                f"{word} chooses among heads and neurons; of the width say keep", code="unused-setting"
+                f"{word} chooses among heads and neurons; for width give keep_ratio", code="unused-setting"
             )
         return self
 
     @model_validator(mode="after")
     def _channels_alone(self) -> Self:
-        if "channels" not in self.what:
+        if "channels" not in self.targets:
             return self
-        if len(set(self.what)) > 1:
+        if len(set(self.targets)) > 1:
             raise SettingError(
-                "channels of convolutions are pruned in a step of their own", code="settings-conflict"
+                "prune channels of convolutions in a step of their own", code="settings-conflict"
             )
         if self.budget is not None:
             raise SettingError(
-                "a budget chooses among heads and neurons; of channels say keep and scope",
+                "a budget chooses among heads and neurons; for channels give keep_ratio and scope",
                 code="unused-setting",
             )
-        if self.compensate and "compensate" in self.model_fields_set:
+        if self.reconstruct and "reconstruct" in self.model_fields_set:
             raise SettingError(
-                "compensate refits linear layers, and channels are of convolutions; remove it",
+                "reconstruct refits linear layers, and channels belong to convolutions; remove it",
                 code="unused-setting",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _of_what_goes(self) -> Self:
-        for kind in ("heads", "ffn"):
-            if kind not in self.what and getattr(self, f"keep_{kind}") is not None:
-                raise SettingError(
-                    f"keep_{kind} means nothing where what does not name {kind}; it is"
-                    f" [{', '.join(self.what)}]. Write what: [heads, ffn], or leave keep_{kind} out",
-                    code="unused-setting",
-                )
         return self
 
     @model_validator(mode="after")
@@ -191,12 +197,13 @@ class PruneSettings(Settings):
         both = sorted(self.model_fields_set.intersection(_INSTEAD))
         if both:
             raise SettingError(
-                f"a budget says how many units stay; remove {' and '.join(both)}", code="settings-conflict"
+                f"a budget decides how many units are kept; remove {' and '.join(both)}",
+                code="settings-conflict",
             )
-        if self.importance == "magnitude" and len(set(self.what)) > 1:
+        if self.importance == "magnitude" and len(set(self.targets)) > 1:
             raise SettingError(
-                "weights alone do not say what a head is worth beside a neuron, which a budget asks; take"
-                " importance: taylor or fisher, or one kind in what",
+                "importance: magnitude cannot compare heads with neurons, as a budget needs; use importance:"
+                " taylor or fisher, or one target",
                 code="wrong-importance",
             )
         return self

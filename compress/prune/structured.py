@@ -35,15 +35,15 @@ class Prune:
     feed-forward product. T5's position bias is one table for all layers: each gets its own, then.
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
     follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads. With a budget
-    (parameters, operations, measured latency) heads and neurons of all layers compete, each by its
-    importance for what it costs. `what: [width]` takes channels of the hidden states instead, and
-    `what: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms. Behind
+    (parameters, flops, measured latency) heads and neurons of all layers compete, each by its
+    importance for what it costs. `targets: [width]` takes channels of the hidden states instead, and
+    `targets: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms. Behind
     `quantize` codes and scales of what is left stay.
 
-        - prune: {what: [ffn], keep: 0.5, importance: taylor}
-        - prune: {budget: {latency: 0.6, length: 32}}
-        - prune: {what: [width], keep: 0.75}
-        - prune: {what: [channels], keep: 0.5}
+        - prune: {targets: [ffn], keep_ratio: 0.5, importance: taylor}
+        - prune: {budget: {latency: 0.6, sequence_length: 32}}
+        - prune: {targets: [width], keep_ratio: 0.75}
+        - prune: {targets: [channels], keep_ratio: 0.5}
         - distill: {epochs: 1}
     """
 
@@ -78,8 +78,8 @@ class Prune:
     @classmethod
     def unfit_for_codes(cls, settings: PruneSettings, codes: CodesBefore) -> str | None:
         """Return why no unit can be taken from a quantized model, and what to do; None where it can."""
-        if "channels" in settings.what:
-            chain = f"`- prune: {{what: [channels]}}`, `- quantize: {{scheme: {OBSERVING}}}`"
+        if "channels" in settings.targets:
+            chain = f"`- prune: {{targets: [channels]}}`, `- quantize: {{scheme: {OBSERVING}}}`"
             return f"channels go from convolutions of floats. Put it before the codes: {chain}."
         return codes.units_held(cls.name)
 
@@ -90,19 +90,19 @@ class Prune:
         Compensation takes the rows that there are; without these two it is left out where there are none,
         unless it was asked for by name.
         """
-        if "channels" in settings.what and settings.importance not in ROWS:
+        if "channels" in settings.targets and settings.importance not in ROWS:
             return frozenset()
-        asked = settings.compensate and "compensate" in settings.model_fields_set
+        asked = settings.reconstruct and "reconstruct" in settings.model_fields_set
         needs_none = settings.importance not in ROWS and not asked
-        if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
+        if needs_none and not (settings.reconstruct and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
     @classmethod
     def check_rows(cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
-        if "width" in settings.what and task == SIMILARITY:
-            return [mistake("fixed-width", OF_VECTORS, setting="what")]
+        if "width" in settings.targets and task == SIMILARITY:
+            return [mistake("fixed-width", OF_VECTORS, setting="targets")]
         looks = settings.importance in LOOK
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         return (
@@ -116,8 +116,8 @@ class Prune:
         cls, settings: PruneSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
-        length = settings.budget.length if settings.budget is not None else None
-        mistakes = check_units(settings.what, config) or check_length(length, config)
+        length = settings.budget.sequence_length if settings.budget is not None else None
+        mistakes = check_units(settings.targets, config) or check_length(length, config)
         return mistakes, config if mistakes else narrower(settings, config)
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
@@ -127,9 +127,9 @@ class Prune:
         from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
-            if "width" in settings.what:
+            if "width" in settings.targets:
                 prune_width(src, settings, ctx)
-            elif "channels" in settings.what:
+            elif "channels" in settings.targets:
                 prune_channels(src, settings, ctx)
             else:
                 self._prune(src, settings, ctx)
@@ -151,9 +151,9 @@ class Prune:
             model, edits, codes = load_changeable(src, ctx, self.name)
         before = stored_parameters(model)
         attentions, blocks = find_groups(model)
-        ctx.warnings.extend(heads_that_stay(settings.what, model.config.to_dict()))
-        attentions = attentions if "heads" in settings.what else []
-        blocks = blocks if "ffn" in settings.what else []
+        ctx.warnings.extend(heads_that_stay(settings.targets, model.config.to_dict()))
+        attentions = attentions if "heads" in settings.targets else []
+        blocks = blocks if "ffn" in settings.targets else []
         scores = None
         if streamed is None:
             scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
@@ -163,14 +163,14 @@ class Prune:
         kept = spent.kept if spent else _counts(model, attentions, blocks, scores, settings)
         chosen = _chosen(model, attentions, blocks, scores, kept)
         rows = rows_to_fit(model, src, settings, ctx) if chosen else None
-        ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed, codes)
+        ctx.details["reconstruction_error"] = cut_units(model, edits, chosen, rows, ctx, streamed, codes)
         edits = say_in_config(model, edits)
-        ctx.facts["kept_heads"] = {g.name: g.count(model) for g in attentions}
-        ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
-        ctx.facts["parameters_before"] = before
-        ctx.facts["parameters_after"] = stored_parameters(model)
+        ctx.details["kept_heads"] = {g.name: g.count(model) for g in attentions}
+        ctx.details["kept_neurons"] = {b.name: b.count(model) for b in blocks}
+        ctx.details["parameters_before"] = before
+        ctx.details["parameters_after"] = stored_parameters(model)
         if spent:
-            ctx.facts["budget"] = spent.facts(model)
+            ctx.details["budget"] = spent.details(model)
         if codes is not None:
             edits = codes.put_back(model, edits, ctx)
         if streamed is None:
@@ -224,7 +224,7 @@ def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedM
     if not alone or torch_device(ctx.device) != "cpu":
         return None
     family = find_family(read_json(src.path / "config.json"))
-    if family is not None and family.relative_bias is not None and "heads" in settings.what:
+    if family is not None and family.relative_bias is not None and "heads" in settings.targets:
         return None
     return open_streamed(src.path, ctx.out, settings.dtype)
 
@@ -259,7 +259,9 @@ def _counts(
         from smelt.compress.prune.across import kept_across
 
         among = scores.across_layers()
-        heads = kept_across(among.heads, settings.keep_heads or settings.keep, 1)
-        return heads | kept_across(among.neurons, settings.keep_ffn or settings.keep, settings.round_to)
+        heads = kept_across(among.heads, settings.ratio("heads"), 1) if "heads" in settings.targets else {}
+        if "ffn" not in settings.targets:
+            return heads
+        return heads | kept_across(among.neurons, settings.ratio("ffn"), settings.multiple_of)
     heads = {g.name: heads_kept(g.count(model), settings) for g in attentions}
     return heads | {b.name: neurons_kept(b.count(model), settings) for b in blocks}

@@ -42,7 +42,12 @@ def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> Strea
     That is where layers are compared with each other, scales are moved between them, or ranges of activations
     are found, and with GPTQ where other products than the output layer are outside of all blocks.
     """
-    whole = settings.bits or settings.beside or settings.smooth is not None or AUTO in settings.skip
+    whole = (
+        settings.mixed_precision
+        or settings.correction
+        or settings.smoothquant_alpha is not None
+        or AUTO in settings.exclude
+    )
     if whole or settings.observes or settings.scales_inputs:
         return None
     if settings.method == "gptq" and torch_device(ctx.device) != "cpu":
@@ -72,7 +77,7 @@ def quantize_blocks(
         layers: of it, as planned.
         src: what is read; its rows are those of `ctx`.
         settings: of `open_large`.
-        ctx: its facts get what GPTQ says.
+        ctx: its details get what GPTQ says.
 
     Returns:
         The edits that make room for the result, in the order of `layers`.
@@ -119,8 +124,8 @@ class _Work:
     def by_gptq(self, src: Artifact, ctx: Context) -> None:
         """Let GPTQ decide the codes of products, block by block, and of the head on what they give."""
         model, settings = self.streamed.model, self.settings
-        rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
-        ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+        rows = calibration_rows(model, src, settings.calibration_samples, ctx, "quantize")
+        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
         self.gptq = work = GptqWork(rows, fit_of(settings), ctx)
         tables = {layer.weight for layer in self.layers if not layer.product}
 

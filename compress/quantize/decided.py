@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
 from smelt.compress.quantize.coding import Coder, Fit, nearest_on, plain_fit
 from smelt.compress.quantize.planned import Planned, require_weights
-from smelt.compress.quantize.sensitivity.settings import Budget
+from smelt.compress.quantize.sensitivity.settings import MaxExcluded
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
@@ -58,7 +58,7 @@ def decide(
     if settings.reads_rows and layers:
         return _look(model, layers, src, settings, ctx)
     found = Decided(layers)
-    if settings.beside is not None:
+    if settings.correction is not None:
         found.pairs = _pairs(model, found, None, src, settings, ctx)
     return found
 
@@ -68,25 +68,27 @@ def _look(
 ) -> Decided:
     """Run `model` over real rows."""
     require_weights(layers)
-    rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
-    ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    rows = calibration_rows(model, src, settings.calibration_samples, ctx, "quantize")
+    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     if settings.weighs:
-        _warn_of_few(rows, _WEIGHED, "rows", ctx)
+        _warn_of_few(rows, _WEIGHED, "calibration_samples", ctx)
     found = Decided(layers)
-    if settings.bits is not None:  # first, since scales and ends of ranges are searched for the widths
+    if (
+        settings.mixed_precision is not None
+    ):  # first, since scales and ends of ranges are searched for the widths
         _widths(model, found, rows, src, settings, ctx)
     _fold(model, found, rows, src, settings, ctx)
     if settings.observes:
         _observe(model, found, rows, settings, ctx)
-    if AUTO in settings.skip or settings.observes or settings.smooth is not None:
+    if AUTO in settings.exclude or settings.observes or settings.smoothquant_alpha is not None:
         _measure(model, found, rows, settings, ctx)
     if settings.makes_up:
         from smelt.compress.quantize.methods.gptq import gptq
 
         fit = fit_of(settings)
-        found.codes, found.pairs = gptq(model, found.layers, rows, fit, ctx, settings.beside)
+        found.codes, found.pairs = gptq(model, found.layers, rows, fit, ctx, settings.correction)
         ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # both methods say what rows lack
-    elif settings.beside is not None:
+    elif settings.correction is not None:
         found.pairs = _pairs(model, found, rows, src, settings, ctx)
     return found
 
@@ -103,13 +105,13 @@ def _fold(
     from smelt.compress.quantize.observed import ENOUGH_TOKENS
 
     enough = _ENOUGH_IMAGES if "pixel_values" in rows.batches[0] else ENOUGH_TOKENS
-    if (settings.observes or settings.smooth is not None) and rows.tokens < enough:
+    if (settings.observes or settings.smoothquant_alpha is not None) and rows.tokens < enough:
         ctx.warn("few-calibration-tokens", _too_few(rows, settings))
     kind = stored_types(src.path).of
-    if settings.smooth is not None:
+    if settings.smoothquant_alpha is not None:
         from smelt.compress.quantize.smooth import smooth
 
-        smooth(model, found.layers, rows, settings.smooth, kind, ctx)
+        smooth(model, found.layers, rows, settings.smoothquant_alpha, kind, ctx)
     if settings.scales_inputs:
         from smelt.compress.quantize.methods.awq import awq
 
@@ -151,8 +153,8 @@ def _widths(
     """Give each layer its bits."""
     from smelt.compress.quantize.sensitivity.mixed import choose_widths
 
-    few, plain = rows.some(settings.damage_rows), coders(settings, {})
-    _warn_of_few(few, _DAMAGE, "damage_rows and rows", ctx)
+    few, plain = rows.some(settings.sensitivity_samples), coders(settings, {})
+    _warn_of_few(few, _DAMAGE, "sensitivity_samples and calibration_samples", ctx)
     found.layers = choose_widths(model, found.layers, few, src, settings, plain, ctx)
 
 
@@ -162,14 +164,14 @@ def _measure(
     """Find the damage of each layer, and which of them stay float for it."""
     from smelt.compress.quantize.sensitivity.damage import damages, sensitive
 
-    if not settings.damage_rows:
+    if not settings.sensitivity_samples:
         return
-    few = rows.some(settings.damage_rows)
-    _warn_of_few(few, _DAMAGE, "damage_rows and rows", ctx)
+    few = rows.some(settings.sensitivity_samples)
+    _warn_of_few(few, _DAMAGE, "sensitivity_samples and calibration_samples", ctx)
     harm = damages(model, found.layers, found.ranges, few, ctx)
-    ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
-    ctx.facts["damage_rows"] = few.rows
-    stay = sensitive(harm, settings.budget or Budget()) if AUTO in settings.skip else []
+    ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
+    ctx.details["sensitivity_samples"] = few.rows
+    stay = sensitive(harm, settings.max_excluded or MaxExcluded()) if AUTO in settings.exclude else []
     found.layers = [layer for layer in found.layers if layer.name not in stay]
 
 
@@ -189,11 +191,11 @@ def _pairs(
 
 
 def tell_of_pairs(found: Decided, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
-    """Say in the facts and warnings what stands beside the codes."""
+    """Say in the details and warnings what stands beside the codes."""
     from smelt.compress.quantize.low_rank import facts_of_pairs, pairs_that_save_nothing
 
-    assert settings.beside is not None
-    ctx.facts["low_rank"] = facts_of_pairs(found.layers, found.pairs, settings.beside.rank)
+    assert settings.correction is not None
+    ctx.details["low_rank_correction"] = facts_of_pairs(found.layers, found.pairs, settings.correction.rank)
     stored = 8 * stored_types(src.path).common.itemsize
     coded = bits_per_weight(SCHEMES[settings.scheme], settings.options(settings.scheme))
     ctx.warnings.extend(pairs_that_save_nothing(found.layers, found.pairs, coded, stored))
@@ -207,7 +209,7 @@ def fit_of(settings: QuantizeSettings) -> Fit:
     if settings.method == "hqq":
         return half_quadratic_grid
     if settings.clip == "percentile":
-        return partial(percentile_grid, settings.percentile)
+        return partial(percentile_grid, settings.calibration_percentile)
     return searched_grid if settings.clip == "mse" else plain_fit
 
 
@@ -241,6 +243,6 @@ def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
         what, why = "largest activations of each channel", "other texts may have larger ones"
     return (
         f"Only {count(rows.tokens, 'calibration token')} ({count(rows.rows, 'sample')} of {rows.origin}) for"
-        f" the {what}; {why}. Use {ENOUGH_TOKENS:,} tokens or more: increase rows, or add data:"
-        " {calibration: FILE}."
+        f" the {what}; {why}. Use {ENOUGH_TOKENS:,} tokens or more: increase calibration_samples, or add"
+        " data: {calibration: FILE}."
     )

@@ -35,7 +35,7 @@ from smelt.compress.factorize.svd import Metric, factors
 from smelt.compress.factorize.whitened import whitened
 from smelt.compress.quantize.coding import Coder
 from smelt.compress.quantize.planned import Planned, output_layer
-from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
@@ -70,7 +70,7 @@ def joint(
     weight: Tensor,
     decide: Callable[[Tensor], Codes],
     values: Callable[[Codes], Tensor],
-    settings: LowRank,
+    settings: LowRankCorrection,
     metric: Metric,
 ) -> Joint:
     """Return codes and a pair for `weight`, float32 [N, K].
@@ -87,7 +87,7 @@ def joint(
     whole = metric.error_of(weight - values(alone))
     codes, found = alone, []
     best: tuple[float, Codes, Tensor, Tensor] | None = None
-    if settings.begin == "pair":
+    if settings.init == "svd":
         up, down = _pair(weight, rank, metric)
         codes = decide(weight - up @ down)
     for turn in range(settings.iterations):
@@ -108,20 +108,20 @@ def _pair(weight: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
     return up.float(), down.float()
 
 
-def metric_of(settings: LowRank, seen: InputStatistics | None) -> Metric:
+def metric_of(settings: LowRankCorrection, seen: InputStatistics | None) -> Metric:
     """Return in what the pair of a layer is nearest; the weights, where nothing was seen of its inputs.
 
     Raises:
         InputError: its inputs are not finite.
     """
-    if settings.error == "weights" or seen is None or not seen.tokens:
+    if settings.objective == "weights" or seen is None or not seen.tokens:
         return Metric()
     if not bool(seen.squares.isfinite().all()):
         raise InputError(
             "its inputs are not finite. The training before it has probably diverged.",
             code="non-finite-activations",
         )
-    if settings.error == "inputs":
+    if settings.objective == "inputs":
         return activation_aware(seen.magnitudes / seen.tokens, 1.0)
     assert seen.second is not None
     return whitened(seen.second, seen.sums, seen.tokens, bias=False)
@@ -155,7 +155,7 @@ def pairs_beside(
     Args:
         model: float32, in eval mode, on the CPU.
         layers: of it, as planned.
-        settings: with `low_rank`.
+        settings: with `low_rank_correction`.
         coder: decides codes.
         rows: what the model reads; None where nothing is looked at.
         src: which the model was read from.
@@ -167,15 +167,15 @@ def pairs_beside(
     Raises:
         InputError: what a layer is fed is not finite.
     """
-    wanted, low_rank = with_pairs(model, layers), settings.beside
+    wanted, low_rank = with_pairs(model, layers), settings.correction
     assert low_rank is not None
     made: dict[int, Joint] = {}
     with ExitStack() as stack:
         seen: Mapping[str, InputStatistics] = {}
         if settings.weighs and rows is not None and wanted:
             single = {layer.name: [layer.module] for layer in wanted}
-            second = low_rank.error == "outputs"
-            if settings.smooth is None:
+            second = low_rank.objective == "outputs"
+            if settings.smoothquant_alpha is None:
                 kept = kept_statistics(model, rows, single, ctx, of=src.key, second=second)
             else:  # it is not the model that was stored any more
                 kept = collected(model, rows, single, ctx, second=second)
@@ -186,7 +186,9 @@ def pairs_beside(
     return made
 
 
-def _joint_of(layer: Planned, low_rank: LowRank, coder: Coder, seen: InputStatistics | None) -> Joint:
+def _joint_of(
+    layer: Planned, low_rank: LowRankCorrection, coder: Coder, seen: InputStatistics | None
+) -> Joint:
     scheme, weight = find(layer.scheme), layer.module.weight.detach().float().cpu()
     try:
         metric = metric_of(low_rank, seen)
@@ -240,9 +242,9 @@ def pairs_that_save_nothing(
     return [
         warning(
             "no-size-reduction",
-            f"low_rank: the correction of {len(vain)} of {len(made)} layers needs as many bytes as"
+            f"low_rank_correction: the correction of {len(vain)} of {len(made)} layers needs as many bytes as"
             f" quantization saves ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}). Lower"
-            " the rank, or keep these layers float with skip.",
-            setting="low_rank",
+            " the rank, or keep these layers float with exclude.",
+            setting="low_rank_correction",
         )
     ]

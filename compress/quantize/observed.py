@@ -31,7 +31,7 @@ def ranges_of(
         model: in eval mode.
         layers: of it; those that do not observe are left out.
         rows: what the model reads, twice where values are counted.
-        settings: its `range` and `percentile`.
+        settings: its `calibration_method` and `calibration_percentile`.
         ctx: its `progress` is told.
 
     Raises:
@@ -70,7 +70,7 @@ def seen_by(
         modules: of it; those of one key have one range.
         names: by key what messages call them.
         rows: what the model reads, twice where values are counted.
-        settings: its `range` and `percentile`.
+        settings: its `calibration_method` and `calibration_percentile`.
         ctx: its `progress` is told.
 
     Raises:
@@ -87,12 +87,14 @@ def seen_by(
             )
     reached = {key: seen for key, seen in extremes.items() if seen.rows}
     signed = {key: bool(seen.low < 0) for key, seen in reached.items()}
-    if settings.range == "minmax":
+    if settings.calibration_method == "minmax":
         return {key: Seen(float(seen.largest), signed[key]) for key, seen in reached.items()}
-    counted = {key: Histogram(settings.range, seen) for key, seen in reached.items()}
+    counted = {key: Histogram(settings.calibration_method, seen) for key, seen in reached.items()}
 
     def count(key: str, x: Tensor) -> None:
         counted[key].see(x)
 
     observe(model, rows, {key: modules[key] for key in reached}, count, ctx)
-    return {key: Seen(found.cut(settings.percentile), signed[key]) for key, found in counted.items()}
+    return {
+        key: Seen(found.cut(settings.calibration_percentile), signed[key]) for key, found in counted.items()
+    }

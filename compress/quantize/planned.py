@@ -12,7 +12,7 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.labels import CLASSIFIERS
 from smelt.families.registry import family_of
-from smelt.runtime.schemes.registry import SCHEMES, written
+from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Value
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[Planned]:
             found.append(Planned(module, names[0], settings.scheme, options, product=True))
             continue
         if product:
-            if module is head and not settings.head:
+            if module is head and not settings.output_layer:
                 continue
         elif not (is_table(module) and settings.embeddings and id(module.weight) in words):
             continue
@@ -134,7 +134,7 @@ def quantize_layers(
         weight = layer.weight  # replacing the module may free its memory for another one
         new = quantized(layer, ranges, coder_of(layer))
         first_name, first = done.setdefault(weight, (layer.name, new))
-        told = written(SCHEMES[layer.scheme], layer.options)
+        told = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **told}
         replace_layer(model, edits, layer.name, new, edit)
         if not layer.signed:

@@ -65,12 +65,11 @@ from smelt.runtime.models.structure import (
     replace_module,
 )
 from smelt.runtime.schemes.parts.groups import groups_of
-from smelt.runtime.schemes.registry import written
 from smelt.runtime.schemes.scheme import Codes, Grid
 
 # Rounds weights, float [N, k], of a layer that is fed `InputStatistics`; returns what their codes stand for.
 Round: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]
-_AGAIN = ("nearest", "hqq")  # methods whose codes the float weights of before say as well
+_AGAIN = ("rtn", "hqq")  # methods whose codes the float weights of before say as well
 _OPS = ("quantize", "adapter", "scale")
 
 
@@ -156,8 +155,8 @@ class CodesAside:
     def put_back(self, model: nn.Module, edits: list[Edit], ctx: Context) -> list[Edit]:
         """Give the layers of `model` their codes back, in place; return the edits of the result.
 
-        `ctx.facts["codes_kept"]` says which fraction of the codes that are left stand for what they did,
-        `ctx.facts["requantized_layers"]` which layers got scales again.
+        `ctx.details["codes_kept"]` says which fraction of the codes that are left stand for what they did,
+        `ctx.details["requantized_layers"]` which layers got scales again.
         """
         edits = list(edits)
         done: dict[int, tuple[str, Matrix]] = {}
@@ -165,9 +164,9 @@ class CodesAside:
         for layer in self._layers:
             edits += self._one(model, layer, done, floats)
         if self._count:
-            ctx.facts["codes_kept"] = round(self._same / self._count, 4)
+            ctx.details["codes_kept"] = round(self._same / self._count, 4)
         if self._again:
-            ctx.facts["requantized_layers"] = self._again
+            ctx.details["requantized_layers"] = self._again
         self._floats = floats
         return edits
 
@@ -180,7 +179,7 @@ class CodesAside:
         for name, module in model.named_modules(remove_duplicate=False):
             if is_quantized(module) and id(module.matrix) not in {id(m) for _, m in found.values()}:
                 found[name] = (known[id(module.matrix)], module.matrix)
-        ctx.facts["latent_bytes"] = write_latents({n: weight for n, (weight, _) in found.items()}, ctx.out)
+        ctx.details["latent_bytes"] = write_latents({n: weight for n, (weight, _) in found.items()}, ctx.out)
 
     def take(self, model: nn.Module, everywhere: bool, base: Mapping[int, Tensor] | None) -> None:
         """Let layers of codes be floats, in place.
@@ -245,7 +244,7 @@ class CodesAside:
             new.bias.data = old.bias.detach().clone()
         if keeps_zeros(old):
             keep_zeros(new)
-        told = written(matrix.scheme, matrix.options)
+        told = dict(matrix.options)
         edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **told}
         replace_layer(model, edits, inner, new.train(old.training), edit)
         if id(matrix) in done:

@@ -58,7 +58,7 @@ def smooth(
 ) -> None:
     """Smooth every group of `model` whose products become codes with one scale for their activations.
 
-    `ctx.facts["smoothed"]` says by norm how far its largest channel stood above the median one, before and
+    `ctx.details["smoothed"]` says by norm how far its largest channel stood above the median one, before and
     after; `ctx.warnings` which norms were left as they are.
 
     Args:
@@ -77,7 +77,7 @@ def smooth(
     groups = [group_of(model, feed) for feed in feeds if feed.foldable]
     largest = _largest(model, rows, groups, ctx) if groups else {}
     names = names_of(model)
-    facts: dict[str, dict[str, float]] = {}
+    details: dict[str, dict[str, float]] = {}
     for group in groups:
         if group.norm not in largest:
             continue
@@ -86,9 +86,9 @@ def smooth(
         norm = model.get_submodule(group.norm)
         wanted = scales(seen, weights.amax(dim=0), alpha)
         done = divide(model, group, wanted, kind([f"{name}.weight" for name in names[norm]]))
-        facts[group.norm] = {"outliers_before": _outliers(seen), "outliers_after": _outliers(seen / done)}
-    ctx.facts["smoothed"] = facts
-    ctx.warnings.extend(_left(feeds, facts))
+        details[group.norm] = {"outliers_before": _outliers(seen), "outliers_after": _outliers(seen / done)}
+    ctx.details["smoothed"] = details
+    ctx.warnings.extend(_left(feeds, details))
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
@@ -203,15 +203,16 @@ def _left(feeds: Sequence[NormFeed], smoothed: Collection[str]) -> list[Message]
         return [
             warning(
                 "nothing-smoothed",
-                "smooth: no norm is followed by a quantized linear layer; nothing is smoothed.",
-                setting="smooth",
+                "smoothquant_alpha: no norm is followed by a quantized linear layer; nothing is smoothed.",
+                setting="smoothquant_alpha",
             )
         ]
     return [
         warning(
             "norms-not-smoothed",
-            f"smooth: {len(norms)} of {len(feeds)} norms are unchanged, because {why}: {_some(norms)}.",
-            setting="smooth",
+            f"smoothquant_alpha: {len(norms)} of {len(feeds)} norms are unchanged, because {why}:"
+            f" {_some(norms)}.",
+            setting="smoothquant_alpha",
         )
         for why, norms in reasons.items()
     ]

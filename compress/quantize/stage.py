@@ -30,7 +30,7 @@ class Quantize:
     stay one. Where a scheme needs training afterwards, put `distill` after this step: it trains through the
     codes.
 
-        - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
+        - quantize: {scheme: int8-dynamic, exclude: ["*.lm_head"]}
         - quantize: {scheme: int8-dynamic, granularity: tensor}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: int4, method: gptq, clip: mse}
@@ -38,14 +38,14 @@ class Quantize:
         - quantize: {scheme: int2, method: awq-gptq}
         - quantize: {scheme: int4, method: hqq}
         - quantize: {scheme: int2, method: gptq, group_size: 32, symmetric: false}
-        - quantize: {scheme: ternary, granularity: row}
-        - quantize: {scheme: int4, low_rank: {rank: 32, iterations: 5}}
+        - quantize: {scheme: ternary, granularity: channel}
+        - quantize: {scheme: int4, low_rank_correction: {rank: 32, iterations: 5}}
         - quantize: {scheme: binary, group_size: 64}
-        - quantize: {scheme: int8-static, range: percentile, skip: auto}
-        - quantize: {scheme: int8-static, smooth: 0.5}
+        - quantize: {scheme: int8-static, exclude: auto}
+        - quantize: {scheme: int8-static, smoothquant_alpha: 0.5}
         - quantize: {scheme: int8-static}   # convolutions of a ResNet, too
         - quantize: {scheme: bnb-nf4}
-        - quantize: {bits: {budget: 4.5}, method: gptq}
+        - quantize: {mixed_precision: {target_bits: 4.5}, method: gptq}
     """
 
     name: ClassVar[str] = "quantize"
@@ -55,11 +55,12 @@ class Quantize:
     source: ClassVar[str] = "; ".join(
         [
             *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
-            "smooth: Xiao et al. 2023, arXiv:2211.10438",
+            "smoothquant_alpha: Xiao et al. 2023, arXiv:2211.10438",
             "gptq: Frantar et al. 2023, arXiv:2210.17323",
             "awq: Lin et al. 2023, arXiv:2306.00978",
             "hqq: Badri & Shaji 2023, https://mobiusml.github.io/hqq_blog/",
-            "low_rank: LoftQ, Li et al. 2023, arXiv:2310.08659; LQER, Zhang et al. 2024, arXiv:2402.02446;"
+            "low_rank_correction: LoftQ, Li et al. 2023, arXiv:2310.08659; LQER, Zhang et al. 2024,"
+            " arXiv:2402.02446;"
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
@@ -76,7 +77,7 @@ class Quantize:
     @classmethod
     def leaves(cls, settings: QuantizeSettings) -> frozenset[str]:
         """Return what later steps may lose: codes that are not the nearest."""
-        plain = settings.method == "nearest" and settings.clip == "none"
+        plain = settings.method == "rtn" and settings.clip == "none"
         return frozenset() if plain else frozenset({"codes"})
 
     @classmethod
@@ -84,14 +85,19 @@ class Quantize:
         """Return what it needs: rows where activations are looked at, for calibration if there are any."""
         if not settings.reads_rows:
             return frozenset()
-        scored: set[Need] = {"validation"} if settings.bits and settings.bits.max_drop is not None else set()
+        scored: set[Need] = (
+            {"validation"}
+            if settings.mixed_precision and settings.mixed_precision.max_drop is not None
+            else set()
+        )
         return frozenset(scored | ({"calibration"} if "calibration" in given else {"train"}))
 
     @classmethod
     def metrics_named(cls, settings: QuantizeSettings) -> list[tuple[str, str]]:
         """Return the metrics that are asked for by name, with the setting: the recipe must score them."""
-        bits = settings.bits
-        return [("bits.metric", bits.metric)] if bits is not None and bits.metric is not None else []
+        mixed = settings.mixed_precision
+        metric = mixed.metric if mixed is not None else None
+        return [("mixed_precision.metric", metric)] if metric is not None else []
 
     @classmethod
     def check_model(
@@ -140,23 +146,23 @@ class Quantize:
             )
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(
-                f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.",
+                f"quantize: the patterns in exclude {settings.exclude} leave no layer to quantize.",
                 code="no-layer-selected",
-                setting="skip",
+                setting="exclude",
             )
         kept = unused_patterns(model, settings.patterns)
         if kept:
-            ctx.warn("unknown-layer", f"skip: no layer matches {', '.join(kept)}.")
+            ctx.warn("unknown-layer", f"exclude: no layer matches {', '.join(kept)}.")
         used = {edit["scheme"] for edit in new if edit["op"] == "quantize"}
         ctx.warnings.extend(two_bits(used) if settings.method == "hqq" else [])
         stored = stored_types(src.path).common.itemsize
-        ctx.facts.update(facts_of(model, stored), bytes_before=weight_bytes(src.path))
+        ctx.details.update(facts_of(model, stored), bytes_before=weight_bytes(src.path))
         ctx.warnings.extend(codes_that_save_nothing(model, stored))
         written = (
             streamed.finish(edits + new) if streamed else save_model(model, edits + new, ctx.out, src.path)
         )
         ctx.warnings.extend(written)
-        ctx.facts["bytes_after"] = weight_bytes(ctx.out)
+        ctx.details["bytes_after"] = weight_bytes(ctx.out)
 
 
 def _quantize_whole(
@@ -184,22 +190,22 @@ def unfit_for_convolutions(settings: QuantizeSettings, lack: str) -> list[Messag
     """Return what of the settings no network of convolutions can have, by setting; lack: what it has not."""
     fit = [name for name, scheme in SCHEMES.items() if scheme.convolutions]
     take = f"{lack}; take scheme: {' or '.join(fit)}, which codes convolutions."
-    if settings.bits is not None:
-        return [mistake("does-not-fit-model", take, setting="bits")]
+    if settings.mixed_precision is not None:
+        return [mistake("does-not-fit-model", take, setting="mixed_precision")]
     if settings.scheme not in fit:
         return [mistake("unsupported-scheme", take, setting="scheme")]
     alone = f"{lack}, and this is of linear layers; leave it out."
     asked = {
-        "method": settings.method != "nearest",
-        "smooth": settings.smooth is not None,
-        "low_rank": settings.beside is not None,
+        "method": settings.method != "rtn",
+        "smoothquant_alpha": settings.smoothquant_alpha is not None,
+        "low_rank_correction": settings.correction is not None,
     }
     return [mistake("does-not-fit-model", alone, setting=name) for name, found in asked.items() if found]
 
 
 def _help_of(scheme: Scheme) -> str:
     other = scheme.vocabulary
-    tables = f"; embeddings and output layer become {other} unless vocabulary says otherwise" if other else ""
+    tables = f"; embeddings and output layer become {other} unless embedding_scheme is given" if other else ""
     packages = " and ".join(f"{name} {oldest}" for name, oldest in scheme.packages.items())
     needs = f"; needs the package {packages} or later" if packages else ""
     return f"{scheme.name}: {scheme.summary}{tables}{needs}."
@@ -261,7 +267,7 @@ def codes_that_save_nothing(model: Any, stored: int) -> list[Message]:
             "no-size-reduction",
             f"Quantizing {len(vain)} of {len(places)} matrices saves nothing, because their rows are shorter"
             f" than a group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}). Use smaller"
-            " groups or another scheme, or keep them float with skip.",
+            " groups or another scheme, or keep them float with exclude.",
         )
     ]
 

@@ -197,11 +197,11 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
         if doubt is not None:
             ctx.warnings.append(doubt)
         if kept is not None:
-            ctx.facts["latent_weights"] = "kept"
+            ctx.details["latent_weights"] = "kept"
             put_latent(model, None, kept)
             return model, edits
         found = _float_parent(src, ctx.ancestors)
-        ctx.facts["latent_weights"] = found[0] if found else "codes"
+        ctx.details["latent_weights"] = found[0] if found else "codes"
         floats = load_model(found[1].path)[0] if found else None
         if floats is not None:
             if any(edit.get("op") == "fold" for edit in edits):
@@ -306,7 +306,7 @@ def _weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
 def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSettings, ctx: Context) -> None:
     """Write a trained model into `ctx.out`, its codes decided, and beside it the float weights behind them.
 
-    `ctx.facts["latent_bytes"]` says how large these are, `ctx.facts["bits_per_weight"]` what codes take.
+    `ctx.details["latent_bytes"]` says how large these are, `ctx.details["bits_per_weight"]` what codes take.
 
     Args:
         model: as `load_trainable` gave it, trained; afterwards its quantized layers are back.
@@ -318,15 +318,15 @@ def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSet
     weights = settle(model, ctx)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src, settings.dtype))
     if any(is_quantized(module) for module in model.modules()):
-        ctx.facts["bits_per_weight"] = coded_bits(model, stored_types(ctx.out).common.itemsize)
+        ctx.details["bits_per_weight"] = coded_bits(model, stored_types(ctx.out).common.itemsize)
     if weights and settings.keeps_weights:
-        ctx.facts["latent_bytes"] = write_latents(weights, ctx.out)
+        ctx.details["latent_bytes"] = write_latents(weights, ctx.out)
 
 
 def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
     """Decide codes and scales from the trained weights, and put the quantized layers back in place.
 
-    `ctx.facts["codes_changed"]` says which fraction of all codes is another than before.
+    `ctx.details["codes_changed"]` says which fraction of all codes is another than before.
 
     Returns:
         The float weights of each matrix, float32 [N, K], by the first name of a layer with it.
@@ -341,7 +341,7 @@ def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
         now = {id(m.home.matrix): _codes(m.home.matrix) for _, m in latents}
         changed = sum(int((now[place] != before[place]).sum()) for place in before)
         total = sum(codes.numel() for codes in before.values())
-        ctx.facts["codes_changed"] = round(changed / max(1, total), 4)
+        ctx.details["codes_changed"] = round(changed / max(1, total), 4)
     return dict(weights.values())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.float_model import load_float, stored_parameters
-from smelt.compress.share.settings import ShareSettings
+from smelt.compress.share.settings import ShareWeightsSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 _DEFAULT_EVERY = 2
 
 
-class Share:
+class ShareWeights:
     """Let neighbouring layers share the weights of their linear layers; norms stay each layer's own.
 
     Saves bytes and not time: as many layers are computed as before. Shared weights are stored once, in
     files and in graphs, and trained, pruned, factorized and quantized as the one thing that they are.
     Layers of a trained model are not interchangeable, so quality falls by much at once; follow with
-    distill (or finetune). With a difference, each layer keeps a thin product and its bias of its own beside
-    what is shared, by singular value decomposition; training then trains both.
+    distill (or finetune). With low_rank_delta each layer adds a low-rank matrix and a bias of its own to
+    the shared weights, by singular value decomposition; training then trains both.
 
-        - share: {what: [ffn], every: 2, keep_ends: true}
-        - share: {take: mean, difference: {rank: 16}}
+        - share-weights: {targets: [ffn], exclude_first_and_last: true}
+        - share-weights: {init_from: mean, low_rank_delta: {rank: 16}}
         - distill: {epochs: 1}
     """
 
-    name: ClassVar[str] = "share"
+    name: ClassVar[str] = "share-weights"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = (
         "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); ends kept: Subformer, Reid"
         " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020,"
-        " arXiv:1909.11942; difference: Relaxed Recursive Transformers, Bae et al. 2024, arXiv:2410.20672"
+        " arXiv:1909.11942; low_rank_delta: Relaxed Recursive Transformers, Bae et al. 2024, arXiv:2410.20672"
     )
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
-    settings_type: ClassVar[type[ShareSettings]] = ShareSettings
+    settings_type: ClassVar[type[ShareWeightsSettings]] = ShareWeightsSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
-    def spoils(cls, settings: ShareSettings) -> Mapping[str, str]:
+    def spoils(cls, settings: ShareWeightsSettings) -> Mapping[str, str]:
         """Return what of the steps before it is in its way, or lost.
 
         Layers of different sizes are not shared; what stands for layers with zeros has none.
@@ -62,21 +62,21 @@ class Share:
             "zeros": "what layers share beside their differences is dense, and so are these: the zeros of"
             " '{step}' are lost; share before '{step}'"
         }
-        return (zeros if settings.difference is not None else {}) | {
+        return (zeros if settings.low_rank_delta is not None else {}) | {
             "widths": "'{step}' leaves layers of different sizes, which stay apart; share before '{step}',"
             " which then cuts those that are shared as one"
         }
 
     @classmethod
-    def holds_units(cls, settings: ShareSettings) -> str | None:
+    def holds_units(cls, settings: ShareWeightsSettings) -> str | None:
         """Return why no head and no neuron can be cut from what it leaves; None where it can."""
-        if settings.difference is None:
+        if settings.low_rank_delta is None:
             return None
         return "its layers share a matrix beside their differences, so that what goes from one goes from all"
 
     @classmethod
     def check_model(
-        cls, settings: ShareSettings, config: Mapping[str, Any]
+        cls, settings: ShareWeightsSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         family = FAMILIES.get(str(config.get("model_type")))
@@ -94,26 +94,26 @@ class Share:
         ]
         return found, config
 
-    def __call__(self, src: Artifact, settings: ShareSettings, ctx: Context) -> None:
+    def __call__(self, src: Artifact, settings: ShareWeightsSettings, ctx: Context) -> None:
         """Share weights among the layers of `src` and write the model to `ctx.out`."""
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import save_model
 
         with threads(ctx.threads):
             model, edits = load_float(src, self.name)
-            ctx.facts["parameters_before"] = stored_parameters(model)
+            ctx.details["parameters_before"] = stored_parameters(model)
             lost: dict[str, float] = {}
             shared, apart = share_layers(model, edits, settings, lost)
-            ctx.facts["parameters_after"] = stored_parameters(model)
-            if settings.difference is not None:
-                ctx.facts["lost"] = lost
-            ctx.facts["groups"] = shared
+            ctx.details["parameters_after"] = stored_parameters(model)
+            if settings.low_rank_delta is not None:
+                ctx.details["lost"] = lost
+            ctx.details["groups"] = shared
             ctx.warnings.extend(apart)
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
 def share_layers(
-    model: Any, edits: list[Edit], settings: ShareSettings, lost: dict[str, float] | None = None
+    model: Any, edits: list[Edit], settings: ShareWeightsSettings, lost: dict[str, float] | None = None
 ) -> tuple[dict[str, list[list[int]]], list[Message]]:
     """Share weights among the layers of `model` in place; append what changed to `edits`.
 
@@ -131,14 +131,14 @@ def share_layers(
 
     if family_of(model) is None:
         raise InputError(
-            f"share: the layers of {article(model.config.model_type)} model are not known."
+            f"share-weights: the layers of {article(model.config.model_type)} model are not known."
             f" Known: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
-    mistakes, _ = Share.check_model(settings, model.config.to_dict())
+    mistakes, _ = ShareWeights.check_model(settings, model.config.to_dict())
     if mistakes:
         raise InputError(
-            f"share: {'; '.join(one.message for one in mistakes)}.",
+            f"share-weights: {'; '.join(one.message for one in mistakes)}.",
             code=mistakes[0].code,
             setting=mistakes[0].setting,
             found=mistakes,
@@ -167,7 +167,7 @@ def share_layers(
                     warning(
                         "no-part-in-common",
                         f"The {name} {said} are not shared: an earlier step removed parts, and no two have"
-                        f" one of what: {settings.what} in common.",
+                        f" one of targets: {settings.targets} in common.",
                     )
                 )
             for parts in there:
@@ -175,10 +175,10 @@ def share_layers(
     return shared, notes
 
 
-def grouped(layers: int, settings: ShareSettings) -> list[list[int]]:
+def grouped(layers: int, settings: ShareWeightsSettings) -> list[list[int]]:
     """Return the numbers of `layers` layers in groups of neighbours; one that stays alone is a group."""
-    every = settings.every or _DEFAULT_EVERY
-    first = 1 if settings.keep_ends else 0
+    every = settings.group_size or _DEFAULT_EVERY
+    first = 1 if settings.exclude_first_and_last else 0
     inner = range(first, layers - first)
     groups: dict[int, list[int]] = {}
     for place, number in enumerate(inner):
@@ -192,15 +192,15 @@ def grouped(layers: int, settings: ShareSettings) -> list[list[int]]:
     return sorted([*groups.values(), *ends])
 
 
-def _parts(blocks: list[Block], settings: ShareSettings) -> list[list[tuple[str, ...]]]:
+def _parts(blocks: list[Block], settings: ShareWeightsSettings) -> list[list[tuple[str, ...]]]:
     """Return what can be shared: for each part of a block, the names of its products in every block."""
     found: list[list[tuple[str, ...]]] = []
-    if "attention" in settings.what:
+    if "attention" in settings.targets:
         for kind in blocks[0].stack.attentions:
             ends = f".{kind.query}"
             there = [[a.products for a in block.attentions if a.query.endswith(ends)] for block in blocks]
             found.append([products for each in there for products in each])
-    if "ffn" in settings.what:
+    if "ffn" in settings.targets:
         feeds = [block.feed_forward for block in blocks]
         found.append([feed.products for feed in feeds if feed is not None])
     return [parts for parts in found if len(parts) > 1]  # a part that was skipped shares nothing
@@ -210,13 +210,13 @@ def _share(
     model: Any,
     edits: list[Edit],
     parts: list[tuple[str, ...]],
-    settings: ShareSettings,
+    settings: ShareWeightsSettings,
     lost: dict[str, float],
 ) -> list[Message]:
     """Share the products of one part of several blocks, all or none; return why not."""
     from smelt.runtime.models.structure import replace_layer
 
-    take = settings.take
+    take = settings.init_from
     code, reason = _reason(model, parts, settings)
     if code is not None:
         return [warning(code, f"{parts[0][0]} ... {parts[-1][-1]} are not shared: {reason}.")]
@@ -228,7 +228,7 @@ def _share(
             )
         ]
     for names in zip(*parts, strict=True):
-        if settings.difference is not None:
+        if settings.low_rank_delta is not None:
             _divide(model, edits, names, settings, lost)
             continue
         owner = model.get_submodule(names[0])
@@ -241,7 +241,11 @@ def _share(
 
 
 def _divide(
-    model: Any, edits: list[Edit], names: tuple[str, ...], settings: ShareSettings, lost: dict[str, float]
+    model: Any,
+    edits: list[Edit],
+    names: tuple[str, ...],
+    settings: ShareWeightsSettings,
+    lost: dict[str, float],
 ) -> None:
     """Let the products `names` share a matrix beside a difference of each; those that are one stay so."""
     import torch
@@ -249,15 +253,15 @@ def _divide(
     from smelt.compress.share.difference import divide
     from smelt.runtime.models.structure import replace_layer
 
-    assert settings.difference is not None
-    rank, iterations = settings.difference.rank, settings.difference.iterations
+    assert settings.low_rank_delta is not None
+    rank, iterations = settings.low_rank_delta.rank, settings.low_rank_delta.iterations
     own = {model.get_submodule(name): name for name in reversed(names)}  # by module its first name
     layers = list(reversed(own))
     if len(layers) == 1:
         return
     weights = [layer.weight.detach() for layer in layers]
     start = {"first": weights[0], "last": weights[-1], "mean": torch.stack(weights).double().mean(dim=0)}
-    made, off = divide(layers, start[settings.take], rank, iterations)
+    made, off = divide(layers, start[settings.init_from], rank, iterations)
     lost[names[0]] = float(f"{off:.3g}")
     for layer, new in zip(layers, made, strict=True):
         edit = {"op": "difference", "module": own[layer], "rank": new.rank}
@@ -268,7 +272,7 @@ def _divide(
 
 
 def _reason(
-    model: Any, parts: list[tuple[str, ...]], settings: ShareSettings
+    model: Any, parts: list[tuple[str, ...]], settings: ShareWeightsSettings
 ) -> tuple[str, str] | tuple[None, None]:
     """Return code and text of why these products cannot be shared, None twice where they can."""
     from torch import nn
@@ -284,16 +288,14 @@ def _reason(
         if isinstance(modules[0], nn.Linear):
             continue
         if isinstance(modules[0], SharedLinear):
-            if settings.take == "mean" or settings.difference is not None:
-                text = f"{names[0]} has a difference already (take: first, without difference)"
+            if settings.init_from == "mean" or settings.low_rank_delta is not None:
+                text = f"{names[0]} has a difference already (init_from: first, without low_rank_delta)"
                 return "already-shared", text
-        elif settings.difference is not None:
+        elif settings.low_rank_delta is not None:
             text = f"{names[0]} is factorized, and its factors have no thin difference; share first"
             return "already-factorized", text
-        elif settings.take == "mean":
-            text = (
-                f"{names[0]} is factorized, and the mean of two factors is no factor of a mean (take: first)"
-            )
+        elif settings.init_from == "mean":
+            text = f"{names[0]} is factorized, and factors have no mean (set init_from: first)"
             return "already-factorized", text
     return None, None
 

@@ -27,17 +27,20 @@ _MEAGRE = 1000  # training rows
 class ShortlistSettings(Settings):
     """Settings of `shortlist`."""
 
-    per_token: int = Field(
-        default=50, ge=1, le=1000, description="words that a token of the source brings, the likeliest ones"
+    candidates_per_token: int = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="likeliest target tokens of each source token",
     )
-    frequent: int = Field(
-        default=100, ge=2, le=100_000, description="words that may come in every text, the most frequent ones"
+    frequent_tokens: int = Field(
+        default=100, ge=2, le=100_000, description="most frequent tokens, always allowed"
     )
     iterations: int = Field(default=5, ge=1, le=50, description="of expectation maximization")
-    rows: int | None = Field(
+    max_train_samples: int | None = Field(
         default=None,
         ge=1,
-        description="at most so many training rows, spread over the file; unless given, all",
+        description="training samples used, spread over the file; default all",
     )
 
 
@@ -50,7 +53,7 @@ class ShortlistStage:
     as they are. In `generate.onnx` only the rows of the head are read that the texts of a call ask for;
     every other runtime hides the other words. Later stages keep the list.
 
-        - shortlist: {per_token: 50, frequent: 100}
+        - shortlist: {candidates_per_token: 50, frequent_tokens: 100}
         - quantize: {scheme: int8-dynamic}
         - onnx: {target: ort-cpu}
     """
@@ -85,9 +88,9 @@ class ShortlistStage:
                 code="does-not-fit-model",
             )
         tokenizer = load_tokenizer(src.path)
-        rows = _pairs(model.config, tokenizer, ctx, "train", settings.rows)
+        rows = _pairs(model.config, tokenizer, ctx, "train", settings.max_train_samples)
         shortlist = learned(rows, model.config.to_dict(), _always(src, tokenizer), settings, ctx.progress)
-        ctx.facts.update(rows=len(rows), **_sizes(shortlist, model.config.to_dict()))
+        ctx.details.update(rows=len(rows), **_sizes(shortlist, model.config.to_dict()))
         if len(rows) < _MEAGRE:
             ctx.warn(
                 "limited-rows",
@@ -102,12 +105,12 @@ class ShortlistStage:
             )
         else:
             seen = _pairs(model.config, tokenizer, ctx, "validation", _SEEN)
-            ctx.facts["validation"] = found = coverage(shortlist, seen, model.config.to_dict())
+            ctx.details["validation"] = found = coverage(shortlist, seen, model.config.to_dict())
             if found["covered"] < _FEW:
                 ctx.warn(
                     "tokens-not-covered",
                     f"The shortlist lacks {1 - found['covered']:.1%} of the tokens of the validation"
-                    " references. Increase per_token or frequent, or add training samples.",
+                    " references. Increase candidates_per_token or frequent_tokens, or add training samples.",
                 )
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path))
         write_shortlist(shortlist, ctx.out)
@@ -133,10 +136,10 @@ def learned(
 
     sources, targets = vocabularies(config)
     counts = np.bincount(np.concatenate([target for _, target in rows]), minlength=targets)
-    often = np.argsort(-counts, kind="stable")[: settings.frequent]
+    often = np.argsort(-counts, kind="stable")[: settings.frequent_tokens]
     everywhere = np.unique([*always, *often])
     likely = learn(rows, sources, targets, settings.iterations, tell)
-    lists = best(likely, sources, settings.per_token, everywhere)
+    lists = best(likely, sources, settings.candidates_per_token, everywhere)
     if config.get("share_encoder_decoder_embeddings", True) and sources == targets:
         # names and numbers are copied; the word itself need not be among what was seen
         lists = [np.unique([word, *found]) for word, found in enumerate(lists)]
@@ -179,7 +182,7 @@ def _sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, Any]:
     size = shortlist.table.nbytes + shortlist.always.nbytes
     return {
         "vocabulary": vocabularies(config)[1], "always": len(shortlist.always),
-        "per_token": shortlist.table.shape[1], "size_bytes": size,
+        "candidates_per_token": shortlist.table.shape[1], "size_bytes": size,
     }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ class Sparsifier:
         return {name: found.to("cpu") for name, found in collector.found.items()}
 
     def tell(self, rows: CalibrationRows | None, ctx: Context) -> None:
-        """Say in the facts and warnings of `ctx` what was done.
+        """Say in the details and warnings of `ctx` what was done.
 
         Raises:
             InputError: no layer could be made sparse.
@@ -112,9 +112,9 @@ class Sparsifier:
                 f"sparsify: no layer of the blocks can be made sparse: {why}.", code="no-layer-selected"
             )
         share = self._counts[0] / self._counts[1]
-        ctx.facts["sparsity"] = round(share, 4)
-        ctx.facts["zeros"] = self._counts[0]
-        ctx.facts["sparsity_by_layer"] = self._zeros
+        ctx.details["sparsity"] = round(share, 4)
+        ctx.details["zeros"] = self._counts[0]
+        ctx.details["sparsity_by_layer"] = self._zeros
         ctx.warn(
             "zeros-not-faster",
             f"{share:.1%} of the weights of {len(self._zeros)} layers are zero. They are stored and"

@@ -25,27 +25,29 @@ _DEFAULT_SPARSITY = 0.5
 
 
 class SparsifySettings(Settings):
-    """Settings of `sparsify`. At most one of sparsity and pattern; none means sparsity: 0.5."""
+    """Settings of `sparsify`. Give at most one of sparsity and pattern; default sparsity: 0.5."""
 
     method: Literal["wanda", "sparsegpt", "magnitude", "random"] = Field(
         default="sparsegpt",
-        description="wanda: weight times norm of its input; sparsegpt: and what stays makes up for what goes;"
-        " magnitude: the weights alone; random: a control",
+        description="wanda: by weight times input norm; sparsegpt: also compensates the error; magnitude: by"
+        " weight",
     )
     sparsity: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="fraction of each layer's weights that becomes zero; 0.5 without pattern",
+        description="fraction of zeros in each layer; default 0.5 without pattern",
     )
     pattern: str | None = Field(
-        default=None, description='"n:m": of each m neighbouring inputs of an output n stay, as "2:4"'
+        default=None, description='"2:4" keeps 2 of each 4 neighbouring inputs of an output'
     )
-    what: list[Literal["attention", "ffn"]] = Field(
-        default=["attention", "ffn"], min_length=1, description="products of attention, feed-forward products"
+    targets: list[Literal["attention", "ffn"]] = Field(
+        default=["attention", "ffn"],
+        min_length=1,
+        description="linear layers of attention, of the feed-forward part",
     )
-    rows: int = Field(
-        default=128, ge=1, description="rows that wanda and sparsegpt look at (calibration, else train)"
+    calibration_samples: int = Field(
+        default=128, ge=1, description="for wanda and sparsegpt; from calibration data, else train"
     )
     dtype: StoredDtype = "keep"
 
@@ -64,7 +66,7 @@ class SparsifySettings(Settings):
 
     @property
     def zeros(self) -> Pattern:
-        """Which weights become zero."""
+        """The pattern of the zeros."""
         if self.pattern is None:
             return Pattern(self.sparsity or _DEFAULT_SPARSITY)
         kept, group = read_pattern(self.pattern)
@@ -72,7 +74,7 @@ class SparsifySettings(Settings):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the method looks at what layers are fed."""
+        """Whether the method uses the inputs of layers."""
         return self.method in ("wanda", "sparsegpt")
 
 
@@ -159,8 +161,8 @@ class Sparsify:
         with threads(ctx.threads):
             rows = None
             if settings.reads_rows:
-                rows = calibration_rows(model, src, settings.rows, ctx, self.name, padded=True)
-                ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+                rows = calibration_rows(model, src, settings.calibration_samples, ctx, self.name, padded=True)
+                ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
             _sparsify(model, rows, settings, ctx, streamed)
         if codes is not None:
             edits = codes.put_back(model, edits, ctx)
@@ -199,11 +201,11 @@ def _sparsify(
     if rows is None:
         for block in blocks_of(model):
             enter(block)
-            sparsifier.sparsify(layers_of(model, block, settings.what), None)
+            sparsifier.sparsify(layers_of(model, block, settings.targets), None)
             leave(block)
     else:
         for step in drive(model, rows, ctx, stage="sparsify", enter=enter, leave=leave):
-            sparsifier.sparsify(layers_of(model, step.block, settings.what), step.observe)
+            sparsifier.sparsify(layers_of(model, step.block, settings.targets), step.observe)
     sparsifier.tell(rows, ctx)
 
 

@@ -123,9 +123,9 @@ class Gradual:
             gone = int((layer.weight == 0).sum())
             by_layer[name] = round(gone / layer.weight.numel(), 4)
             zeros, weights = zeros + gone, weights + layer.weight.numel()
-        ctx.facts["sparsity"] = round(zeros / weights, 4)
-        ctx.facts["zeros"] = zeros
-        ctx.facts["sparsity_by_layer"] = by_layer
+        ctx.details["sparsity"] = round(zeros / weights, 4)
+        ctx.details["zeros"] = zeros
+        ctx.details["sparsity_by_layer"] = by_layer
         if not zeros:
             ctx.warn(
                 "no-zeros",
@@ -215,8 +215,8 @@ def _layers(model: Any, settings: SparsitySettings, pattern: Pattern) -> dict[st
     """Return the layers that get masks by name, each once, also where two share a weight."""
     found: dict[int, tuple[str, nn.Linear]] = {}
     for block in blocks_of(model):
-        products = {name: model.get_submodule(name) for name in products_of(block, settings.what)}
-        layers = layers_of(model, block, settings.what)
+        products = {name: model.get_submodule(name) for name in products_of(block, settings.targets)}
+        layers = layers_of(model, block, settings.targets)
         for name, layer in {**products, **layers}.items():
             if not isinstance(layer, LowRankLinear | SharedLinear) and type(layer) is not nn.Linear:
                 raise InputError(

@@ -1,4 +1,4 @@
-"""The settings of zeros that come step by step in a training: `sparsify` of `finetune` and `distill`."""
+"""Gradual pruning of single weights during training: `sparsify` of `finetune` and `distill`."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from smelt.core.stage import Settings
 
 
 class SparsitySettings(Settings):
-    """Weights of the blocks' linear layers that become zero while the others train."""
+    """Weights of the blocks' linear layers that are set to zero while the others train."""
 
     method: Literal["movement", "soft-movement", "magnitude"] = Field(
         default="movement",
-        description="movement: those go that training drives towards zero; soft-movement: those whose score"
-        " falls below a threshold; magnitude: the smallest",
+        description="weights that are removed: movement: those moving to zero; soft-movement: those with a"
+        " low score; magnitude: the smallest",
     )
-    sparsity: float = Field(
-        default=0.5, gt=0, lt=1, description="fraction of each layer that is zero at last"
-    )
+    sparsity: float = Field(default=0.5, gt=0, lt=1, description="final fraction of zeros in each layer")
     pattern: str | None = Field(
-        default=None, description='"n:m" instead of sparsity: of each m neighbouring inputs n stay, as "2:4"'
+        default=None,
+        description='instead of sparsity: "2:4" keeps 2 of each 4 neighbouring inputs',
     )
-    what: tuple[Literal["attention", "ffn"], ...] = Field(
-        default=("attention", "ffn"), min_length=1, description="products of attention, feed-forward products"
+    targets: tuple[Literal["attention", "ffn"], ...] = Field(
+        default=("attention", "ffn"),
+        min_length=1,
+        description="linear layers of attention, of the feed-forward part",
     )
-    start: float = Field(default=0.1, ge=0, lt=1, description="part of the updates before the first zero")
+    start: float = Field(
+        default=0.1, ge=0, lt=1, description="fraction of the updates before the first zeros"
+    )
     end: float = Field(
-        default=0.7, gt=0, le=1, description="part of the updates after which all zeros are there"
+        default=0.7, gt=0, le=1, description="fraction of the updates until sparsity is reached"
     )
     scores_learning_rate: float = Field(
-        default=1e-2, gt=0, description="highest learning rate of the scores of movement and soft-movement"
+        default=1e-2, gt=0, description="peak rate of the scores of movement and soft-movement"
     )
     threshold: float = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="soft-movement: what sigmoid(score) of a weight that stays is above",
+        description="soft-movement: weights with sigmoid(score) above this are kept",
     )
     penalty: float = Field(
-        default=100.0, ge=0, description="soft-movement: weight of the mean of sigmoid(score) in the loss"
+        default=100.0, ge=0, description="soft-movement: weight of mean sigmoid(score) in the loss"
     )
 
     @property
     def learns(self) -> bool:
-        """Whether it trains scores of its own."""
+        """Whether it trains scores."""
         return self.method != "magnitude"
 
     @field_validator("pattern")
@@ -69,12 +72,12 @@ class SparsitySettings(Settings):
         soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
         if self.method == "soft-movement" and hard:
             raise SettingError(
-                f"{hard.pop()} means nothing under soft-movement: threshold and penalty make the zeros",
+                f"{hard.pop()} has no effect with soft-movement: threshold and penalty decide the zeros",
                 code="unused-setting",
             )
         if self.method != "soft-movement" and soft:
             raise SettingError(
-                f"{soft.pop()} means nothing under {self.method}, only under soft-movement",
+                f"{soft.pop()} has no effect with {self.method}, only with soft-movement",
                 code="unused-setting",
             )
         return self

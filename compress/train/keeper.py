@@ -30,8 +30,8 @@ with quietly():
 class Validation:
     """What one validation found.
 
-    step: 0 before the first update. score: of `select`, higher is better. beside: of the metrics that a
-    warning is made of where the loss chooses, likewise.
+    step: 0 before the first update. score: of `metric_for_best_model`, higher is better. beside: of the
+    metrics that a warning is made of where the loss chooses, likewise.
     """
 
     step: int
@@ -99,7 +99,7 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
             self._validate(step)
 
-    def facts(self, steps: int) -> dict[str, Any]:
+    def details(self, steps: int) -> dict[str, Any]:
         """Return what the report is told after `steps` updates."""
         found = {
             "train_loss": self.recent_loss(),

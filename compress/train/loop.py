@@ -150,9 +150,11 @@ def run_training(
     plan = plan_batches(
         rows,
         settings.batch_size,
-        settings.tokens_per_batch,
+        settings.max_tokens_per_batch,
         epochs=settings.epochs,
-        steps=None if settings.max_steps is None else settings.max_steps * settings.accumulate,
+        steps=None
+        if settings.max_steps is None
+        else settings.max_steps * settings.gradient_accumulation_steps,
         seed=ctx.seed,
     )
     with contextlib.ExitStack() as stack:
@@ -164,48 +166,48 @@ def run_training(
         stack.enter_context(attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
         stack.enter_context(extension.around())
-        keeper = Keeper(model, settings.ema, ctx.progress, extension)
+        keeper = Keeper(model, settings.ema_decay, ctx.progress, extension)
         resume = resume_of(model, keeper, plan, precision, settings, ctx)
-        if resume.saved is not None and resume.saved.facts is not None:
-            ctx.facts["training"] = resume.saved.facts
+        if resume.saved is not None and resume.saved.details is not None:
+            ctx.details["training"] = resume.saved.details
             ctx.warnings.extend(resume.saved.warnings)
             return
         if resume.saved is not None:
-            plan, args.max_steps = plan[resume.step * settings.accumulate :], resume.total
+            plan, args.max_steps = plan[resume.step * settings.gradient_accumulation_steps :], resume.total
         loop = Loop(model, args, rows, plan=plan, objective=objective, keeper=keeper, precision=precision)
         loop.add_callback(resume)
         if validation:
-            groups = group_by_length(validation, settings.batch_size, settings.tokens_per_batch, None)
+            groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
-            keeper.evals = settings.evals
+            keeper.evals = settings.num_evals
             keeper.score = None if score is None else partial(_as_stored, model, extension, score)
             keeper.probe = None if probe is None else partial(_as_stored, model, extension, probe)
-            keeper.sign = -1 if settings.select in ctx.turned else 1
+            keeper.sign = -1 if settings.metric_for_best_model in ctx.turned else 1
         require_training_memory(
-            model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
+            model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema_decay is not None
         )
         loop.train()
         steps = int(loop.state.global_step)
         keeper.finish()
         _require_finite(model, keeper)
-        ctx.facts["training"] = {
+        ctx.details["training"] = {
             "steps": steps,
             "rows": len(rows),
             "learning_rate": settings.learning_rate,
             **({} if settings.dropout is None else {"dropout": settings.dropout}),
             "precision": precision,
             "device": args.device.type,
-            **keeper.facts(steps),
+            **keeper.details(steps),
         }
         doubts = {
-            "no-improvement": keeper.gave_nothing(settings.select),
+            "no-improvement": keeper.gave_nothing(settings.metric_for_best_model),
             "loss-disagrees": disagreement(keeper, len(validation or ()), ctx),
             "worse-than-random": keeper.learned_nothing(),
         }
         warnings = [warning(code, text) for code, text in doubts.items() if text]
         ctx.warnings.extend(warnings)
-        resume.finish(steps, ctx.facts["training"], warnings)
+        resume.finish(steps, ctx.details["training"], warnings)
 
 
 def disagreement(keeper: Keeper, rows: int, ctx: Context) -> str | None:
@@ -224,7 +226,8 @@ def disagreement(keeper: Keeper, rows: int, ctx: Context) -> str | None:
     return (
         f"Validation loss and {metric} disagree: the weights of step {keeper.best.step} are kept for their"
         f" loss ({keeper.best.loss:.4g}; {metric} {sign * kept:.4g}), but those of step {best.step} have"
-        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep them, set select:"
+        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep them, set"
+        f" metric_for_best_model:"
         f" {metric}."
     )
 
@@ -269,9 +272,9 @@ def _arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:
     return transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches spans the whole run
-        gradient_accumulation_steps=settings.accumulate,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type=_SCHEDULES[settings.schedule],
+        lr_scheduler_type=_SCHEDULES[settings.lr_schedule],
         warmup_steps=settings.warmup,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,

@@ -171,7 +171,7 @@ class Adapters:
                 for parameter in _floats(model.get_submodule(name)):
                     parameter.requires_grad_(True)
 
-    def facts(self) -> dict[str, int]:
+    def details(self) -> dict[str, int]:
         """Return how many weights train, and what that takes beside them, for the report."""
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         coded = sum(isinstance(layer, BesideCodes) for layer in self.layers.values())

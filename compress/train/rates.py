@@ -75,7 +75,8 @@ def with_rate(settings: TrainingSettings, model: Any, src: Artifact | None, ctx:
     elif not settings.begins_anew and lost_layers(model.config.to_dict(), _whole(src, ctx)):
         what = "fewer layers"
     rate = learning_rate_of(model.config.to_dict(), what)
-    ctx.say(f"learning rate {rate:.2g}, for {what} of such a model (docs/finetune.md#learning-rates)")
+    page = "docs/reference/stages/finetune.md#learning-rates"
+    ctx.say(f"learning rate {rate:.2g}, for {what} of such a model ({page})")
     return settings.model_copy(update={"learning_rate": rate})
 
 

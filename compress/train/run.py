@@ -39,9 +39,11 @@ def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) 
 
 def masks_unfit(settings: TrainingSettings, task: Task) -> list[Message]:
     """Return what is wrong where channels have masks and the hidden states are the outputs."""
-    narrows = settings.masks is not None and "width" in settings.masks.what
+    narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
     return (
-        [mistake("fixed-width", OF_VECTORS, setting="masks.what")] if narrows and task == SIMILARITY else []
+        [mistake("fixed-width", OF_VECTORS, setting="learned_masks.targets")]
+        if narrows and task == SIMILARITY
+        else []
     )
 
 
@@ -49,7 +51,8 @@ def no_scores(split: Split) -> str:
     """Return the sentence that says that the rows of `split` have no scores."""
     return (
         f"the rows of {split.origin} have no scores (column 'label'), and the loss is made of them. Take"
-        " pairs with scores; distill with losses: {embedding: 1.0, similarity: 1.0} needs only texts."
+        " pairs with scores; distill with losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0} needs"
+        " only texts."
     )
 
 
@@ -71,11 +74,12 @@ def train(
         model: of transformers or a sentence embedder, its structure already edited.
         src: where the tokenizer lies.
         settings: length, batches, optimizer.
-        ctx: data, seed, progress; gets the facts (`train_loss`, `validation_loss`, `kept_step`,
+        ctx: data, seed, progress; gets the details (`train_loss`, `validation_loss`, `kept_step`,
             `steps`, `precision`, `validations`; `train_losses` where the loss has parts) and the
             warnings (rows that were cut, a training that gave nothing).
         objective: what is minimised; unless given the loss with the labels, or with the scores of pairs.
-        edits: the model's structure, with which a checkpoint is stored to be scored (`select`); gets the
+        edits: the model's structure, with which a checkpoint is stored to be scored
+        (`metric_for_best_model`); gets the
             adapters that stay beside codes, and the cuts of learned masks.
         stage: the stage's word, for messages.
         extension: what the technique adds.
@@ -103,22 +107,23 @@ def train(
 
     rows = encode(ctx.data["train"], "train")
     validation, score, probe = None, None, None
-    if settings.evals and (split := ctx.data.get("validation")):
+    if settings.num_evals and (split := ctx.data.get("validation")):
         windows = ctx.task == "language-modeling"  # of one text, which is cut before any are chosen
         if not windows:
-            split = split.some(spread_out(len(split), settings.validation_rows, ctx.seed))
+            split = split.some(spread_out(len(split), settings.max_validation_samples, ctx.seed))
         validation = encode(split, "validation")
         if windows:
             validation = [
-                validation[i] for i in spread_out(len(validation), settings.validation_rows, ctx.seed)
+                validation[i] for i in spread_out(len(validation), settings.max_validation_samples, ctx.seed)
             ]
         probe = CheckpointScore(model, [] if edits is None else edits, src, split, settings, ctx)
-        score = None if settings.select == LOSS else probe
+        score = None if settings.metric_for_best_model == LOSS else probe
         # of texts a score takes a generation; of classes one pass over the rows
-        probe = probe if settings.select == LOSS and ctx.task in CLASSIFICATION else None
-    elif settings.select != LOSS:
+        probe = probe if settings.metric_for_best_model == LOSS and ctx.task in CLASSIFICATION else None
+    elif settings.metric_for_best_model != LOSS:
         raise InputError(
-            f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
+            f"{stage}: metric_for_best_model: {settings.metric_for_best_model} needs validation rows. Name"
+            f" them with data: {{validation:"
             " FILE}.",
             code="missing-data",
             setting="data.validation",
@@ -149,7 +154,7 @@ def train(
         extension=extension,
         src=src,
     )
-    if ctx.facts.get("training", {}).get("kept_step", 1):
+    if ctx.details.get("training", {}).get("kept_step", 1):
         take_training(model)
     if adapters is not None:
         adapters.settle()
@@ -164,10 +169,10 @@ def starts_random(src: Artifact, ctx: Context) -> bool:
     by_key = {artifact.key: artifact for artifact in ctx.ancestors.values()}
     current: Artifact | None = src
     while current is not None:
-        facts = current.manifest.facts
-        if "training" in facts or "phases" in facts:
+        details = current.manifest.details
+        if "training" in details or "phases" in details:
             return False
-        if facts.get("untrained") or facts.get("new_head"):
+        if details.get("untrained") or details.get("new_head"):
             return True
         current = by_key.get(current.manifest.parent or "")
     return False
@@ -196,7 +201,7 @@ def _tell(rounding: Rounding, ctx: Context) -> None:
     if not rounding.before:
         return
     share = rounding.share()
-    ctx.facts["training"]["rounding"] = round(share, 5)
+    ctx.details["training"]["rounding"] = round(share, 5)
     if text := rounding.warning(share):
         ctx.warn("lost-in-rounding", text)
 
@@ -210,19 +215,19 @@ def _while_training(
         from smelt.compress.sparsify.while_training import Gradual
 
         found.append(Gradual(model, settings.sparsify))
-    if settings.masks is not None:
+    if settings.learned_masks is not None:
         from smelt.compress.prune.learned.masks import LearnedMasks
 
-        found.append(LearnedMasks(model, settings.masks, edits))
+        found.append(LearnedMasks(model, settings.learned_masks, edits))
     if settings.lora is None:
         from smelt.compress.quantize.training.binary_inputs import LearnedInputs, with_binary_inputs
 
         if with_binary_inputs(model):
-            found.append(LearnedInputs(model, settings.codes))
-    if settings.codes is not None and settings.codes.scales == "lsq":
+            found.append(LearnedInputs(model, settings.qat))
+    if settings.qat is not None and settings.qat.scales == "lsq":
         from smelt.compress.quantize.training.learned import LearnedSteps
 
-        found.append(LearnedSteps(model, settings.codes, stage))
+        found.append(LearnedSteps(model, settings.qat, stage))
     return found
 
 
@@ -239,6 +244,6 @@ def _adapters(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.seed)
         found = Adapters(model, settings.lora, edits)
-    ctx.facts["lora"] = found.facts()
+    ctx.details["lora"] = found.details()
     ctx.warnings.extend(found.warnings())
     return found

@@ -46,8 +46,8 @@ def chosen(
     if size is not None:
         if size < len(kept):
             raise InputError(
-                f"vocabulary: size {size} is less than the {len(kept)} tokens that must stay: special tokens,"
-                " single characters and bytes. Give a larger size.",
+                f"trim-vocabulary: size {size} is less than the {len(kept)} tokens that must stay: special"
+                " tokens, single characters and bytes. Give a larger size.",
                 code="size-too-small",
                 setting="size",
             )

@@ -50,7 +50,7 @@ class Change:
     unknown_after: int
     wrong: int
 
-    def facts(self) -> dict[str, float]:
+    def details(self) -> dict[str, float]:
         """Return what the report tells."""
         found = {name: value for name, value in vars(self).items() if name != "wrong"}
         return {**found, "kept": round(self.kept, 6)}

@@ -12,7 +12,7 @@ import numpy as np
 from smelt.compress.vocabulary.choose import Counts, chosen
 from smelt.compress.vocabulary.marian_files import MODELS, words_of_marian
 from smelt.compress.vocabulary.numbers import named_tokens
-from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.settings import TrimVocabularySettings
 from smelt.compress.vocabulary.tokenizer_json import FILE, words_of_json
 from smelt.compress.vocabulary.words import Words
 from smelt.core.errors import InputError
@@ -29,7 +29,7 @@ def open_words(folder: Path, config: Any) -> Words:
     most = max(words.ids.values())
     if most >= config.vocab_size:
         raise InputError(
-            f"vocabulary: the tokenizer in {folder} has a token of the number {most}, and the model"
+            f"trim-vocabulary: the tokenizer in {folder} has a token of the number {most}, and the model"
             f" {config.vocab_size} words.",
             code="vocabulary-mismatch",
         )
@@ -47,7 +47,7 @@ def _words(folder: Path) -> Words:
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         raise InputError(
-            f"vocabulary: {folder} holds a {type(tokenizer).__name__}, which is none of the tokenizers"
+            f"trim-vocabulary: {folder} holds a {type(tokenizer).__name__}, which is none of the tokenizers"
             " library. Those that can be trimmed: what a tokenizer.json can hold (WordPiece, BPE, Unigram),"
             " and Marian's pair of SentencePiece models.",
             code="unsupported-tokenizer",
@@ -56,7 +56,7 @@ def _words(folder: Path) -> Words:
 
 
 def numbers_that_stay(
-    counts: Counts, words: Words, model: Any, tokenizer: Any, settings: VocabularySettings
+    counts: Counts, words: Words, model: Any, tokenizer: Any, settings: TrimVocabularySettings
 ) -> list[int]:
     """Return the ids that stay, rising: see `chosen`; what configs and tokenizer name stays too."""
     must = set(tokenizer.all_special_ids) | named_tokens(model.config.to_dict())
@@ -69,7 +69,7 @@ def numbers_that_stay(
         min_count=settings.min_count or 1,
         coverage=settings.coverage,
         size=settings.size,
-        round_to=settings.round_to,
+        round_to=settings.multiple_of,
     )
 
 

@@ -80,7 +80,7 @@ def same_words(student: Path, teacher: Path, student_words: int, teacher_words: 
         raise InputError(
             f"distill: the student knows {student_words} words and the teacher {teacher_words}, of which"
             f" {lacking} of the student's are none. A teacher knows all words of its student: name one from"
-            " before 'vocabulary', or with the same vocabulary.",
+            " before 'trim-vocabulary', or with the same vocabulary.",
             code="vocabulary-mismatch",
             setting="teacher",
         )

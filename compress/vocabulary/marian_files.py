@@ -26,7 +26,7 @@ def words_of_marian(folder: Path) -> Words:
     """
     if (folder / TARGET_WORDS).is_file():
         raise InputError(
-            f"vocabulary: {folder} has one vocabulary for the source and another for the target"
+            f"trim-vocabulary: {folder} has one vocabulary for the source and another for the target"
             f" ({TARGET_WORDS}); only a shared one can be trimmed by this version.",
             code="unsupported-tokenizer",
         )
@@ -86,7 +86,8 @@ def _read(path: Path) -> Any:
         ) from error
     if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE):
         raise InputError(
-            f"vocabulary: {path} is a SentencePiece model of words or characters, which cannot be trimmed so"
+            f"trim-vocabulary: {path} is a SentencePiece model of words or characters, which cannot be"
+            f" trimmed so"
             " that texts stay as they are; unigram and bpe can.",
             code="unsupported-tokenizer",
         )

@@ -26,7 +26,7 @@ def keep_rows(model: Any, kept: list[int]) -> None:
     family = family_of(model)
     if family is None:
         raise InputError(
-            f"vocabulary: the embedding of a {model.config.model_type} model is not known."
+            f"trim-vocabulary: the embedding of a {model.config.model_type} model is not known."
             f" Known: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
@@ -38,7 +38,7 @@ def keep_rows(model: Any, kept: list[int]) -> None:
         old = module.weight
         if len(old) != size:
             raise InputError(
-                f"vocabulary: {name} has {len(old)} rows, and the config says {size} words.",
+                f"trim-vocabulary: {name} has {len(old)} rows, and the config says {size} words.",
                 code="shape-mismatch",
             )
         if id(old) not in matrices:
@@ -82,8 +82,8 @@ def _rows_of(name: str, module: Any) -> tuple[str, Any]:
 def _require_plain(name: str, module: Any) -> None:
     if not isinstance(module, nn.Embedding | nn.Linear):
         raise InputError(
-            f"vocabulary: {name} is a {type(module).__name__}, whose rows are no words any more. Put"
-            " 'vocabulary' before the stage that made it.",
+            f"trim-vocabulary: {name} is a {type(module).__name__}, whose rows are no words any more. Put"
+            " 'trim-vocabulary' before the stage that made it.",
             code="embedding-changed",
         )
 

@@ -1,4 +1,4 @@
-"""The settings of `vocabulary`."""
+"""The settings of `trim-vocabulary`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 
-class VocabularySettings(Settings):
-    """Settings of `vocabulary`. At most one of min_count, coverage and size; none means min_count: 1."""
+class TrimVocabularySettings(Settings):
+    """Settings of `trim-vocabulary`: at most one of min_count, coverage and size; default min_count: 1."""
 
     min_count: int | None = Field(
         default=None,
         ge=1,
-        description="tokens that come so often in the training rows stay; 1 if nothing is said",
+        description="keep tokens that occur at least this often; default 1",
     )
     coverage: float | None = Field(
-        default=None, gt=0, le=1, description="the most frequent tokens stay, this share of all that come"
+        default=None,
+        gt=0,
+        le=1,
+        description="keep the most frequent tokens, together this fraction of all occurrences",
     )
-    size: int | None = Field(
-        default=None, ge=1, description="so many tokens stay, the most frequent ones and those that must"
-    )
-    round_to: int = Field(
-        default=8, ge=1, description="tokens that stay are a multiple of this, without size"
+    size: int | None = Field(default=None, ge=1, description="keep this many tokens")
+    multiple_of: int = Field(
+        default=8, ge=1, description="the number of tokens is a multiple of this, unless size is set"
     )
     dtype: StoredDtype = "keep"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.float_model import load_float, stored_parameters
-from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.settings import TrimVocabularySettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TEXT_TASKS, Task
 from smelt.core.errors import InputError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MANY = 0.05  # of the validation texts
 
 
-class Vocabulary:
+class TrimVocabulary:
     """Remove the words that the training rows never use, from tokenizer, embedding and head together.
 
     A checkpoint knows words of many languages and fields, and a row of the embedding, and of the head that
@@ -28,12 +28,12 @@ class Vocabulary:
     always stay, so that nothing becomes unknown that was not. How many validation texts change is reported.
     A teacher that was not trimmed still teaches: distill compares the words that stayed.
 
-        - vocabulary: {}
-        - vocabulary: {size: 8000}
+        - trim-vocabulary: {}
+        - trim-vocabulary: {size: 8000}
         - distill: {epochs: 1}
     """
 
-    name: ClassVar[str] = "vocabulary"
+    name: ClassVar[str] = "trim-vocabulary"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train"})
@@ -43,11 +43,11 @@ class Vocabulary:
     )
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
-    settings_type: ClassVar[type[VocabularySettings]] = VocabularySettings
+    settings_type: ClassVar[type[TrimVocabularySettings]] = TrimVocabularySettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TEXT_TASKS)
 
     @classmethod
-    def spoils(cls, settings: VocabularySettings) -> Mapping[str, str]:
+    def spoils(cls, settings: TrimVocabularySettings) -> Mapping[str, str]:
         """Return what is lost of the work of steps before it: what a shortlist says of words that go."""
         return {
             "shortlist": "words that go take what the shortlist of '{step}' learned of them along, and of"
@@ -56,7 +56,7 @@ class Vocabulary:
 
     @classmethod
     def check_model(
-        cls, settings: VocabularySettings, config: Mapping[str, Any]
+        cls, settings: TrimVocabularySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         words = config.get("vocab_size")
@@ -73,14 +73,14 @@ class Vocabulary:
             )
         return found, config
 
-    def __call__(self, src: Artifact, settings: VocabularySettings, ctx: Context) -> None:
+    def __call__(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
         """Trim the vocabulary of the model in `src` and write it to `ctx.out`."""
         from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
             self._trim(src, settings, ctx)
 
-    def _trim(self, src: Artifact, settings: VocabularySettings, ctx: Context) -> None:
+    def _trim(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
         from smelt.compress.vocabulary.counting import counted, token_rows
         from smelt.compress.vocabulary.files import numbers_that_stay, open_words, trim_shortlist
         from smelt.compress.vocabulary.kept import read_kept, trimmed_further, write_kept
@@ -89,7 +89,7 @@ class Vocabulary:
 
         if "train" not in ctx.data:
             raise InputError(
-                "vocabulary: needs training rows. Name them with data: {train: FILE}.",
+                "trim-vocabulary: needs training rows. Name them with data: {train: FILE}.",
                 code="missing-data",
                 setting="data.train",
             )
@@ -97,7 +97,7 @@ class Vocabulary:
         found, _ = self.check_model(settings, model.config.to_dict())
         if found:
             raise InputError(
-                f"vocabulary: {' '.join(one.message for one in found)}", code=found[0].code, found=found
+                f"trim-vocabulary: {' '.join(one.message for one in found)}", code=found[0].code, found=found
             )
         words, size = open_words(src.path, model.config), int(model.config.vocab_size)
         tokenizer = load_tokenizer(src.path)
@@ -111,7 +111,7 @@ class Vocabulary:
         words.write(ctx.out, new)
         write_kept(trimmed_further(read_kept(src.path), kept, size), ctx.out)
         trim_shortlist(ctx.out, new, kept, size)
-        ctx.facts.update(
+        ctx.details.update(
             vocabulary_before=size, vocabulary_after=len(kept), tokenizer=words.kind,
             parameters_before=before, parameters_after=stored_parameters(model),
         )  # fmt: skip
@@ -154,7 +154,7 @@ def _tell(
     from smelt.compress.vocabulary.counting import change
 
     found: Change = change(before, after, new, unknown)
-    ctx.facts[name] = found.facts()
+    ctx.details[name] = found.details()
     if found.wrong or found.unknown_after > found.unknown:
         what = (
             f"{found.wrong} {name} texts whose tokens all stay are cut otherwise by it"
@@ -162,8 +162,8 @@ def _tell(
             else f"of the {name} texts {found.unknown_after - found.unknown} more tokens are unknown to it"
         )
         raise InputError(
-            f"vocabulary: this tokenizer cannot be trimmed safely: {what}. Leave the stage out, or give a"
-            " larger size.",
+            f"trim-vocabulary: this tokenizer cannot be trimmed safely: {what}. Leave the stage out, or give"
+            " a larger size.",
             code="unsafe-trim",
         )
     share = found.changed / max(1, found.texts)

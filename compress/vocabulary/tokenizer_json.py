@@ -32,7 +32,8 @@ def words_of_json(data: dict[str, Any], where: str) -> Words:
     if kind not in ("WordPiece", "BPE", "Unigram") or (kind == "BPE" and marks):
         what = f"{kind} with {' and '.join(marks)}" if kind == "BPE" else kind
         raise InputError(
-            f"vocabulary: {where} holds a tokenizer of the kind {what}, which cannot be trimmed so that texts"
+            f"trim-vocabulary: {where} holds a tokenizer of the kind {what}, which cannot be trimmed so"
+            f" that texts"
             " stay as they are. Those that can: WordPiece, BPE, Unigram, and Marian's pair of SentencePiece"
             " models.",
             code="unsupported-tokenizer",

@@ -14,9 +14,9 @@ from typing import Any
 
 from smelt.core.data import (
     CLASSIFICATION,
+    CUSTOM,
     IMAGES,
     SIMILARITY,
-    TENSORS,
     TEXT_TO_TEXT,
     Columns,
     Example,
@@ -48,7 +48,7 @@ def read_split(
             the nearest).
     """
     path = placed(base, origin)
-    if task == TENSORS:
+    if task == CUSTOM:
         return split_of(origin, read_arrays(path, name, axes))
     if task == IMAGES:
         return _read_images(path, origin, columns, name)

@@ -54,7 +54,7 @@ class Store:
         self._sweep()
 
     def find(
-        self, key: str, mend: str = "Run the recipe again with --fresh to build it anew."
+        self, key: str, mend: str = "Run the recipe again with --rebuild to build it again."
     ) -> Artifact | None:
         """Return the artifact with this key, or None where it was never finished.
 

@@ -85,7 +85,7 @@ def measure(
         device: auto, cpu or cuda.
         counts: how many texts to use, by batch size, where that was decided before.
         told: called with what is known so far and the name of each artifact that has been timed.
-        arrays: of the task `tensors`, the file with the rows; `texts` are their places in it.
+        arrays: of the task `custom`, the file with the rows; `texts` are their places in it.
         seconds: what all of it may take, None: as long as it needs. Each artifact and batch size has an
             even share of what is left; where that is over no more than the fewest rounds are taken.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import read_manifest, threads_of
-from smelt.core.data import IMAGES, TENSORS, Task
+from smelt.core.data import CUSTOM, IMAGES, Task
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.machine_load import Load
 from smelt.evaluate.latency.process import WorkerProcess
@@ -126,7 +126,7 @@ class Job:
 
     def row(self, size: int, pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengths) -> Row:
         """Sum one batch size up."""
-        unit = {"translation": "sentences/s", TENSORS: "rows/s", IMAGES: "images/s"}.get(self.task, "texts/s")
+        unit = {"translation": "sentences/s", CUSTOM: "rows/s", IMAGES: "images/s"}.get(self.task, "texts/s")
         found = summarize(pairs, own, baseline, lengths)
         if self.task == "language-modeling":
             unit, found["throughput"] = "tokens/s", found["throughput"] * lengths.output_tokens

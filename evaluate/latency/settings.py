@@ -1,4 +1,4 @@
-"""What a recipe may say of how latency is measured."""
+"""The settings of `score.latency`."""
 
 from __future__ import annotations
 
@@ -13,33 +13,45 @@ DEPLOYABLE, ALL = "deployable", "all"
 
 
 class LatencySettings(Settings):
-    """How latency is measured.
+    """How latency is measured."""
 
-    batch_sizes: texts per call. threads: per process; unless given, those that are written into
-    an artifact, else one, with which other work on the machine disturbs least.
-    rounds: pairs of rounds; disturbed ones are repeated, up to three times as many in all. texts: how many
-    test texts are used, the same for all artifacts. min_round_ms: a round repeats the texts until this
-    much time has gone by. seconds: what one artifact's rounds at one batch size may take, repeated ones
-    aside; where the baseline needs more, fewer texts are used. time_limit_seconds: a process that is
-    silent for longer is given up. prompt_tokens, new_tokens: of language models, which continue stretches
-    of the text of about so many tokens by exactly so many. max_minutes: what timing may take in all; unless
-    given, in a run no longer than the stages took, at least one minute, elsewhere without end. What is
-    undecided by then is told by processor time, and by the clock with a doubt. steps: which steps a run
-    times: `deployable` (all that one would deploy), `all`, or names; the baseline, and what a gate on speed
-    stands on, always.
-    """
-
-    batch_sizes: tuple[int, ...] = (1, 8)
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    rounds: int = Field(default=5, ge=3, le=1000)
-    texts: int = Field(default=16, ge=1, le=10_000)
-    min_round_ms: float = Field(default=200.0, gt=0, le=60_000)
-    seconds: float = Field(default=20.0, gt=0)
-    time_limit_seconds: float = Field(default=600.0, gt=0)
-    prompt_tokens: int = Field(default=32, ge=1, le=1 << 20)
-    new_tokens: int = Field(default=32, ge=1, le=4096)
-    max_minutes: float | None = Field(default=None, gt=0, le=100_000)
-    steps: str | tuple[str, ...] = DEPLOYABLE
+    batch_sizes: tuple[int, ...] = Field(default=(1, 8), description="samples per call")
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="per process; default the artifact's, else 1",
+    )
+    rounds: int = Field(
+        default=5,
+        ge=3,
+        le=1000,
+        description="pairs of rounds; disturbed ones are repeated, at most three times as many in all",
+    )
+    texts: int = Field(default=16, ge=1, le=10_000, description="test samples, the same for all")
+    min_round_ms: float = Field(default=200.0, gt=0, le=60_000, description="least duration of a round")
+    seconds: float = Field(
+        default=20.0,
+        gt=0,
+        description="limit per artifact and batch size; slower baselines use fewer samples",
+    )
+    time_limit_seconds: float = Field(
+        default=600.0, gt=0, description="a silent process is stopped after this"
+    )
+    prompt_tokens: int = Field(default=32, ge=1, le=1 << 20, description="language models: prompt length")
+    new_tokens: int = Field(
+        default=32, ge=1, le=4096, description="language models: tokens generated per call"
+    )
+    max_minutes: float | None = Field(
+        default=None,
+        gt=0,
+        le=100_000,
+        description="limit of all measurements; default the time of the stages, at least 1",
+    )
+    steps: str | tuple[str, ...] = Field(
+        default=DEPLOYABLE,
+        description="deployable, all, or names; baseline and steps with a speed gate always",
+    )
 
     @field_validator("batch_sizes")
     @classmethod

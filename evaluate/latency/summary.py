@@ -29,7 +29,7 @@ class Lengths:
 def summarize(pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengths) -> Row:
     """Return percentiles in ms over all calls of the rounds that count, their parts, and the speed-up.
 
-    throughput: texts per second of work. processor_ms: mean time of a call on processors, all threads
+    throughput: texts per second of work. cpu_ms: mean time of a call on processors, all threads
     together. speedup and its interval are None where there was no baseline beside; cpu_speedup, the same of
     processor time, also on a GPU, of whose work the processor knows nothing. baseline_p50_ms: the baseline's
     over its calls in the same rounds.
@@ -49,7 +49,7 @@ def summarize(pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengt
         "p50_ms": p50,
         "p90_ms": p90,
         "p99_ms": p99,
-        "processor_ms": sum(r.load.processor_ms for r in rounds) / len(calls),
+        "cpu_ms": sum(r.load.processor_ms for r in rounds) / len(calls),
         "throughput": 1000 * sum(r.texts for r in rounds) / float(calls.sum()),
         "speedup": ratio,
         "speedup_ci95": interval,
@@ -86,7 +86,7 @@ def _circumstances(pair: Pair, own: Place, baseline: Place, counted: bool) -> Ro
         "baseline_processor_share": loads[1].processor_ms / loads[1].wall_ms if pair.baseline else None,
         "lost_share": pair.lost(own, baseline),
         "other_processors": max(load.others for load in loads),
-        "stolen_processors": max(load.stolen for load in loads),
+        "cpu_steal": max(load.stolen for load in loads),
         "pressure": max(pressures, default=None),
     }
 
@@ -113,8 +113,8 @@ def parts_of(calls: NDArray[np.float64], parts: list[list[float]], p50: float) -
         return {
             "tokenizing_ms": before,
             "encoding_ms": None,
-            "first_token_ms": before + first,
-            "further_token_ms": (whole - first) / tokens if tokens else None,
+            "time_to_first_token_ms": before + first,
+            "time_per_output_token_ms": (whole - first) / tokens if tokens else None,
             "further_tokens": tokens,
             "detokenizing_ms": after,
         }
@@ -122,8 +122,8 @@ def parts_of(calls: NDArray[np.float64], parts: list[list[float]], p50: float) -
     return {
         "tokenizing_ms": before,
         "encoding_ms": encoding,
-        "first_token_ms": before + encoding + first,
-        "further_token_ms": further / tokens if tokens else None,
+        "time_to_first_token_ms": before + encoding + first,
+        "time_per_output_token_ms": further / tokens if tokens else None,
         "further_tokens": tokens,
         "detokenizing_ms": after,
     }

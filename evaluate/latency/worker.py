@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Example
+from smelt.core.data import CLASSIFICATION, CUSTOM, SIMILARITY, Example
 from smelt.evaluate.latency.machine_load import between, look
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Worker:
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._watch, self._task = Watch(runner), request["task"]
-        if self._task == TENSORS:
+        if self._task == CUSTOM:
             from smelt.core.rows.arrays import read_arrays
 
             # written with the axis of the rows first; what is the same in every call has none
@@ -112,7 +112,7 @@ class Worker:
         self._generation = Generation.model_validate(request["generation"])
         self._groups = groups_of(request["texts"], request["pairs"], request["batch_size"])
         self._asked = []
-        if self._task == TENSORS:
+        if self._task == CUSTOM:
             self._feed()
         read = written = texts = 0
         timed: list[float] = []
@@ -145,7 +145,7 @@ class Worker:
 
     def _run(self, group: Sequence[Example]) -> None:
         """Do for one batch what `generate`, `predict`, `embed` and `run` of `smelt.load` do."""
-        if self._task == TENSORS:
+        if self._task == CUSTOM:
             assert self._watch is not None
             self._watch.run(self._fed[id(group)])
             return
@@ -166,7 +166,7 @@ class Worker:
         from smelt.runtime.generate.decoding import settle
 
         assert self._generation is not None
-        if self._task in (*CLASSIFICATION, SIMILARITY, TENSORS):
+        if self._task in (*CLASSIFICATION, SIMILARITY, CUSTOM):
             return 0
         if self._task == "language-modeling":
             return texts * int(self._generation.max_new_tokens or 0)

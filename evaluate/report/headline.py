@@ -126,7 +126,7 @@ def _disturbed(steps: list[tuple[Step, Latency]]) -> str:
     names = ", ".join(step.name for step, _ in steps)
     return (
         f"No speed by the clock is claimed of {names}: {view.doubt(row for _, row in steps)}."
-        " Run again when the machine is quiet; only these are timed anew."
+        " Run again when the machine is quiet; only these are timed again."
     )
 
 
@@ -138,7 +138,7 @@ def _recommend(report: Report, step: Step, times: Latency) -> str:
 def _tell(report: Report, step: Step, times: Latency, by_processor: bool = False) -> str:
     """Return name, speed-up, score and size of a step; the speed-up by the clock or by processor time."""
     if by_processor:
-        ratio, ends, how = times.cpu_speedup, times.cpu_speedup_ci95, " by processor time"
+        ratio, ends, how = times.cpu_speedup, times.cpu_speedup_ci95, " by CPU time"
     else:
         ratio, ends, how = times.speedup, times.speedup_ci95, ""
     fast = view.significant_digits(ratio, 2) if by_processor else view.number(ratio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smelt.core.data import IMAGES, TENSORS
+from smelt.core.data import CUSTOM, IMAGES
 from smelt.core.text import printable
 from smelt.evaluate.report import notes, view
 from smelt.evaluate.report.headline import lines as headline_lines
@@ -69,7 +69,7 @@ def _steps(report: Report) -> str:
     sizes = view.batch_sizes(report)
     timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
     quality = [f"{_text(view.label(metric))} (95 % interval)", "difference"] if metric else []
-    bits = ["bits a weight"] if view.coded(report) else []
+    bits = ["bits per weight"] if view.coded(report) else []
     head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *bits]
     rows = [
         [
@@ -159,7 +159,7 @@ def _latency(report: Report) -> str:
             row.step.device or view.MISSING,
             view.MISSING if entry.threads is None else str(entry.threads),
             *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.baseline_p50_ms)),
-            view.significant_digits(entry.processor_ms),
+            view.significant_digits(entry.cpu_ms),
             view.cpu_speed(entry),
             f"{view.significant_digits(entry.throughput)} {_text(entry.unit or '')}".rstrip(),
             view.number(entry.input_tokens, 1),
@@ -170,12 +170,12 @@ def _latency(report: Report) -> str:
     ]
     inside: dict[str, str] = {
         IMAGES: "reading, decoding and resizing files are",
-        TENSORS: "nothing else is",
+        CUSTOM: "nothing else is",
     }
     what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
     said = (
         f"From {view.way(report)}: {what} part of it; a call is one batch. Beside its p50 stands the"
-        " baseline's in the same rounds; by processor time a speed-up is known on a busy machine too."
+        " baseline's in the same rounds; by CPU time a speed-up is known on a busy machine too."
     )
     return "\n\n".join([said, _table(head, rows), *_parts(report)])
 

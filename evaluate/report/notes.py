@@ -42,7 +42,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
             (step.name, "warning", few_text(gate, step)) for gate in step.gates if gate.n_needed is not None
         ]
         found += [(step.name, one.severity, str(one)) for one in grave_first(step.warnings)]
-        if step.earlier:
+        if step.from_previous_run:
             found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
     return found
 

@@ -1,4 +1,4 @@
-"""What report.json holds, as types; docs/report.md describes the same for people."""
+"""What report.json holds, as types; docs/reference/report.md describes the same for people."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class GenerationParts(_Part):
 
     tokenizing_ms: float
     encoding_ms: float | None
-    first_token_ms: float
-    further_token_ms: float | None
+    time_to_first_token_ms: float
+    time_per_output_token_ms: float | None
     further_tokens: float
     detokenizing_ms: float
 
@@ -92,7 +92,7 @@ class ClassifierParts(_Part):
 
 
 class Round(_Part):
-    """What went on during a round and the baseline's beside it; see docs/latency.md."""
+    """What went on during a round and the baseline's beside it; see docs/explanation/latency.md."""
 
     counted: bool
     speedup: float | None
@@ -102,7 +102,7 @@ class Round(_Part):
     baseline_processor_share: float | None
     lost_share: float
     other_processors: float
-    stolen_processors: float
+    cpu_steal: float
     pressure: float | None
 
 
@@ -122,7 +122,7 @@ class Latency(_Part):
     p50_ms: float = Field(ge=0)
     p90_ms: float | None = None
     p99_ms: float | None = None
-    processor_ms: float | None = None
+    cpu_ms: float | None = None
     throughput: float | None = None
     unit: str | None = None
     speedup: float | None = None
@@ -225,7 +225,7 @@ class Step(_Part):
     stage: str
     parent: str | None = None
     status: StepStatus
-    earlier: bool = False
+    from_previous_run: bool = False
     reason: str | None = None
     error: _Error = None
     format: str | None = None
@@ -248,7 +248,7 @@ class Step(_Part):
     against_parent: Differences = Field(default_factory=dict)
     gates: Annotated[list[Gate], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
     test: Tested | None = None
-    facts: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
+    details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_words(self) -> Self:
@@ -277,10 +277,10 @@ ENTRY_KEYS = ("name", "from", "optional")  # of a recipe's step, beside its stag
 
 
 class Report(_Part):
-    """A whole report.json, version 2."""
+    """A whole report.json, version 3."""
 
     model_config = ConfigDict(**{**Strict, "serialize_by_alias": True})
-    schema_version: Literal[2] = Field(alias="schema")
+    schema_version: Literal[3] = Field(alias="schema")
     recipe: dict[str, Any]
     environment: dict[str, Any]
     status: RunStatus
@@ -353,7 +353,7 @@ def validate_report(report: Mapping[str, Any]) -> Report:
         wrong = [_mistake(found) for found in error.errors()]
         lines = [f"  {found.setting or 'report'}: {found.message}" for found in wrong]
         raise InputError(
-            "Not a report.json that this version of smelt reads (schema 2):\n" + "\n".join(lines),
+            "Not a report.json that this version of smelt reads (schema 3):\n" + "\n".join(lines),
             code="invalid-report",
             found=wrong,
         ) from error

@@ -142,7 +142,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     if sizes:
         parts.append(f"batch {sizes[0]}")
     if bits:
-        parts.append("bits of a coded weight")
+        parts.append("bits per quantized weight")
     if n := view.sample_text(report):
         parts.append(n)
     if any(row.stable is False for step in report.steps for row in step.latency):
@@ -163,7 +163,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
     failed += [f"'{step.name}': {step.error.message}" for step in untimed if step.error]
-    if earlier := [step.name for step in report.steps if step.earlier]:
+    if earlier := [step.name for step in report.steps if step.from_previous_run]:
         failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
     failed += [f"{message.severity}: {message}" for message in report.warnings]
     failed += _warned(report)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.core.data import IMAGES, TENSORS
+from smelt.core.data import CUSTOM, IMAGES
 from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 from smelt.evaluate.report.schema import (
     ClassifierParts,
@@ -23,7 +23,7 @@ DOUBT = "?"  # behind a speed-up whose times were disturbed
 SIGNIFICANT = 0.05
 _MOST_DIGITS = 6
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
-_TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by processor time"}
+_TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by CPU time"}
 
 # digits after the point, where two would hide what matters
 _DIGITS = {"bits_per_byte": 4}
@@ -198,15 +198,15 @@ def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tupl
     return [
         ("tokenizing", found.tokenizing_ms),
         (first, found.encoding_ms),
-        ("to the first token", found.first_token_ms),
-        ("per further token", found.further_token_ms),
+        ("to the first token", found.time_to_first_token_ms),
+        ("per further token", found.time_per_output_token_ms),
         ("detokenizing", found.detokenizing_ms),
     ]
 
 
 def way(report: Report) -> str:
     """Return from where to where times are."""
-    ways: dict[str, str] = {IMAGES: "image file to label", TENSORS: "arrays to arrays"}
+    ways: dict[str, str] = {IMAGES: "image file to label", CUSTOM: "arrays to arrays"}
     return ways.get(str(report.recipe.get("task")), "text to text")
 
 
@@ -314,16 +314,16 @@ def millions(count: int | None) -> str:
 
 def coded(report: Report) -> bool:
     """Tell whether the weights of any step are codes."""
-    return any("bits_per_weight" in step.facts for step in report.steps)
+    return any("bits_per_weight" in step.details for step in report.steps)
 
 
 def bits(step: Step, report: Report) -> str:
     """Return the bits of a coded weight, scales and zero points counted; codes stay codes in what follows."""
     steps = {other.name: other for other in report.steps}
     at: Step | None = step
-    while at is not None and "bits_per_weight" not in at.facts:
+    while at is not None and "bits_per_weight" not in at.details:
         at = steps.get(at.parent or "")
-    return MISSING if at is None else _plain(at.facts["bits_per_weight"])
+    return MISSING if at is None else _plain(at.details["bits_per_weight"])
 
 
 def ratio_of_size(step: Step, base: Step | None) -> float | None:

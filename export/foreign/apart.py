@@ -29,7 +29,7 @@ _DYNAMIC = "DynamicQuantize"  # how these round depends on all rows of a call, a
 
 
 def batch_warnings(
-    graph: Path, signature: Signature, rows: Arrays, facts: Mapping[str, Any]
+    graph: Path, signature: Signature, rows: Arrays, details: Mapping[str, Any]
 ) -> list[Message]:
     """Return the outputs of a row that depend on the other rows of its call, by the first of `rows`.
 
@@ -40,11 +40,11 @@ def batch_warnings(
         graph: its file.
         signature: its inputs and outputs, with the axes of the rows.
         rows: of which the first are run together and one by one.
-        facts: what is known of the graph: its operators, those that draw random numbers.
+        details: what is known of the graph: its operators, those that draw random numbers.
     """
-    operators = [*facts.get("operators", {}), *facts.get("inner_operators", {})]
+    operators = [*details.get("operators", {}), *details.get("inner_operators", {})]
     rounds_by_call = any(name.startswith(_DYNAMIC) for name in operators)
-    if signature.batch is not None or facts.get("random") or rounds_by_call or rows.rows < 2:
+    if signature.batch is not None or details.get("random") or rounds_by_call or rows.rows < 2:
         return []
     found = _asked(graph, signature, signature.feeds(rows, 0, min(ROWS, rows.rows)))
     if not found:

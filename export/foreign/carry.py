@@ -21,12 +21,12 @@ def graphs_in(src: Artifact) -> list[Path]:
 
 
 def carry(src: Artifact, ctx: Context) -> None:
-    """Copy config, tokenizer and signature of `src` into `ctx.out`, and its facts."""
+    """Copy config, tokenizer and signature of `src` into `ctx.out`, and its details."""
     for name in src.manifest.files:
         if not name.endswith(_GRAPHS):
             (ctx.out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(src.path / name, ctx.out / name)
-    ctx.facts.update({word: src.manifest.facts[word] for word in _KEPT if word in src.manifest.facts})
+    ctx.details.update({word: src.manifest.details[word] for word in _KEPT if word in src.manifest.details})
 
 
 def copy_graphs(src: Artifact, ctx: Context) -> None:

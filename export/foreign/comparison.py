@@ -153,13 +153,13 @@ class Comparison:
                 )
 
     def note(self, ctx: Context) -> None:
-        """Write the worst of all outputs into the facts, and what a person should know as a warning."""
+        """Write the worst of all outputs into the details, and what a person should know as a warning."""
         from smelt.export.foreign.rows import note_difference
 
         note_difference(ctx, self.rows, self._largest, self._changed / (self._whole or 1))
         top1 = [output.top1 for output in self.outputs.values() if output.top1 is not None]
         error = max((output.relative for output in self.outputs.values()), default=0.0)
-        ctx.facts["parity"] |= {"error": error, "top1": min(top1, default=None)}
+        ctx.details["parity"] |= {"error": error, "top1": min(top1, default=None)}
 
 
 def require_near(

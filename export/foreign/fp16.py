@@ -40,10 +40,10 @@ _FLOAT_INPUTS = (
 class Fp16Settings(Settings):
     """Settings of `fp16`."""
 
-    keep: tuple[str, ...] = Field(
-        default=(), description="operators that stay float32 besides, for example Softmax"
+    keep_fp32: tuple[str, ...] = Field(default=(), description="operators kept in float32")
+    calibration_samples: int = Field(
+        default=16, ge=1, le=10_000, description="samples that ranges are checked on"
     )
-    rows: int = Field(default=16, ge=1, le=10_000, description="rows on which values are looked at")
 
 
 class Fp16:
@@ -54,7 +54,7 @@ class Fp16:
     On the CPU ONNX Runtime computes most of it in float32 again: the file is half as large, and not faster.
 
         - fp16: {}
-        - fp16: {keep: [Softmax, LayerNormalization]}
+        - fp16: {keep_fp32: [Softmax, LayerNormalization]}
     """
 
     name: ClassVar[str] = "fp16"
@@ -92,7 +92,7 @@ class Fp16:
         require_one_graph(src, self.name)
         models = {path: normalized(path) for path in graphs_in(src)}
         carry(src, ctx)
-        feeds, real = rows_of(src, ctx, settings.rows)
+        feeds, real = rows_of(src, ctx, settings.calibration_samples)
         if not real:
             ctx.warn(
                 "made-up-inputs",
@@ -102,7 +102,7 @@ class Fp16:
         kept, got, wanted, fed = 0, [], [], []
         for path, model in models.items():
             lift_constants(model)
-            wide = float32_nodes(model, settings.keep)
+            wide = float32_nodes(model, settings.keep_fp32)
             large = _too_large(model, path.name, feeds[path.stem], ctx)
             ends = {value.name for value in (*model.graph.input, *model.graph.output)}
             narrow(model, path.name, "fp16", wide | large, ends)
@@ -114,7 +114,8 @@ class Fp16:
             wanted += run_graph(path, feeds[path.stem], ctx.threads)
         if not np.isfinite(difference(got, wanted, exact=False)):
             raise ParityError(
-                "fp16: an output is not finite where it was, or has another shape than before. Give keep:"
+                "fp16: an output is not finite where it was, or has another shape than before. Give"
+                " keep_fp32:"
                 " with the operators that lead there, or leave this step out.",
                 code="non-finite-outputs",
             )
@@ -136,7 +137,7 @@ class Fp16:
                     " below 6e-5: add the operators that compute them to keep.",
                 )
         count = sum(len(model.graph.node) for model in models.values())
-        ctx.facts.update(dtype="fp16", kept_float32=kept, nodes=count)
+        ctx.details.update(dtype="fp16", kept_float32=kept, nodes=count)
 
 
 def _is_random(models: Iterable[Path], feeds: Mapping[str, Any], ctx: Context) -> bool:

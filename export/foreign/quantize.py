@@ -1,4 +1,4 @@
-"""The stage `quantize-graph`: ONNX Runtime's quantizers on a graph of somebody else."""
+"""The stage `quantize-onnx`: ONNX Runtime's quantizers on a graph of somebody else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import EVERY_TASK, TENSORS, Task
+from smelt.core.data import CUSTOM, EVERY_TASK, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.rows.arrays import Axes
 from smelt.core.stage import Context, Need, Settings
@@ -21,7 +21,7 @@ from smelt.export.foreign.finished import finished
 from smelt.export.foreign.normalize import nodes_of
 from smelt.export.foreign.passed_through import put_back, take_out
 from smelt.export.foreign.prepared import BY_OUTPUT, prepared
-from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeGraphSettings
+from smelt.export.foreign.quantize_settings import PRODUCTS, QuantizeOnnxSettings
 from smelt.export.foreign.quantizer_names import apart, restore
 from smelt.export.foreign.quantizers import quantize
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
@@ -39,19 +39,19 @@ _SHARE = 0.01  # of the bytes of all weights, below which a float matrix is not 
 _NAMED = 3
 
 
-class QuantizeGraph:
+class QuantizeOnnx:
     """Quantize an ONNX model that somebody else exported to int8.
 
     ONNX Runtime's own quantizers, behind these settings. In a recipe that starts from an ONNX model the word
     `quantize` means this stage too. The quantized graph is run on rows of the data; how far it is from what
     it was stands in the report, as agreement and as parity.
 
-        - quantize-graph: {scheme: int8-dynamic}
-        - quantize-graph: {scheme: int8-static, method: entropy, rows: 256}
-        - quantize-graph: {scheme: int8-static, leave: [/head/MatMul]}
+        - quantize-onnx: {scheme: int8-dynamic}
+        - quantize-onnx: {scheme: int8-static, calibration_method: entropy}
+        - quantize-onnx: {scheme: int8-static, exclude: [/head/MatMul]}
     """
 
-    name: ClassVar[str] = "quantize-graph"
+    name: ClassVar[str] = "quantize-onnx"
     accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
     produces: ClassVar[Format] = "onnx"
     needs: ClassVar[frozenset[Need]] = frozenset({"calibration"})
@@ -61,21 +61,21 @@ class QuantizeGraph:
     version: ClassVar[int] = 5
     foreign: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
-    settings_type: ClassVar[type[Settings]] = QuantizeGraphSettings
+    settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(EVERY_TASK)
 
     @classmethod
-    def needs_with(cls, settings: QuantizeGraphSettings, given: Any) -> frozenset[Need]:
+    def needs_with(cls, settings: QuantizeOnnxSettings, given: Any) -> frozenset[Need]:
         """Return calibration where ranges are found before, and no split may stand in for it."""
         if not settings.observes or set(given) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
 
-    def __call__(self, src: Artifact, settings: QuantizeGraphSettings, ctx: Context) -> None:
+    def __call__(self, src: Artifact, settings: QuantizeOnnxSettings, ctx: Context) -> None:
         """Write the quantized graph into `ctx.out`.
 
         Raises:
-            InputError: `leave` names a node that the graph has not.
+            InputError: `exclude` names a node that the graph has not.
             RunError: the quantizer fails, or ONNX Runtime cannot run its graph (`graph-crashes`).
             ParityError: its outputs are too far from those of the float graph (`quantization-error`).
         """
@@ -88,14 +88,14 @@ class QuantizeGraph:
         paths = graphs_in(src)
         _require_nodes(paths, settings)
         before = [read_graph(path, values=False) for path in paths]
-        products = {*PRODUCTS, *settings.operators}
+        products = {*PRODUCTS, *settings.op_types}
         if not any(node.op_type in products for model in before for node in nodes_of(model)):
             copy_graphs(src, ctx)  # trees, linear classifiers
             _tell(before, settings, ctx)
             return
         # samples of arrays have one shape, so that more of them at once only take more memory
-        alone = settings.observes and src.manifest.task == TENSORS
-        feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if alone else 4)
+        alone = settings.observes and src.manifest.task == CUSTOM
+        feeds, real = rows_of(src, ctx, settings.calibration_samples, at_once=1 if alone else 4)
         axes = row_axes_in(src.path)
         found = Comparison(axes)
         for path in paths:
@@ -113,11 +113,11 @@ class QuantizeGraph:
                 "The quantized graph was compared on random inputs, because there is no data but test. Add"
                 " data: {calibration: FILE}.",
             )
-        ctx.facts.update(scheme=settings.scheme, target=settings.target)
+        ctx.details.update(scheme=settings.scheme, target=settings.target)
 
     @staticmethod
     def _judge(
-        found: Comparison, paths: list[Path], feeds: Any, settings: QuantizeGraphSettings, ctx: Context
+        found: Comparison, paths: list[Path], feeds: Any, settings: QuantizeOnnxSettings, ctx: Context
     ) -> None:
         """Require that outputs are near those of the float graph, unless it gives others each time itself."""
         judge_classes = settings.max_difference is None
@@ -156,22 +156,25 @@ def _some(feeds: list[Any], axes: Axes) -> list[Any]:
     return feeds[:: max(1, -(-len(feeds) // calls))]
 
 
-def _advice(settings: QuantizeGraphSettings) -> str:
+def _advice(settings: QuantizeOnnxSettings) -> str:
     """Return what a user can change to come nearer to the float graph."""
-    ways = ["keep the nodes that need float32 in `leave`"]
+    ways = ["keep the nodes that need float32 in `exclude`"]
     if not settings.per_channel:
         ways.append("set per_channel: true")
-    if settings.operators:
-        ways.append("remove `operators`: matrix multiplications and convolutions alone are then quantized")
+    if settings.op_types:
+        ways.append("remove `op_types`: matrix multiplications and convolutions alone are then quantized")
     if settings.observes:
-        others = [name for name in ("minmax", "percentile", "entropy") if name != settings.method]
-        ways += [f"try method: {others[0]}", "give more calibration samples, of the kind that the model gets"]
+        others = [name for name in ("minmax", "percentile", "entropy") if name != settings.calibration_method]
+        ways += [
+            f"try calibration_method: {others[0]}",
+            "give more calibration samples, of the kind that the model gets",
+        ]
         if settings.target == "ort-cpu":
             ways.append(f"take scheme: {DEFAULT}")
     return f"What helps: {'; '.join(ways)}."
 
 
-def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[Any], ctx: Context) -> None:
+def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any], ctx: Context) -> None:
     """Write what the quantizer makes of the graph in `path` into `ctx.out`.
 
     Raises:
@@ -189,7 +192,7 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
             logging.disable(logging.WARNING)
             source, passed = take_out(path, Path(folder, "passed"))
             ready, opset = prepared(source, ready_in)
-            ready, names = apart(ready, named_in, settings.leave)
+            ready, names = apart(ready, named_in, settings.exclude)
             renamed = {before: after for after, before in names.items()}
             named = [{renamed.get(name, name): value for name, value in one.items()} for one in feeds]
             with quiet_runtime():
@@ -206,7 +209,7 @@ def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[An
         write_graph(put_back(model, passed), ctx.out / path.name)
 
 
-def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:
+def _of_one_scale(opset: int, settings: QuantizeOnnxSettings, ctx: Context) -> QuantizeOnnxSettings:
     """Return `settings` as the opset allows: its DequantizeLinear may know no scales by output."""
     if opset >= BY_OUTPUT or not settings.observes or not settings.per_channel:
         return settings
@@ -218,23 +221,23 @@ def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> 
     return settings.model_copy(update={"per_channel": False})
 
 
-def _require_nodes(paths: list[Path], settings: QuantizeGraphSettings) -> None:
+def _require_nodes(paths: list[Path], settings: QuantizeOnnxSettings) -> None:
     from smelt.core.errors import nearest
     from smelt.export.graph_files import read_graph
 
-    graphs = [read_graph(path, values=False) for path in paths] if settings.leave else []
+    graphs = [read_graph(path, values=False) for path in paths] if settings.exclude else []
     names = [node.name for graph in graphs for node in nodes_of(graph)]
-    for name in settings.leave:
+    for name in settings.exclude:
         if name not in names:
             raise InputError(
-                f"leave: no node '{name[:80]}' in the graph.{nearest(name, names)}", code="unknown-node"
+                f"exclude: no node '{name[:80]}' in the graph.{nearest(name, names)}", code="unknown-node"
             )
 
 
-def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> None:
+def _tell(models: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> None:
     """Say what was quantized; where nothing was, why that may be."""
     operators = Counter(node.op_type for model in models for node in nodes_of(model))
-    ctx.facts.update(nodes=operators.total(), operators=dict(operators.most_common()))
+    ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
     if _CODED & set(operators):
         left = None if settings.observes else float_matrices(models)
         if left is not None:

@@ -1,4 +1,4 @@
-"""The settings of the stage `quantize-graph`."""
+"""The settings of `quantize-onnx`."""
 
 from __future__ import annotations
 
@@ -18,40 +18,53 @@ else:
 # Conv would become ConvInteger, which computes in one thread and, of int8 weights, not at all on the CPU.
 _DYNAMIC = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "Gather")
 # ReLU and Clip become part of a convolution, which is faster and rounds once less. Others lose more than they
-# gain: Add and Softmax raise the error of MiniLM from 0.17 to 0.6 of its deviation (docs/own-onnx.md).
+# gain: Add and Softmax raise the error of MiniLM from 0.17 to 0.6 of its standard deviation
+# (docs/measurements/own-onnx.md).
 _STATIC = ("Conv", "MatMul", "Gemm", "Relu", "Clip")
 # A graph without any of these has nothing that the quantizers would change.
 PRODUCTS = (*_DYNAMIC, "Conv", "ConvTranspose")
 
 
-class QuantizeGraphSettings(Settings):
-    """Settings of `quantize-graph`.
+class QuantizeOnnxSettings(Settings):
+    """Settings of `quantize-onnx`."""
 
-    scheme: int8-dynamic, ranges of activations found while it runs; int8-static, found before on calibration
-    rows, which convolutions need. method: of int8-static: how a range is chosen from what was seen. rows: of
-    the calibration data (else validation, train) that are looked at. per_channel: weights have a scale for
-    each output. target: of int8-static: ort-cpu, activations as uint8; tensorrt, all of it symmetric int8,
-    biases in float. operators: which to quantize; none: of int8-static Conv (with a Relu or Clip after it),
-    MatMul and Gemm, of int8-dynamic all that it can but Conv. leave: names of nodes that stay as they are.
-    max_difference: largest root mean square difference of an output from the float graph's, in its standard
-    deviations; beyond it the step is an error. none: 0.3 for int8-dynamic, 0.5 for int8-static, and outputs
-    that choose a class must agree more often than by chance.
-    """
-
-    scheme: GraphScheme = DEFAULT
-    method: Literal["minmax", "entropy", "percentile"] = "minmax"
-    rows: int = Field(default=128, ge=1, le=100_000)
-    per_channel: bool = True
-    target: Literal["ort-cpu", "tensorrt"] = "ort-cpu"
-    operators: tuple[str, ...] = ()
-    leave: tuple[str, ...] = ()
-    max_difference: float | None = Field(default=None, gt=0)
+    scheme: GraphScheme = Field(
+        default=DEFAULT,
+        description="activation ranges at run time, or calibrated (needed for convolutions)",
+    )
+    calibration_method: Literal["minmax", "entropy", "percentile"] = Field(
+        default="minmax",
+        description=f"{OBSERVING}: how activation ranges are found",
+    )
+    calibration_samples: int = Field(
+        default=128,
+        ge=1,
+        le=100_000,
+        description=f"{OBSERVING}: from calibration data, else validation, train",
+    )
+    per_channel: bool = Field(default=True, description="one weight scale per output channel")
+    target: Literal["ort-cpu", "tensorrt"] = Field(
+        default="ort-cpu",
+        description=f"{OBSERVING}: ort-cpu: uint8 activations; tensorrt: symmetric int8",
+    )
+    op_types: tuple[str, ...] = Field(
+        default=(),
+        description="operators to quantize; default by scheme",
+    )
+    exclude: tuple[str, ...] = Field(default=(), description="names of nodes kept in float")
+    max_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest root mean square difference of an output, in its standard deviations; default by"
+        " scheme",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if not self.observes and self.method != "minmax":
+        if not self.observes and self.calibration_method != "minmax":
             raise SettingError(
-                f"method is how {OBSERVING} chooses ranges; {self.scheme} finds them while it runs",
+                f"calibration_method is for {OBSERVING}; {self.scheme} computes ranges at run time: remove"
+                " it",
                 code="settings-conflict",
             )
         if self.target in find(self.scheme).refused:
@@ -62,13 +75,13 @@ class QuantizeGraphSettings(Settings):
 
     @property
     def observes(self) -> bool:
-        """Whether ranges are found before, on rows of data."""
+        """Whether activation ranges come from calibration samples."""
         return find(self.scheme).observes
 
     @property
-    def op_types(self) -> list[str]:
-        """The operators that are quantized."""
-        return list(self.operators or (_STATIC if self.observes else _DYNAMIC))
+    def quantized_op_types(self) -> list[str]:
+        """The operators to quantize."""
+        return list(self.op_types or (_STATIC if self.observes else _DYNAMIC))
 
     @property
     def limit(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from smelt.core.stage import Context
 from smelt.export.foreign.calibrate import Calibration, calibrate
 from smelt.export.foreign.float_nodes import float_nodes, masked_values, standing_nodes, unfit_nodes
-from smelt.export.foreign.quantize_settings import QuantizeGraphSettings
+from smelt.export.foreign.quantize_settings import QuantizeOnnxSettings
 from smelt.export.precision.types import graphs_of
 from smelt.runtime.schemes.registry import DEFAULT
 
@@ -24,7 +24,7 @@ _MATRIX = 2  # dimensions
 
 
 def quantize(
-    source: Path, target: Path, settings: QuantizeGraphSettings, feeds: list[Any], ctx: Context
+    source: Path, target: Path, settings: QuantizeOnnxSettings, feeds: list[Any], ctx: Context
 ) -> None:
     """Write the quantized graph of `source` as `target`.
 
@@ -43,13 +43,13 @@ def quantize(
     size = sum(file.stat().st_size for file in (source, data_file(source)) if file.is_file())
     model = update_opset_version(load_model_with_shape_infer(source), QuantType.QInt8)
     kinds = _kinds(model.graph)
-    kept = float_nodes(model, kinds, settings.op_types)
+    kept = float_nodes(model, kinds, settings.quantized_op_types)
     bodies = list(graphs_of(model.graph))[1:]
     if settings.observes:
-        kept = standing_nodes(model.graph, settings.op_types) | kept
+        kept = standing_nodes(model.graph, settings.quantized_op_types) | kept
         found = _calibrated(source, model, kinds, settings, feeds, target.parent)
         for at, node in enumerate(model.graph.node):
-            if node.op_type in settings.op_types and found.huge & {*node.input, *node.output}:
+            if node.op_type in settings.quantized_op_types and found.huge & {*node.input, *node.output}:
                 kept.setdefault(at, "values without bounds on the calibration samples")
         _warn_of_bodies(model.graph, bodies, settings, ctx)
         single = _of_one_scale(model) if settings.per_channel else {}
@@ -60,21 +60,21 @@ def quantize(
                 " per output: ONNX Runtime supports no more for stacks of matrices and constant first"
                 " operands.",
             )
-        names = [*settings.leave, *_named(model.graph, kept, ctx)]
+        names = [*settings.exclude, *_named(model.graph, kept, ctx)]
         quantizer = _static(model, found.ranges, names, settings)
         quantizer.quantize_model()
         quantizer.model.save_model_to_file(target, size > LARGEST_INLINE)
         return
-    names = [*settings.leave, *_named(model.graph, kept, ctx)]
+    names = [*settings.exclude, *_named(model.graph, kept, ctx)]
     for body in bodies:
-        unfit = unfit_nodes(body, kinds, settings.op_types)
+        unfit = unfit_nodes(body, kinds, settings.quantized_op_types)
         # of an LSTM the quantizer finds no weights that lie in a graph around its own
         unfit |= {
             at: "inside of If, Loop or Scan" for at, one in enumerate(body.node) if one.op_type == "LSTM"
         }
         names += _named(body, unfit, ctx)
     quantize_dynamic(
-        model if kept or bodies else source, target, op_types_to_quantize=settings.op_types,
+        model if kept or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
         per_channel=settings.per_channel, weight_type=QuantType.QInt8,
         nodes_to_exclude=[*names, *(f"{name}_MatMul" for name in names)],  # what it makes of a Gemm
         use_external_data_format=size > LARGEST_INLINE,
@@ -90,7 +90,7 @@ def _kinds(graph: Any) -> dict[str, int]:
 
 
 def _calibrated(
-    source: Path, model: Any, kinds: Mapping[str, int], settings: QuantizeGraphSettings, feeds: list[Any],
+    source: Path, model: Any, kinds: Mapping[str, int], settings: QuantizeOnnxSettings, feeds: list[Any],
     folder: Path,
 ) -> Calibration:  # fmt: skip
     from onnx import TensorProto
@@ -98,13 +98,15 @@ def _calibrated(
     wide = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
     with TemporaryDirectory(dir=folder) as apart:
         but = masked_values(model.graph) | wide
-        return calibrate(source, settings.op_types, settings.method, feeds, but, Path(apart))
+        return calibrate(
+            source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(apart)
+        )
 
 
-def _warn_of_bodies(graph: Any, bodies: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> None:
+def _warn_of_bodies(graph: Any, bodies: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> None:
     """Warn of the weights that inner graphs read, which are not quantized with ranges found before."""
     sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
-    nodes = (node for body in bodies for node in body.node if node.op_type in settings.op_types)
+    nodes = (node for body in bodies for node in body.node if node.op_type in settings.quantized_op_types)
     read = {name for node in nodes for name in node.input if name in sizes}
     if read:
         total = sum(sizes[name] for name in read) / 1e6
@@ -152,7 +154,7 @@ def _named(graph: Any, kept: Mapping[int, str], ctx: Context) -> list[str]:
     return found
 
 
-def _static(model: Any, ranges: Any, exclude: list[str], settings: QuantizeGraphSettings) -> Any:
+def _static(model: Any, ranges: Any, exclude: list[str], settings: QuantizeOnnxSettings) -> Any:
     """Return onnxruntime's QDQQuantizer, which `quantize_static` runs after its own calibration."""
     from onnxruntime.quantization import QDQQuantizer, QuantType
 
@@ -160,7 +162,7 @@ def _static(model: Any, ranges: Any, exclude: list[str], settings: QuantizeGraph
     return QDQQuantizer(
         model, settings.per_channel, False, QuantType.QInt8,
         QuantType.QInt8 if symmetric else QuantType.QUInt8,
-        ranges, [], exclude, settings.op_types,
+        ranges, [], exclude, settings.quantized_op_types,
         {
             "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
             "TensorQuantOverrides": _of_one_scale(model),

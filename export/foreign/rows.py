@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import TENSORS, TEXT_TO_TEXT
+from smelt.core.data import CUSTOM, TEXT_TO_TEXT
 from smelt.core.errors import InputError, RunError
 from smelt.core.rows.arrays import NO_AXES, Axes
 from smelt.core.stage import Context
@@ -43,7 +43,7 @@ def rows_of(src: Artifact, ctx: Context, count: int, at_once: int = 4) -> tuple[
     from smelt.runtime.backends.open_runner import open_runner
 
     with open_runner(src, ctx.threads, "cpu") as runner:
-        if src.manifest.task == TENSORS:
+        if src.manifest.task == CUSTOM:
             assert isinstance(runner, GraphRunner)
             feeds, real = _of_arrays(runner, ctx, count, at_once)
             return {MODEL: feeds}, real
@@ -55,7 +55,7 @@ def other_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
 
     A simplifier may have written the size of one batch into the graph.
     """
-    signature = read_signature(src.path) if src.manifest.task == TENSORS else None
+    signature = read_signature(src.path) if src.manifest.task == CUSTOM else None
     if signature is not None and signature.batch is not None:
         return []
     axes = row_axes_in(src.path)
@@ -150,7 +150,7 @@ def require_one_graph(src: Artifact, word: str) -> None:
     Raises:
         InputError: it is not.
     """
-    if not src.manifest.facts.get("foreign"):
+    if not src.manifest.details.get("foreign"):
         raise InputError(
             f"{src.path}: {word} is for ONNX models that a recipe starts from. Graphs that smelt exports are"
             " simplified, quantized and narrowed on the way: quantize before onnx, onnx: {dtype: fp16}.",
@@ -257,7 +257,7 @@ def changed_of(got: list[Feeds], expected: list[Feeds]) -> tuple[int, int]:
 
 
 def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: list[Feeds]) -> None:
-    """Write into the facts how far rounding took the outputs, and what a person should know as a warning.
+    """Write into the details how far rounding took the outputs, and what a person should know as a warning.
 
     `relative` is None where an output has another shape, or is not finite where it was.
     """
@@ -266,8 +266,8 @@ def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: li
 
 
 def note_difference(ctx: Context, rows: int, off: float, share: float) -> None:
-    """Write what `difference` and `changed` found on that many rows into the facts, as `note_parity` does."""
-    ctx.facts["parity"] = {"rows": rows, "relative": off if np.isfinite(off) else None}
+    """Write the results of `difference` and `changed` on that many rows into the details."""
+    ctx.details["parity"] = {"rows": rows, "relative": off if np.isfinite(off) else None}
     if not np.isfinite(off):
         ctx.warn(
             "outputs-changed",

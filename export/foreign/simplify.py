@@ -30,10 +30,8 @@ _SHARE = 0.5  # of the memory that is free
 class SimplifySettings(Settings):
     """Settings of `simplify`."""
 
-    seconds: float = Field(default=300.0, gt=0, le=86_400, description="of the processor that it may take")
-    memory_gb: float | None = Field(
-        default=None, gt=0, description="that it may take; none: half of what is free"
-    )
+    seconds: float = Field(default=300.0, gt=0, le=86_400, description="limit of CPU time")
+    memory_gb: float | None = Field(default=None, gt=0, description="default half of the free memory")
 
 
 class Simplify:
@@ -84,7 +82,7 @@ class Simplify:
             sum(len(read_graph(folder / path.name, values=False).graph.node) for path in paths)
             for folder in (src.path, ctx.out)
         )
-        ctx.facts.update(nodes=after, nodes_before=before)
+        ctx.details.update(nodes=after, nodes_before=before)
 
 
 class Fed:
@@ -184,9 +182,9 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> Message | None:
         return warning("graph-failed", f"the simplified graph does not run: {error}")
     if wrong is not None:
         return warning("outputs-changed", f"it computes something else ({wrong})")
-    before = ctx.facts.get("parity", {"rows": 0, "relative": 0.0})
+    before = ctx.details.get("parity", {"rows": 0, "relative": 0.0})
     rows = before["rows"] + sum(rows_in(one, row_axes_in(ctx.out)) for one in feeds)
-    ctx.facts["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
+    ctx.details["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
     return None
 
 

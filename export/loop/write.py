@@ -51,7 +51,7 @@ def write_loops(folder: Path, steps: Sequence[str]) -> None:
     vocabulary = int(model.config.get("decoder_vocab_size") or model.config["vocab_size"])
     shortlist = folder if (folder / SHORTLIST).is_file() else None
     for name, beams in ((GREEDY, 1), (BEAMS, beams_of(model))):
-        decoding = settle(Generation(beams=beams), model)
+        decoding = settle(Generation(num_beams=beams), model)
         defaults = feeds_of(decoding, 1, vocabulary)
         path = folder / f"{name}.onnx"
         onnx.save(compose(encoder, decoder, defaults, beams > 1, shortlist), path)
@@ -66,7 +66,7 @@ def run_loops(runner: Any, batch: Batch) -> None:
     """
     for name, beams in ((GREEDY, 1), (BEAMS, 2)):
         try:
-            _by_graph(runner, batch, settle(Generation(beams=beams, max_new_tokens=2), runner))
+            _by_graph(runner, batch, settle(Generation(num_beams=beams, max_new_tokens=2), runner))
         except Exception as error:  # ONNX Runtime's errors share no other base
             raise ParityError(
                 f"{name}: ONNX Runtime cannot run what was exported: {error}",
@@ -100,7 +100,7 @@ def check_loops(runner: Any, batch: Batch) -> None:
     """
     run_loops(runner, batch)
     for name, beams in ((GREEDY, 1), (BEAMS, 2)):
-        decoding = settle(Generation(beams=beams, max_new_tokens=_COMPARED), runner)
+        decoding = settle(Generation(num_beams=beams, max_new_tokens=_COMPARED), runner)
         expected = generate_with(runner, batch, decoding)
         found = _by_graph(runner, batch, decoding)
         for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -124,7 +124,7 @@ def _as_good(
     Greedy search parts at one token, which counts alone; beam search weighs whole texts by their lengths.
     """
     ours, theirs = texts
-    if decoding.beams == 1:
+    if decoding.num_beams == 1:
         same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if same is None:  # one goes on where the other has ended
             return False
@@ -132,7 +132,7 @@ def _as_good(
     scores = []
     for tokens in (ours, theirs):
         total = _log_likelihood(runner, batch, row, tokens, decoding)
-        scores.append(total / len(tokens) ** (decoding.length_penalty if decoding.beams > 1 else 0))
+        scores.append(total / len(tokens) ** (decoding.length_penalty if decoding.num_beams > 1 else 0))
     return bool(abs(scores[0] - scores[1]) < _NEAR)
 
 

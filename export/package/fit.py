@@ -29,7 +29,7 @@ def refusal(form: Form, artifact: Artifact) -> Refusal | None:
     What no export changes is asked first: a step that is no help is not proposed.
     """
     takes, manifest = form.takes, artifact.manifest
-    made, target = artifact.format, manifest.facts.get("target")
+    made, target = artifact.format, manifest.details.get("target")
     if takes.tasks is not None and manifest.task not in takes.tasks:
         return Refusal(
             "unsupported-task", f"it is for {manifest.task}; this form takes {_listed(takes.tasks)}."
@@ -76,7 +76,7 @@ def require_fit(
     elif why.of_export and form.takes.mend:
         said.append(form.takes.mend)
     if fitting := [other.name for other in forms if refusal(other, artifact) is None]:
-        said.append(f"Forms that take this artifact: {', '.join(fitting)} (--for).")
+        said.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
     raise InputError(" ".join(said), code=why.code)
 
 

@@ -109,7 +109,7 @@ class HowTo:
 
 
 class Form(Protocol):
-    """A form of package. name: the word behind `--for`. summary: one line for the help.
+    """A form of package. name: the value of `--format`. summary: one line for the help.
 
     takes: which artifacts it is for; what that cannot say is asked of `check`. keeps: whether the files of
     the artifact keep their names and places, so that the package is an artifact too, which `smelt predict`,

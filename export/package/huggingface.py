@@ -34,8 +34,8 @@ _CAUSES = {
     "set": ("attention with fewer heads in one layer than in others", "prune"),
     "own_bias": ("a position bias of one layer alone", "prune"),
     "width": ("hidden states that are narrower than it says", "prune"),
-    "skip": ("layers that have lost an attention or a feed-forward part", "depth"),
-    "share": ("matrices that several layers share", "share"),
+    "skip": ("layers that have lost an attention or a feed-forward part", "drop-layers"),
+    "share": ("matrices that several layers share", "share-weights"),
 }
 _OF_FIVE = "TokenizersBackend"
 _CLASSES = {

@@ -49,15 +49,15 @@ def readme(form: Form, artifact: Artifact, origin: Origin, how: HowTo, folder: P
 
 
 def _what(form: Form, artifact: Artifact, origin: Origin) -> str:
-    facts = artifact.manifest.facts
+    details = artifact.manifest.details
     words = (
         f"A model for {plain(artifact.manifest.task)}, packaged by smelt as `{form.name}`: {form.summary}."
     )
     lines = ["| | |", "|---|---|", f"| made from | {plain(origin.model or 'not known here')} |"]
     lines += [f"| run | {plain(origin.run)} |"] if origin.run else []
-    target = f", exported for {plain(str(facts['target']))}" if facts.get("target") else ""
+    target = f", exported for {plain(str(details['target']))}" if details.get("target") else ""
     lines += [f"| format | {artifact.format}{target} |"]
-    lines += [f"| parameters | {facts['parameters']:,} |"] if facts.get("parameters") else []
+    lines += [f"| parameters | {details['parameters']:,} |"] if details.get("parameters") else []
     lines += [f"| artifact | {code(artifact.key)} |"]
     return f"{words}\n\n" + "\n".join(lines)
 

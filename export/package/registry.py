@@ -27,7 +27,7 @@ def find_form(name: str) -> Form:
     """
     if name not in FORMS:
         raise InputError(
-            f"no form '{name}' of packages; there are {', '.join(FORMS)}.{nearest(name, FORMS)}",
+            f"unknown package format '{name}'. Known: {', '.join(FORMS)}.{nearest(name, FORMS)}",
             code="unknown-package-format",
         )
     return FORMS[name]

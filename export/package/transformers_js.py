@@ -55,10 +55,10 @@ class TransformersJs:
         graph = DECODER if kind_of(artifact) == "seq2seq" else MODEL
         require_float_caches(artifact.path, graph, "transformers.js")
         require_a_cache_for_each_layer(artifact.path, graph, "transformers.js")
-        facts = read_tokenizing(artifact.path)
-        if facts.reader == "transformers" and not (artifact.path / TOKENS).is_file():
+        details = read_tokenizing(artifact.path)
+        if details.reader == "transformers" and not (artifact.path / TOKENS).is_file():
             raise InputError(
-                f"its tokenizer cannot be a {TOKENS}, which transformers.js reads: {facts.reason}.",
+                f"its tokenizer cannot be a {TOKENS}, which transformers.js reads: {details.reason}.",
                 code="unsupported-tokenizer",
             )
 
@@ -143,20 +143,24 @@ def _write_graphs(graphs: dict[str, Any], folder: Path, suffix: str) -> bool:
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
     """Write tokenizer.json and its config; Marian's is made of its SentencePiece model."""
-    facts = read_tokenizing(source)
-    if facts.reader != "sentencepiece":
+    details = read_tokenizing(source)
+    if details.reader != "sentencepiece":
         copy_tokenizer_files(source, folder)
         said = read_json(folder / CONFIG)
         # only classes of their own make token types there
-        said["tokenizer_class"] = OF_TYPES if facts.types else FAST
+        said["tokenizer_class"] = OF_TYPES if details.types else FAST
         write_json(folder / CONFIG, said)
         return
     from smelt.export.package.hub.pieces import write_unigram
 
     write_unigram(source, folder)
-    words = {place: word for word, place in facts.added.items()}
-    roles = {"eos_token": facts.eos, "pad_token": facts.pad, "unk_token": facts.unknown}
-    said = {"tokenizer_class": FAST, "model_max_length": facts.longest, "clean_up_tokenization_spaces": False}
+    words = {place: word for word, place in details.added.items()}
+    roles = {"eos_token": details.eos, "pad_token": details.pad, "unk_token": details.unknown}
+    said = {
+        "tokenizer_class": FAST,
+        "model_max_length": details.longest,
+        "clean_up_tokenization_spaces": False,
+    }
     said |= {role: words[place] for role, place in roles.items() if place in words}
     write_json(folder / CONFIG, said)
 

@@ -70,7 +70,7 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
     Raises:
         ParityError: graph, output and, where it is known, node and layer.
     """
-    facts: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     for graph in subject.graphs:
         path = subject.folder / f"{graph.name}.onnx"
         model = read_graph(path, values=False)
@@ -78,17 +78,17 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
             "constants": check_constants(graph.name, model, graph.module, subject.folder),
             "operators": check_operators(graph.name, model, graph.module, path, subject.threads),
         }
-        facts[graph.name] = counts
+        details[graph.name] = counts
     if subject.half:
         for graph in subject.graphs:
             _require_opens(subject.folder / f"{graph.name}.onnx", subject.target)
     exact = _check_exactly(subject, reference)
     is_exact = subject.kind == subject.dtype == "fp32"
     deployed = exact if is_exact else _check_as_deployed(subject, reference)
-    for name, counts in facts.items():
+    for name, counts in details.items():
         inner = {word: exact[name][word] for word in ("largest", "mean")}
-        facts[name] = {**deployed[name], "exact": inner, **counts}
-    return facts
+        details[name] = {**deployed[name], "exact": inner, **counts}
+    return details
 
 
 def _check_exactly(subject: Subject, reference: Reference) -> Figures:

@@ -65,7 +65,7 @@ def narrow_graphs(
         target: of the export.
         dtype: fp16 or bf16; with fp32 nothing is done.
         references: of `rows_looked_at`, for fp16.
-        ctx: gets facts, and a warning of what would overflow.
+        ctx: gets details, and a warning of what would overflow.
 
     Returns:
         By graph the modules that stay float32.
@@ -85,7 +85,7 @@ def narrow_graphs(
         narrow(model, graph.name, dtype, nodes, _outside(model, wide, all_caches))
         write_graph(model, path)
         chosen[graph.name] = wide
-    ctx.facts["float32"] = _facts(chosen)
+    ctx.details["float32"] = _facts(chosen)
     if (text := warning_of(chosen)) is not None:
         ctx.warn("kept-float32", text)
     return {name: {*wide.norms, *wide.blocks} for name, wide in chosen.items()}

@@ -153,6 +153,6 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
         ways += [f"quantize with {' or '.join(others)}"] if (others := schemes_for(target)) else []
         runs = sorted(width for width, scheme in WIDTHS.items() if not refusal(scheme, target))
         mixed = sum(scheme.bits > 0 for scheme in schemes) > 1 and len(runs) > 1
-        ways += [f"mixed precision with `bits: {{widths: {runs}}}`"] if mixed else []
+        ways += [f"mixed precision with `mixed_precision: {{bit_widths: {runs}}}`"] if mixed else []
         alone = f", which only {' and '.join(fit)} does" if fit else ""
         raise InputError(f"{why}{alone}. {', or '.join(ways)}.", code="unsupported-scheme", setting="target")

@@ -25,12 +25,12 @@ def write_all(
     """Write all graphs; return by graph what the report tells of it, and of which modules its nodes are."""
     batch = reference.batch
     tokens = None if isinstance(batch, ImageBatch) else batch.input_ids[batch.attention_mask == 1]
-    facts: dict[str, dict[str, Any]] = {}
+    details: dict[str, dict[str, Any]] = {}
     homes: dict[str, dict[str, str]] = {}
     for at, graph in enumerate(graphs):
         ctx.progress(at, len(graphs) + 1, graph.name)
-        facts[graph.name] = _write(graph, settings, tokens, ctx, homes)
-    return facts, homes
+        details[graph.name] = _write(graph, settings, tokens, ctx, homes)
+    return details, homes
 
 
 def _write(
@@ -58,7 +58,7 @@ def _write(
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
-    model = export_graph(graph, settings.graphs_of, ctx.facts["opset"])
+    model = export_graph(graph, settings.graphs_of, ctx.details["opset"])
     exported = time.perf_counter()
     homes[graph.name] = homes_of(model, graph.module)
     write_graph(model, path)

@@ -21,7 +21,7 @@ from smelt.runtime.backends.tensorrt_module import make_logger
 
 # Said of every model, of a timing cache that only costs time, or followed by a line that says more.
 _NOISE = ("has Int64 binding", "timing cache", "Detected layernorm nodes in FP16.")
-Weights = Literal["inside", "refittable", "outside"]
+Weights = Literal["embedded", "refittable", "stripped"]
 Compatibility = Literal["none", "ampere+", "same-cc"]
 _LEVELS: dict[Compatibility, str] = {
     "none": "NONE",
@@ -29,9 +29,9 @@ _LEVELS: dict[Compatibility, str] = {
     "same-cc": "SAME_COMPUTE_CAPABILITY",
 }
 _WEIGHTS: dict[Weights, tuple[str, ...]] = {
-    "inside": (),
+    "embedded": (),
     "refittable": ("REFIT",),
-    "outside": ("STRIP_PLAN", "REFIT_IDENTICAL"),  # they come back unchanged, from the same graph
+    "stripped": ("STRIP_PLAN", "REFIT_IDENTICAL"),  # they come back unchanged, from the same graph
 }
 
 
@@ -45,7 +45,7 @@ class BuildOptions:
     hardware_compatibility: Compatibility
     version_compatible: bool
     timing_cache: Path | None
-    weights: Weights = "inside"
+    weights: Weights = "embedded"
 
 
 def build_engine(

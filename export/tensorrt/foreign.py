@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TENSORS
+from smelt.core.data import CUSTOM
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
 from smelt.export.tensorrt.profile import Range, Shapes
@@ -26,7 +26,7 @@ def foreign_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
     Raises:
         InputError: an axis has no fixed size, and there are no rows that a stage may see.
     """
-    if ctx.task != TENSORS:
+    if ctx.task != CUSTOM:
         return profile_ranges(folder, settings, ctx)
     from smelt.runtime.foreign.signature import read_signature
 

@@ -70,7 +70,7 @@ _BY_CODE: dict[tuple[str, str], Meaning] = {
         "tensorrt-shape", "TensorRT does not take this operator with this shape."
     ),
     ("MODEL_DESERIALIZE_FAILED", _ANY): Meaning(
-        "damaged-file", "the file is cut off or is no ONNX file. Run again with --fresh."
+        "damaged-file", "the file is cut off or is no ONNX file. Run again with --rebuild."
     ),
     ("INVALID_GRAPH", _ANY): Meaning("invalid-graph", "the graph is not valid ONNX."),
     ("REFIT_FAILED", _ANY): Meaning("tensorrt-refit-failed", "weights could not be replaced in the engine."),

@@ -1,4 +1,4 @@
-"""The setting `engine` of `onnx`: what ONNX Runtime's providers of TensorRT are told of their engines."""
+"""The setting `engine` of `onnx`: options of ONNX Runtime's TensorRT providers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from smelt.export.tensorrt.settings import Lengths, TensorrtSettings
 
 
 class ProviderSettings(Settings):
-    """Engines that ONNX Runtime builds when a graph is opened for the first time.
+    """Options of engines that ONNX Runtime builds when a graph is opened for the first time."""
 
-    workspace_mib: GPU memory that kernels may use for themselves, MiB. optimization_level: 0 (quick build) to
-    5 (longest search). timing_cache: keep kernel timings in the user's cache folder.
-    hardware_compatibility: `ampere+` builds engines for all GPUs since Ampere. context_memory: parts of a
-    graph share the memory in which they work. max_batch_size, opt_batch_size, lengths, length_percentile,
-    max_new_tokens: as of the stage `tensorrt`.
-    """
-
-    workspace_mib: int = Field(default=2048, ge=16, le=1 << 20)
-    optimization_level: int = Field(default=3, ge=0, le=5)
-    timing_cache: bool = True
-    hardware_compatibility: Literal["none", "ampere+"] = "none"
-    context_memory: Literal["own", "shared"] = "own"
-    max_batch_size: int = Field(default=8, ge=1, le=4096)
-    opt_batch_size: int = Field(default=1, ge=1, le=4096)
-    lengths: Lengths | None = None
-    length_percentile: float = Field(default=99.0, ge=50, le=100)
-    max_new_tokens: int | None = Field(default=None, ge=1, le=4096)
+    workspace_mib: int = Field(default=2048, ge=16, le=1 << 20, description="GPU memory for kernels, MiB")
+    optimization_level: int = Field(default=3, ge=0, le=5, description="0 (fast build) to 5 (longest search)")
+    timing_cache: bool = Field(default=True, description="keep kernel timings for faster builds")
+    hardware_compatibility: Literal["none", "ampere+"] = Field(
+        default="none", description="ampere+: all GPUs since Ampere"
+    )
+    context_memory: Literal["dedicated", "shared"] = Field(
+        default="dedicated", description="shared: one activation memory for all parts of a graph"
+    )
+    max_batch_size: int = Field(default=8, ge=1, le=4096, description="as in `tensorrt`")
+    opt_batch_size: int = Field(default=1, ge=1, le=4096, description="as in `tensorrt`")
+    lengths: Lengths | None = Field(default=None, description="as in `tensorrt`")
+    length_percentile: float = Field(default=99.0, ge=50, le=100, description="as in `tensorrt`")
+    max_new_tokens: int | None = Field(default=None, ge=1, le=4096, description="as in `tensorrt`")
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -47,6 +44,6 @@ class ProviderSettings(Settings):
         )
 
     def unknown_to_rtx(self) -> list[str]:
-        """Return what was said that TensorRT for RTX has no option for."""
+        """Return the given settings that TensorRT for RTX has no option for."""
         only = ("optimization_level", "timing_cache", "hardware_compatibility", "context_memory")
         return [name for name in only if name in self.model_fields_set]

@@ -14,8 +14,8 @@ from smelt.export.tensorrt.build import Compatibility, Weights
 class Lengths(Settings):
     """Input lengths in tokens that the engine is built for: it is fastest at `opt`, refuses above `max`."""
 
-    opt: int = Field(ge=1)
-    max: int = Field(ge=1)
+    opt: int = Field(ge=1, description="fastest length")
+    max: int = Field(ge=1, description="longest input")
 
     @model_validator(mode="after")
     def _ordered(self) -> Lengths:
@@ -27,16 +27,12 @@ class Lengths(Settings):
 
 
 class Profile(Settings):
-    """One of several optimization profiles; what it does not say is as the step says it.
+    """One of several optimization profiles; settings that it omits are those of the step."""
 
-    max_batch_size, opt_batch_size: the largest batch, and the one that it is fastest at. lengths, or
-    length_percentile: of the input in tokens.
-    """
-
-    max_batch_size: int | None = Field(default=None, ge=1, le=4096)
-    opt_batch_size: int | None = Field(default=None, ge=1, le=4096)
-    lengths: Lengths | None = None
-    length_percentile: float | None = Field(default=None, ge=1, le=100)
+    max_batch_size: int | None = Field(default=None, ge=1, le=4096, description="default the step's")
+    opt_batch_size: int | None = Field(default=None, ge=1, le=4096, description="default the step's")
+    lengths: Lengths | None = Field(default=None, description="default the step's")
+    length_percentile: float | None = Field(default=None, ge=1, le=100, description="default the step's")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -48,33 +44,37 @@ class Profile(Settings):
 
 
 class TensorrtSettings(Settings):
-    """Settings of `tensorrt`.
+    """Settings of `tensorrt`."""
 
-    workspace_mib: GPU memory that kernels may use for themselves, MiB. optimization_level: 0 (quick
-    build) to 5 (longest search). tf32: let fp32 products use TF32. timing_cache: keep kernel timings in
-    the user's cache folder, so that later builds are quicker. hardware_compatibility: GPUs the engine
-    runs on besides this one. version_compatible: runs under later versions of TensorRT too. weights:
-    inside the engine; `refittable` ones can be replaced; `outside`, they stay in the ONNX file, which goes
-    along and is read when the engine is loaded. max_batch_size: largest batch of one call; greater ones are
-    split. opt_batch_size: the one it is fastest at. lengths: of the input; from the data where not given
-    (median and `length_percentile`). profiles: several, of which each call takes the smallest that fits; one
-    of them must take all that any other takes. max_new_tokens: longest output; where not given that of
-    `score: {generation: ...}`, else the model's own, else 128.
-    """
-
-    workspace_mib: int = Field(default=2048, ge=16, le=1 << 20)
-    optimization_level: int = Field(default=3, ge=0, le=5)
-    tf32: bool = True
-    timing_cache: bool = True
-    hardware_compatibility: Compatibility = "none"
-    version_compatible: bool = False
-    weights: Weights = "inside"
-    max_batch_size: int = Field(default=8, ge=1, le=4096)
-    opt_batch_size: int = Field(default=1, ge=1, le=4096)
-    lengths: Lengths | None = None
-    length_percentile: float = Field(default=99.0, ge=50, le=100)
-    profiles: list[Profile] = Field(default_factory=list, max_length=8)
-    max_new_tokens: int | None = Field(default=None, ge=1, le=4096)
+    workspace_mib: int = Field(default=2048, ge=16, le=1 << 20, description="GPU memory for kernels, MiB")
+    optimization_level: int = Field(default=3, ge=0, le=5, description="0 (fast build) to 5 (longest search)")
+    tf32: bool = Field(default=True, description="compute float32 matrix multiplications in TF32")
+    timing_cache: bool = Field(default=True, description="keep kernel timings for faster builds")
+    hardware_compatibility: Compatibility = Field(
+        default="none", description="other GPUs that the engine runs on"
+    )
+    version_compatible: bool = Field(default=False, description="also runs with later TensorRT versions")
+    weights: Weights = Field(
+        default="embedded",
+        description="refittable: can be replaced; stripped: read from the ONNX file at loading",
+    )
+    max_batch_size: int = Field(default=8, ge=1, le=4096, description="larger batches are split")
+    opt_batch_size: int = Field(default=1, ge=1, le=4096, description="fastest batch")
+    lengths: Lengths | None = Field(default=None, description="in tokens; default from the data")
+    length_percentile: float = Field(
+        default=99.0, ge=50, le=100, description="percentile of the data's lengths for lengths.max"
+    )
+    profiles: list[Profile] = Field(
+        default_factory=list,
+        max_length=8,
+        description="optimization profiles; each call uses the smallest that fits, one must cover the others",
+    )
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="longest output; default score.generation's, else the model's",
+    )
 
     @model_validator(mode="after")
     def _batches(self) -> Self:
@@ -88,7 +88,7 @@ class TensorrtSettings(Settings):
         return self
 
     def each_profile(self) -> list[TensorrtSettings]:
-        """Return these settings once for each profile, with what that one says for itself."""
+        """Return these settings once for each profile, with that profile's own values."""
         if not self.profiles:
             return [self]
         return [self._with(profile) for profile in self.profiles]

@@ -63,7 +63,7 @@ class TensorrtStage:
             MissingDependencyError: TensorRT is not installed.
             RunError: the preflight found an error, or TensorRT refused the graph (node and remedy named).
         """
-        target, foreign = (src.manifest.facts.get(word) for word in ("target", "foreign"))
+        target, foreign = (src.manifest.details.get(word) for word in ("target", "foreign"))
         if target != "tensorrt" and not foreign:
             raise InputError(
                 f"{src.path}: this ONNX was exported for '{target}'; TensorRT needs its own."
@@ -84,18 +84,18 @@ class TensorrtStage:
             note_built(target_path)
             for one in said[:5]:
                 ctx.warn(one.code, f"TensorRT: {one.message[:300]}", file=path.name)
-            if options.weights == "outside":
+            if options.weights == "stripped":
                 copy_graph(path, ctx.out)
         _copy_the_rest(src.path, ctx.out)
         kept = ("parameters", "dtype", "scheme", "foreign")
-        ctx.facts.update({k: src.manifest.facts[k] for k in kept if k in src.manifest.facts})
-        ctx.facts.update(
+        ctx.details.update({k: src.manifest.details[k] for k in kept if k in src.manifest.details})
+        ctx.details.update(
             target="tensorrt",
             tensorrt=f"{trt.__name__} {trt.__version__}",
             profile=_listed(profiles[largest(profiles)]),
         )
         if len(profiles) > 1:
-            ctx.facts["profiles"] = [_listed(ranges) for ranges in profiles]
+            ctx.details["profiles"] = [_listed(ranges) for ranges in profiles]
 
 
 def plan_graphs(

@@ -12,7 +12,7 @@ from smelt.runtime.models.checkpoint import load_tokenizer
 def add_tokenizer(folder: Path, ctx: Context) -> None:
     """Make the texts of the exported model readable without transformers, where that is exact."""
     found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
-    ctx.facts["tokenizer"] = found.reader
+    ctx.details["tokenizer"] = found.reader
     if found.reason:
         ctx.warn(
             "slow-tokenizer",

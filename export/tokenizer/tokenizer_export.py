@@ -52,17 +52,17 @@ def export_tokenizer(hub: Any, src: Path, out: Path, data: Mapping[str, Split]) 
     """
     from smelt.runtime.models.quiet import quiet
 
-    facts = facts_of(hub)
-    if facts.reader == "tokenizers":
+    details = facts_of(hub)
+    if details.reader == "tokenizers":
         write_backend(hub, out / JSON)
-    if facts.reader != "transformers":
+    if details.reader != "transformers":
         with quiet():  # transformers says of every BPE tokenizer that it leaves blanks alone
-            difference = find_difference(hub, out, facts, sample_of(hub, data))
+            difference = find_difference(hub, out, details, sample_of(hub, data))
         if difference is not None:
-            facts = Tokenizing(reader="transformers", reason=difference.text)
+            details = Tokenizing(reader="transformers", reason=difference.text)
             _restore(src / JSON, out / JSON)
-    write_tokenizing(out, facts)
-    return facts
+    write_tokenizing(out, details)
+    return details
 
 
 def facts_of(hub: Any) -> Tokenizing:
@@ -141,18 +141,18 @@ class Difference(NamedTuple):
     text: str
 
 
-def find_difference(hub: Any, out: Path, facts: Tokenizing, sample: Sample) -> Difference | None:
-    """Return what the reader of `facts` does otherwise than transformers; None: nothing.
+def find_difference(hub: Any, out: Path, details: Tokenizing, sample: Sample) -> Difference | None:
+    """Return what the reader of `details` does otherwise than transformers; None: nothing.
 
     Transformers' own tokenizer, read from `out`, has to agree as well: its files may have been written anew.
     """
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     reference = HubTokenizer(hub)
-    light = light_tokenizer(out, facts)
+    light = light_tokenizer(out, details)
     assert light is not None
     for other, name in ((HubTokenizer(load_tokenizer(out)), "the exported tokenizer"), (light, light.reader)):
-        found = _difference(reference, other, sample, facts.reader == "tokenizers")
+        found = _difference(reference, other, sample, details.reader == "tokenizers")
         if found is not None:
             return found._replace(text=f"{name} differs from transformers' tokenizer: {found.text}")
     return None

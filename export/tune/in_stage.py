@@ -9,7 +9,7 @@ from smelt.core.stage import Context
 from smelt.export.graphs.graph import Graph
 from smelt.export.parity.reference import Reference, deployed_again
 from smelt.export.tune.products import MARGIN, choose_forms
-from smelt.export.tune.settings import Tune
+from smelt.export.tune.settings import Autotune
 from smelt.export.tune.threads import cores, measure_threads
 from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.schemes.registry import DEFAULT
@@ -19,7 +19,7 @@ def choose_operators(
     parent: Any,
     graphs: list[Graph],
     reference: Reference,
-    use: Tune,
+    use: Autotune,
     threads: int,
     stay: Sequence[Any],
     ctx: Context,
@@ -34,31 +34,34 @@ def choose_operators(
         threads: for ONNX Runtime.
         stay: layers that keep their first operator, whatever is faster for a whole product: the loop takes
             only some rows of a head with a shortlist, which MatMulNBits does not.
-        ctx: of the stage; facts and warnings are added.
+        ctx: of the stage; details and warnings are added.
     """
     if any(isinstance(module, BinaryInputs) for module in parent.backend.model.modules()):
         ctx.warn(
             "operators-fixed",
-            "tune: layers with one-bit inputs keep their operators: another operator sums in another order,"
+            "autotune: layers with one-bit inputs keep their operators: another operator sums in another"
+            " order,"
             " and an input near its threshold would flip.",
         )
         return reference
     size = use.batch_size
     length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
     steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text
-    each = size * use.beams
+    each = size * use.num_beams
     rows = {graph.name: each if graph.name == steps else size * length for graph in graphs}
     found = choose_forms(graphs, rows, threads, [m.matrix for m in stay if hasattr(m, "matrix")])
     forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
-        ctx.warn("nothing-to-tune", "tune: every layer of this model can be exported as one operator only.")
+        ctx.warn(
+            "nothing-to-tune", "autotune: every layer of this model can be exported as one operator only."
+        )
     _compare(found["microseconds_by_graph"], steps, use, ctx)
-    told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
-    ctx.facts["tune"] = told | found
+    told = {"batch_size": size, "num_beams": use.num_beams, "input_tokens": length, "threads": threads}
+    ctx.details["autotune"] = told | found
     return deployed_again(parent, reference)
 
 
-def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Tune, ctx: Context) -> None:
+def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Autotune, ctx: Context) -> None:
     """Warn where the products of a graph are slower than int8-dynamic's would be.
 
     steps: the graph that runs once for each token; "" for none.
@@ -70,12 +73,13 @@ def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Tune,
         if took["chosen"] * (1 - MARGIN) > took[DEFAULT] > 0
     ]
     if slower:
-        beams = f" and {use.beams} beams" if use.beams > 1 else ""
+        beams = f" and {use.num_beams} beams" if use.num_beams > 1 else ""
         once = " and ".join(graph for graph in by_graph if graph != steps)
         often = f"; for each text {steps} runs once a token, {once} once" if steps and once else ""
         ctx.warn(
             "slower-than-default",
-            f"tune: with batches of {use.batch_size}{beams} these quantized layers are slower on this machine"
+            f"autotune: with batches of {use.batch_size}{beams} these quantized layers are slower on this"
+            f" machine"
             f" than with {DEFAULT}: {', '.join(slower)}{often}. Compare with a branch of scheme: {DEFAULT}.",
         )
 
@@ -83,10 +87,10 @@ def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Tune,
 def write_threads(
     threads: int | str, target: str, dtype: str, reference: Reference, size: int, ctx: Context
 ) -> None:
-    """Write into the artifact's facts how many threads it takes where its user does not say.
+    """Write into the artifact's details how many threads it takes where its user does not say.
 
     Args:
-        threads: the number, or `tune`.
+        threads: the number, or `autotune`.
         target: of the export.
         dtype: what the runtime computes in.
         reference: on real rows.
@@ -98,15 +102,15 @@ def write_threads(
             ctx.warn(
                 "more-threads-than-cores", f"threads: {threads}, but this process may use {cores()} cores."
             )
-        ctx.facts["threads"] = threads
+        ctx.details["threads"] = threads
         return
     generates = reference.tokens is not None
     count, times = measure_threads(ctx.out, target, dtype, reference.batch, size, generates)
-    ctx.facts.update(threads=count, threads_ms=times)
-    chosen_for = ctx.facts.get("tune", {}).get("threads", count)
+    ctx.details.update(threads=count, threads_ms=times)
+    chosen_for = ctx.details.get("autotune", {}).get("threads", count)
     if chosen_for != count:
         ctx.warn(
             "tuned-for-other-threads",
             f"Operators were chosen with {chosen_for} thread, but the artifact uses {count}. Set threads:"
-            f" {count} next to tune to choose for that.",
+            f" {count} next to autotune to choose for that.",
         )

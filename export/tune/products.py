@@ -27,7 +27,7 @@ from smelt.export.graphs.attention_modules import pack_projections
 from smelt.export.graphs.graph import Graph
 from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.layers.quantized import QuantizedLinear
-from smelt.runtime.schemes.registry import DEFAULT, find
+from smelt.runtime.schemes.registry import DEFAULT, defaults, find
 
 # Another form than the first is taken only where it is faster by more than this share
 MARGIN = 0.05
@@ -147,13 +147,14 @@ def _measured(product: Product, threads: int) -> dict[str, float]:
 
 def _by_graph(product: Product, threads: int) -> dict[str, tuple[float, float]]:
     """Return microseconds of the uses in each graph: in the chosen form, and in int8-dynamic's first one."""
-    matrix, first = product.matrix, find(DEFAULT).forms({})[0]
+    matrix, usual = product.matrix, defaults(find(DEFAULT))
+    first, plain = find(DEFAULT).forms(usual)[0], tuple(usual.items())
     shape, options = (matrix.width, len(matrix.codes)), tuple(matrix.options.items())
     found: dict[str, tuple[float, float]] = {}
     for name, rows in zip(product.names, product.rows, strict=True):
         graph = name.partition(": ")[0]
         own = measure(matrix.scheme.name, options, *shape, rows, threads)
-        as_int8 = own if matrix.scheme.name == DEFAULT else measure(DEFAULT, (), *shape, rows, threads)
+        as_int8 = own if matrix.scheme.name == DEFAULT else measure(DEFAULT, plain, *shape, rows, threads)
         before = found.get(graph, (0.0, 0.0))
         found[graph] = (before[0] + own[matrix.form], before[1] + as_int8[first])
     return found

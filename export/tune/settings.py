@@ -1,4 +1,4 @@
-"""What a recipe may say of the measuring at export time."""
+"""The setting `autotune` of `onnx`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pydantic import Field
 from smelt.core.stage import Settings
 
 
-class Tune(Settings):
-    """For which use the choices are made."""
+class Autotune(Settings):
+    """The use that operators are chosen for."""
 
     batch_size: int = Field(default=1, ge=1, le=4096, description="texts per call")
-    beams: int = Field(default=1, ge=1, le=64, description="of the search: rows of a step for each text")
+    num_beams: int = Field(default=1, ge=1, le=64, description="beams of the search")

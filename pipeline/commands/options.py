@@ -26,7 +26,7 @@ def search(command: Any) -> Any:
         help="The longest output (default: the model's, else 128).",
     )
     beams = click.option(
-        "--beams",
+        "--num-beams",
         default=1,
         show_default=True,
         type=click.IntRange(1, 64),

@@ -10,6 +10,7 @@ import click
 
 from smelt.commands.options import FOLDER, device, search, show
 from smelt.core.errors import InputError
+from smelt.recipe.other_names import called
 
 
 class _Predict(click.Command):
@@ -20,6 +21,9 @@ class _Predict(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            hint = called(error.option_name, [word for param in self.params for word in param.opts])
+            if hint:
+                raise click.UsageError(f"{error.message}{hint}", ctx) from error
             told = f"{error.format_message()} Texts that begin with a dash stand behind --:"
             raise click.UsageError(f"{told} smelt predict ARTIFACT -- TEXT", ctx) from error
 
@@ -66,7 +70,7 @@ def predict(
 ) -> None:
     """Run ARTIFACT on each TEXT, on the rows of --data, or on the lines of standard input.
 
-    An artifact of the task `tensors` takes --data FILE.npz and prints the outputs of each row as JSON, or
+    An artifact of the task `custom` takes --data FILE.npz and prints the outputs of each row as JSON, or
     writes all of them as arrays into --out FILE.npz.
 
     A tab parts the two texts of a pair. A sentence embedder prints the vector of a text, the cosine of a

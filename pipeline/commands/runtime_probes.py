@@ -79,7 +79,8 @@ def try_providers() -> Iterator[Finding]:
         elif (lack := lack_of(target)) is not None:
             yield Finding("runtimes", name, False, "cannot be loaded", lack)
         else:
-            yield attempt(name, partial(_engine, target), "see docs/tensorrt.md, TensorRT in ONNX Runtime")
+            remedy = "see docs/reference/stages/tensorrt.md#tensorrt-in-onnx-runtime"
+            yield attempt(name, partial(_engine, target), remedy)
 
 
 def _engine(target: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
+from collections.abc import Iterator
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from smelt.core.errors import InputError, nearest
+from smelt.recipe.other_names import called
 from smelt.recipe.stage_table import stages
 
 _WIDTH = 79
@@ -22,7 +23,7 @@ def list_stages() -> str:
     lines = []
     for name, stage in stages().items():
         formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
-        head = f"{name:14} {formats:17} "
+        head = f"{name:16} {formats:17} "
         lines += textwrap.wrap(head + _first_line(stage), _WIDTH, subsequent_indent=" " * len(head))
     return "\n".join([*lines, "", "smelt stages NAME explains a stage and its settings."])
 
@@ -36,7 +37,8 @@ def describe_stage(name: str) -> str:
     table = stages()
     if name not in table:
         raise InputError(
-            f"no stage '{name}'; there are {', '.join(table)}.{nearest(name, table)}", code="unknown-stage"
+            f"no stage '{name}'; there are {', '.join(table)}.{called(name, table) or nearest(name, table)}",
+            code="unknown-stage",
         )
     stage = table[name]
     tasks = ", ".join(sorted(stage.tasks))
@@ -68,53 +70,75 @@ def _prose(text: str) -> str:
 
 def _settings(model: type[BaseModel], indent: str) -> list[str]:
     lines = []
-    for name, info in model.model_fields.items():
-        parts = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not NoneType]
-        nested = [a for a in parts if _is_model(a)]
-        listed = [a for part in parts if get_origin(part) is tuple for a in get_args(part) if _is_model(a)]
-        default = "required" if info.is_required() else f"default {_plain(_default(info))}"
-        words = " | ".join(_kind(part) for part in parts if part not in nested)
-        head = f"{name}: {_kind(info.annotation)} ({default})"
-        if nested:
-            head = f"{name}: {words} ({default}), or" if words else f"{name}:"
-        text = f"{head} {info.description}" if info.description else head
+    for setting in settings_of(model):
+        default = "required" if setting.required else f"default {setting.default or 'none'}"
+        kind = "" if setting.kind == "mapping" else f"{setting.kind} ({default}) "
+        text = f"{setting.name}: {kind}{setting.description}".rstrip()
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_on_hyphens=False
         )
-        for inner in (*nested, *listed):
+        for inner in setting.inner:
             lines += _settings(inner, indent + "  ")
     return lines
+
+
+class Setting(NamedTuple):
+    """A setting as a recipe writes it.
+
+    default: empty if it is null or a mapping of other settings. inner: the classes of the mappings in it.
+    """
+
+    name: str
+    kind: str
+    default: str
+    required: bool
+    description: str
+    inner: tuple[type[BaseModel], ...]
+
+
+def settings_of(model: type[BaseModel]) -> Iterator[Setting]:
+    """Yield the settings of a class in their order."""
+    for name, info in model.model_fields.items():
+        required = info.is_required()
+        default = None if required else info.get_default(call_default_factory=True, validated_data={})
+        plain = "" if default is None or isinstance(default, BaseModel) else _plain(default)
+        inner = tuple(dict.fromkeys(_models(info.annotation)))
+        yield Setting(name, _kind(info.annotation), plain, required, info.description or "", inner)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the classes of settings in a type."""
+    if _is_model(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
 
 
 def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _default(info: FieldInfo) -> Any:
-    return info.get_default(call_default_factory=True, validated_data={})
-
-
 def _plain(value: Any) -> str:
-    """Return `value` as a recipe would say it."""
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    """Return `value` as a recipe would write it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _kind(annotation: Any) -> str:
-    """Return a type in words: `int`, `spread | first | last`, `list of text`."""
+    """Return the name of a type: `integer`, `uniform | first | last`, `list of string`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " | ".join(_plain(value) for value in inner)
+        return " | ".join(map(_plain, inner))
     if origin is Annotated:
         return _kind(inner[0])
     if origin in (list, tuple):
         return f"list of {_kind(inner[0])}"
-    if origin is dict:
-        return f"mapping of {_kind(inner[0])} to {_kind(inner[1])}"
+    if origin is dict or _is_model(annotation):
+        return "mapping"
     if inner:
-        return " | ".join(_kind(part) for part in inner if part is not NoneType)
-    words = {str: "text", bool: "true | false", float: "number", int: "whole number"}
-    other = "mapping" if _is_model(annotation) else getattr(annotation, "__name__", str(annotation))
-    return words.get(annotation, other)
+        kinds = dict.fromkeys(_kind(part) for part in inner if part is not NoneType)
+        return " | ".join(sorted(kinds, key="mapping".__eq__))
+    words = {str: "string", bool: "boolean", float: "number", int: "integer"}
+    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def _first_line(stage: Any) -> str:

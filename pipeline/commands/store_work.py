@@ -213,7 +213,7 @@ def check_text(root: Path, found: list[Damage]) -> str:
     if not found:
         return f"{count}: every file is as it was written."
     lines = [f"{damage.path}: {damage.problem}" for damage in found]
-    advice = "Run the recipe again with --fresh STEP to build an artifact anew."
+    advice = "Run the recipe again with --rebuild STEP to build an artifact again."
     return "\n".join([*lines, f"{count}, {_count(len(found), 'damaged file')}. {advice}"])
 
 

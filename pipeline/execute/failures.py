@@ -106,7 +106,7 @@ def _shortage(error: Exception, folder: Path) -> tuple[str, str] | None:
         )
     if _runs_through(error, _is_memory):
         return "out-of-memory", (
-            f"out of memory: {_first_line(error)} Try a smaller batch_size (tokens_per_batch),"
+            f"out of memory: {_first_line(error)} Try a smaller batch_size (max_tokens_per_batch),"
             " or a machine with more memory."
         )
     return None

@@ -1,4 +1,4 @@
-"""`strict: true`: no text of any split may be longer than the model takes, asked before the first step."""
+"""`truncation: error`: refuse texts longer than the model's limit, in any split, before the first step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
                 mistake(
                     "texts-too-long",
                     f"{split.origin} ({name}): {hold} texts of more than {limit} tokens, the"
-                    f" model's limit (strict: true): {first}. Shorten them; without strict they are cut.",
+                    f" model's limit (truncation: error): {first}. Shorten them; with truncation: warn they"
+                    f" are truncated.",
                 )
             )
     if problems:

@@ -46,7 +46,7 @@ class ReportBuilder:
         self.on_test: dict[str, dict[str, Any]] = {}
         rows = {name: len(split) for name, split in data.items()}
         self.data: dict[str, Any] = {
-            "schema": 2,
+            "schema": 3,
             "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
             "environment": environment(),
             "status": self.status,
@@ -134,7 +134,7 @@ class ReportBuilder:
             self.unscored(step.name, artifact, reason or "the run that made it did not score it so", True)
         else:
             self.done(step.name, artifact, score, True)
-        entry["earlier"] = True
+        entry["from_previous_run"] = True
         order = ["model", *(name for name in self.plan.order if name in self._steps)]
         self.data["steps"] = [self._steps[name] for name in order]
 
@@ -259,7 +259,7 @@ def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) 
         "stage": stage,
         "parent": parent,
         "status": "not-reached",
-        "earlier": False,
+        "from_previous_run": False,
         **_EMPTY,
         "settings": settings,
         "warnings": [],
@@ -269,7 +269,7 @@ def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) 
         "against_parent": {},
         "gates": [],
         "test": None,
-        "facts": {},
+        "details": {},
     }
 
 
@@ -281,16 +281,16 @@ def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
     return {
         "status": "cached" if cached else "done",
         "format": artifact.format,
-        "target": manifest.facts.get("target"),
+        "target": manifest.details.get("target"),
         "artifact": f"artifacts/{name}",
         "deployable": _is_deployable(artifact),
         "key": artifact.key,
-        "parameters": manifest.facts.get("parameters"),
+        "parameters": manifest.details.get("parameters"),
         "size_bytes": artifact.size_bytes,
         "float_dtype": float_dtype(artifact),
         "seconds": manifest.seconds,
         "warnings": as_json(manifest.warnings),
-        "facts": {k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
+        "details": {k: v for k, v in manifest.details.items() if k not in ("parameters", "target")},
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import TENSORS, Split
+from smelt.core.data import CUSTOM, Split
 from smelt.core.errors import UNNAMED, InputError, SmeltError, panics_explained
 from smelt.core.messages import Message
 from smelt.core.shares import limited
@@ -55,7 +55,7 @@ class Options:
 
     out: Path | None = None
     store: Path | None = None
-    fresh: frozenset[str] = frozenset()
+    rebuild: frozenset[str] = frozenset()
     limit: int | None = None
     quiet: bool = False
     scored: bool = True
@@ -68,11 +68,11 @@ def run_plan(plan: Plan, options: Options) -> Result:
         InputError: what can be known before any work is done; nothing has been written then.
     """
     plan.require_runnable()
-    unknown = options.fresh - {"*", ROOT} - {s.name for s in plan.steps}
+    unknown = options.rebuild - {"*", ROOT} - {s.name for s in plan.steps}
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
         raise InputError(
-            f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.", code="unknown-step"
+            f"--rebuild {', '.join(sorted(unknown))}: no such step; there are {known}.", code="unknown-step"
         )
     options = replace(options, limit=_rows(options.limit))
     whole = plan.read_data()
@@ -166,7 +166,7 @@ class _Run:
             score.generation,
             score.batch_size,
             recipe.threads,
-            recipe.strict,
+            recipe.truncation,
             recipe.device,
             recipe.tokenize,
         )
@@ -272,14 +272,14 @@ class _Run:
     def _finished(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Link, score and report a finished artifact."""
         self.place.link(name, artifact)
-        untrained = NOT_SCORED if artifact.manifest.facts.get("untrained") else None
+        untrained = NOT_SCORED if artifact.manifest.details.get("untrained") else None
         if reason := untrained or _unscored(artifact) or (None if self.options.scored else _NOT_ASKED):
             self.artifacts[name] = artifact
             self.report.unscored(name, artifact, reason, cached)
             took = "from the store" if cached else duration(seconds)
             self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
             return
-        if name == (ROOT if self.plan.recipe.task == TENSORS else self.plan.recipe.baseline):
+        if name == (ROOT if self.plan.recipe.task == CUSTOM else self.plan.recipe.baseline):
             self.scorer = replace(self.scorer, reference=artifact)
         score = self._score(name, artifact)
         self.artifacts[name] = artifact
@@ -334,7 +334,7 @@ class _Run:
         return lambda holder: self.display.line(f"{what}: waits for {holder}, which is measuring")
 
     def _is_fresh(self, name: str) -> bool:
-        return bool(self.options.fresh & {"*", name})
+        return bool(self.options.rebuild & {"*", name})
 
     def _latency(self) -> None:
         settings = self.plan.recipe.score.latency
@@ -387,5 +387,5 @@ class _Run:
 
 
 def _unscored(artifact: Artifact) -> str | None:
-    facts = artifact.manifest.facts
-    return unscored_reason(artifact.format, facts.get("target"), facts.get("dtype"))
+    details = artifact.manifest.details
+    return unscored_reason(artifact.format, details.get("target"), details.get("dtype"))

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import IMAGES, TENSORS, TEXT_TO_TEXT
+from smelt.core.data import CUSTOM, IMAGES, TEXT_TO_TEXT
 from smelt.core.errors import InputError, MissingDependencyError, nearest
 from smelt.core.files import load_json, write_atomically
 from smelt.evaluate.frontier import at_chance
@@ -32,7 +32,7 @@ EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
 
 
 class Report(Mapping[str, Any]):
-    """The report of a run: what report.json holds (docs/report.md), as a read-only mapping.
+    """The report of a run: what report.json holds (docs/reference/report.md), as a read-only mapping.
 
     In a notebook it shows as the HTML report.
     """
@@ -128,7 +128,7 @@ def _row(step: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Result:
-    """What a run gave: the report (see docs/report.md), its folder, the exit code."""
+    """What a run gave: the report (see docs/reference/report.md), its folder, the exit code."""
 
     report: Report
     folder: Path
@@ -180,7 +180,7 @@ def summary_lines(result: Result) -> Sequence[str]:
     if step is not None and result.report["status"] != "interrupted":  # whose gates nobody has judged
         lines += _failed(result.report, step) + _left_open(result.report, step)
         place = shlex.quote(_short(result.folder / "artifacts" / step))
-        if result.report["recipe"].get("task") == TENSORS:
+        if result.report["recipe"].get("task") == CUSTOM:
             return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]
         what = "IMAGE.png" if result.report["recipe"].get("task") == IMAGES else '"TEXT"'
         lines += [
@@ -255,9 +255,9 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
 
 def _form(report: Mapping[str, Any], name: str) -> str:
     """Return the option of `smelt package` that the step needs: taken graphs hold no whole generation."""
-    facts = next((step.get("facts") or {} for step in report["steps"] if step["name"] == name), {})
+    details = next((step.get("details") or {} for step in report["steps"] if step["name"] == name), {})
     generates = report["recipe"].get("task") in (*TEXT_TO_TEXT, "language-modeling")
-    return " --for optimum" if generates and facts.get("foreign") else ""
+    return " --format optimum" if generates and details.get("foreign") else ""
 
 
 def step_to_ship(report: Mapping[str, Any]) -> str | None:

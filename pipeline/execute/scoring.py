@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import (
     CLASSIFICATION,
+    CUSTOM,
     IMAGES,
     SIMILARITY,
-    TENSORS,
     TEXT_TO_TEXT,
     Example,
     Split,
@@ -56,7 +56,7 @@ class Scorer:
     generation: Generation
     batch_size: int
     threads: int | None
-    strict: bool = False
+    truncation: Literal["warn", "error"] = "warn"
     device: str = "auto"
     tokenize: str | None = None
     reference: Artifact | None = None
@@ -65,7 +65,7 @@ class Scorer:
     @property
     def compares(self) -> bool:
         """Whether a score depends on the reference too."""
-        return self.task == TENSORS or (self.task == SIMILARITY and AGREEMENT in self.metrics)
+        return self.task == CUSTOM or (self.task == SIMILARITY and AGREEMENT in self.metrics)
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
@@ -73,7 +73,7 @@ class Scorer:
         `statistics` are per example, so that two artifacts can be compared in pairs later.
 
         Raises:
-            InputError: texts are too long and the recipe is strict, or a label is unknown.
+            InputError: texts are too long with truncation: error, or a label is unknown.
             RunError: outputs that are no numbers (`non-finite-outputs`).
         """
         from smelt.runtime.backends.open_runner import open_runner
@@ -83,10 +83,10 @@ class Scorer:
             return kept
         with open_runner(artifact, self.threads, self.device) as runner:
             too_long = _count_too_long(runner, split.examples, self.task)
-            if too_long and self.strict:
+            if too_long and self.truncation == "error":
                 raise InputError(
                     f"{split.origin}: {count(too_long, 'text')} longer than the model's limit"
-                    " (strict: true).",
+                    " (truncation: error).",
                     code="texts-too-long",
                 )
             value = _SCORED[self.task](self, runner, split, progress)
@@ -120,12 +120,12 @@ class Scorer:
             "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
             "batch_size": self.batch_size,
             "tokenize": self.tokenize,
-            "strict": self.strict,
+            "truncation": self.truncation,
             "libraries": library_versions(_METRIC_LIBRARIES),
         }
 
     def _key(self, artifact: Artifact, split: Split) -> str:
-        runtime = find_runtime(artifact.format, artifact.manifest.facts.get("target"))
+        runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
         libraries = library_versions((*runtime.libraries, *_METRIC_LIBRARIES))
         beside = {"reference": self.reference and self.reference.key} if self.compares else {}
         return hash_of(
@@ -260,7 +260,7 @@ _SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = 
     **dict.fromkeys(CLASSIFICATION, Scorer._labels),
     "language-modeling": Scorer._windows,
     "sentence-similarity": Scorer._vectors,
-    "tensors": Scorer._arrays,
+    "custom": Scorer._arrays,
 }
 _METRIC_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko", "rouge-score", "scikit-learn")
 
@@ -304,8 +304,8 @@ def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[Message]
 
 def _of_device(artifact: Artifact, device: str) -> list[Message]:
     """Say where a graph was not scored on what it was made for."""
-    facts = artifact.manifest.facts
-    target = facts.get("target")
+    details = artifact.manifest.details
+    target = details.get("target")
     if device == "cpu" and target in PROVIDERS:
         return [
             warning(
@@ -316,7 +316,7 @@ def _of_device(artifact: Artifact, device: str) -> list[Message]:
         ]
     if device != "cpu" or target != "ort-cuda":
         return []
-    half = facts.get("dtype") == "fp16"
+    half = details.get("dtype") == "fp16"
     how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
     why = f" ({NO_PROVIDER})" if cuda_devices() else ""
     return [
@@ -337,7 +337,7 @@ def scores_of(split: Split) -> list[float] | None:
 def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
     from smelt.runtime.predict import encode_texts
 
-    if task in (TENSORS, IMAGES):
+    if task in (CUSTOM, IMAGES):
         return 0
     if task == "language-modeling":  # running text is cut in windows, so none of it is too long
         return 0

@@ -99,7 +99,7 @@ class Workshop:
         self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
     ) -> tuple[Artifact, bool]:
         """Take the artifact `key` from the store, or `make` it there, one process at a time."""
-        mend = f"Run the recipe again with --fresh {name} to build it anew."
+        mend = f"Run the recipe again with --rebuild {name} to build it again."
         found = None if fresh else self.store.find(key, mend)
         if found:
             return found, True
@@ -169,7 +169,7 @@ class Workshop:
         """What decides which checkpoint is kept, where a metric does: how it is generated and scored."""
         from smelt.compress.train.settings import LOSS
 
-        chosen = getattr(step.settings, "select", LOSS)
+        chosen = getattr(step.settings, "metric_for_best_model", LOSS)
         return {} if chosen == LOSS else {"score": self.validation.conditions()}
 
     def _make(
@@ -207,12 +207,12 @@ class Workshop:
             finally:
                 for line in chatter.getvalue().splitlines():
                     self.display.record(line)
-        ctx.facts.update(self.remembered)
-        ctx.facts.setdefault("parameters", parent.manifest.facts.get("parameters"))
+        ctx.details.update(self.remembered)
+        ctx.details.setdefault("parameters", parent.manifest.details.get("parameters"))
         if step.cls.produces == "torch":
             from smelt.runtime.models.places.parameters import count_parameters
 
-            ctx.facts["parameters"] = count_parameters(out)
+            ctx.details["parameters"] = count_parameters(out)
         return Manifest(
             key=key,
             format=step.cls.produces,
@@ -222,7 +222,7 @@ class Workshop:
             seed=self.seed,
             parent=parent.key,
             versions=dict(self.versions),
-            facts=ctx.facts,
+            details=ctx.details,
             warnings=ctx.warnings,
             seconds=round(time.monotonic() - started, 3),
         )

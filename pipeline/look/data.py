@@ -9,7 +9,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import IMAGES, SIMILARITY, TENSORS, TEXT_TO_TEXT, Columns, Task
+from smelt.core.data import CUSTOM, IMAGES, SIMILARITY, TEXT_TO_TEXT, Columns, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.rows.images import ARCHIVE
 from smelt.core.rows.reading import read_file
@@ -107,7 +107,7 @@ def _files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:
             files.append(path)
         else:
             raise InputError(f"{path}: no such file or folder (--data).", code="missing-file", file=str(path))
-    if task == TENSORS:
+    if task == CUSTOM:
         _require_arrays(files)
     return files, within
 
@@ -117,9 +117,9 @@ def _splits(files: Sequence[Path], within: Set[Path], task: Task) -> dict[str, P
     splits: dict[str, Path] = {}
     for path in files:
         name = _split_of(path, task) or (_word_of(path.parent.name) if path.parent in within else None)
-        if len(files) == 1 and (name is None or task == TENSORS):
+        if len(files) == 1 and (name is None or task == CUSTOM):
             name = "train"  # a graph learns nothing, so one file is enough for all that is done with it
-        if name is None and task == TENSORS and "test" not in map(_split_of, files, repeat(task)):
+        if name is None and task == CUSTOM and "test" not in map(_split_of, files, repeat(task)):
             name = "test"
         if name is None:
             raise InputError(
@@ -212,7 +212,7 @@ def parse_columns(given: Sequence[str]) -> Columns:
 
 def _fits(path: Path, task: Task) -> bool:
     kind = file_kind(path)
-    if task == TENSORS:
+    if task == CUSTOM:
         return kind == ARCHIVE
     if task == IMAGES and kind == ARCHIVE:
         return True
@@ -220,7 +220,7 @@ def _fits(path: Path, task: Task) -> bool:
 
 
 def _split_of(path: Path, task: Task | None = None) -> str | None:
-    known = file_kind(path) in (*_KINDS, *((ARCHIVE,) if task in (IMAGES, TENSORS) else ()))
+    known = file_kind(path) in (*_KINDS, *((ARCHIVE,) if task in (IMAGES, CUSTOM) else ()))
     if not known and not (task == IMAGES and path.is_dir()):
         return None
     return _word_of(path.name)
@@ -247,7 +247,7 @@ def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset(
 
 def _columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the columns that the first row does not have under smelt's own names."""
-    if task == TENSORS or (file_kind(path) == ".txt" and task == "language-modeling"):
+    if task == CUSTOM or (file_kind(path) == ".txt" and task == "language-modeling"):
         return {}
     if task == IMAGES and (path.is_dir() or path.suffix == ARCHIVE):
         return {}

@@ -24,7 +24,7 @@ _LETTERS = 4  # of a token, in languages with spaces
 # (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); a teacher reads the rows too.
 _TRAINS, _READS = 6, 2
 # Part of the processor's rate in one large product that a training reaches: 96 updates of a translator of 8.4
-# million weights took 90 s where it would take 33 s (docs/measurements/rates.md).
+# million weights took 90 s where it would take 33 s.
 _REACHED = 0.35
 
 
@@ -42,10 +42,12 @@ def training_time(seen: ModelLook, data: DataLook, steps: Iterable[Step]) -> str
     epochs = work = 0.0
     for word, said in settings:
         passes = float(said.get("epochs", TrainingSettings.model_fields["epochs"].default))
-        written: Mapping[str, Any] = said.get("sequences") or {}
-        passes /= 1 - float(written.get("mix", 0))  # people's texts stand beside the teacher's
+        written: Mapping[str, Any] = said.get("sequence_level") or {}
+        passes /= 1 - float(written.get("original_ratio", 0))
         epochs += passes
-        work += passes * (_TRAINS + _READS * (word == "distill")) + _READS * float(written.get("beams", 0))
+        work += passes * (_TRAINS + _READS * (word == "distill")) + _READS * float(
+            written.get("num_beams", 0)
+        )
     weights = seen.parameters - _looked_up(seen)
     seconds = work * weights * rows * tokens / (_REACHED * _operations_per_second())
     least = "at least " if rows >= _MOST * (1 - sum(data.shares.values())) else ""

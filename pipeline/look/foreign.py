@@ -27,7 +27,7 @@ class ForeignModel:
     """A graph that somebody else exported, or the graphs of a model that generates.
 
     file: the graph; of several the last one, which gives logits. files: those beside it that hold weights, by
-    their names. texts: the folder with config.json and the tokenizer; None for a graph of arrays. facts:
+    their names. texts: the folder with config.json and the tokenizer; None for a graph of arrays. details:
     opset, nodes, parameters, producer. parts: of a model that generates, its graphs by name, without `.onnx`.
     """
 
@@ -35,7 +35,7 @@ class ForeignModel:
     signature: Signature
     files: tuple[str, ...] = ()
     texts: Path | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, Path] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ def find_graph(path: Path) -> Path:
     if parts:
         raise InputError(
             f"{path}: {', '.join(parts)}: graphs that generate text. Give task: translation or summarization,"
-            f" or name one graph alone, as model: {path.name}/{found[0].name} with task: tensors.",
+            f" or name one graph alone, as model: {path.name}/{found[0].name} with task: custom.",
             code="generator-graphs",
             file=str(path),
         )

@@ -28,7 +28,7 @@ def found_axes(seen: ForeignModel, file: Path) -> tuple[Found, list[str]]:
     choices = _choices(signature, sizes)
     likely: Found = {name: axes[0] for name, axes in choices.items()}
     is_open = _is_open(signature, likely) or any(len(axes) > 1 for axes in choices.values())
-    if seen.facts.get("random") or not is_open:  # draws follow no rows
+    if seen.details.get("random") or not is_open:  # draws follow no rows
         return _needed(signature, likely), []
     inputs, outputs = _tried(seen, file, choices) or (likely, {})
     known = signature.with_axes(inputs)

@@ -32,7 +32,7 @@ def coded_steps(seen: ModelLook, machine: Machine, train: bool) -> Iterator[Step
         yield Step("onnx", "{target: openvino}", "the same in OpenVINO", "openvino", "model", optional=True)
     if _trains(seen, train):
         # scales that are learned start as they are stored, so that the first update sees the very codes
-        how = "{epochs: 1, learning_rate: 2.0e-5, codes: {scales: lsq}}"
+        how = "{epochs: 1, learning_rate: 2.0e-5, qat: {scales: lsq}}"
         why = "learns your rows through the codes; size and speed stay"
         yield Step("finetune", how, why, "tuned", "model")
         yield Step("onnx", "{target: ort-cpu}", "to deploy instead, where that gained", _TUNED)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from smelt.core.data import SIMILARITY, TENSORS, Task
+from smelt.core.data import CUSTOM, SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.rows.arrays import SUFFIX, Axes
 from smelt.core.text import printable
@@ -59,23 +59,25 @@ def graph_recipe(
         raise InputError(
             "\n".join(f"{file}: {problem}." for problem in found.problems), code="unsupported-graph"
         )
-    seen = ForeignModel(file, found.signature, found.files, texts_beside(file, None), dict(found.facts or {}))
+    seen = ForeignModel(
+        file, found.signature, found.files, texts_beside(file, None), dict(found.details or {})
+    )
     chosen = _task(seen, task)
     rows = look_at_data(data, chosen, columns, trains=False) if data else None
     splits = dict(rows.splits) if rows else {}
     axes: Axes = {}
     without: list[str] = []
-    if rows and chosen == TENSORS:
+    if rows and chosen == CUSTOM:
         axes, without = found_axes(seen, splits.get("test") or splits["train"])
     seen = replace(seen, signature=seen.signature.with_axes(axes))
     lines = [*_head(seen, path, rows), f"model: {_relative(file, base)}", f"task: {chosen}"]
     lines += [*_of_rows(seen, chosen), "data:    # a stage never gets to see test"]
-    lines += list(_data(rows, axes, SUFFIX if chosen == TENSORS else ROWS, base))
+    lines += list(_data(rows, axes, SUFFIX if chosen == CUSTOM else ROWS, base))
     calibrated = rows is None or bool({"calibration", "validation", "train"} & set(splits))
     stages = list(_quantization(seen, chosen, calibrated))
     lines += ["stages:", "  - simplify: {}    # kept where it computes the same", *stages]
     lines += _score(seen.signature, chosen, without)
-    if chosen == TENSORS:
+    if chosen == CUSTOM:
         quantized = any("name: int8" in line for line in stages)
         lines += [
             "# Quality is agreement with the untouched graph. A limit that must be kept, or the",
@@ -91,17 +93,17 @@ def _task(seen: ForeignModel, wanted: Task | None) -> Task:
         return wanted
     inputs, outputs = ({value.name for value in of} for of in (seen.signature.inputs, seen.signature.outputs))
     if seen.texts is None or "input_ids" not in inputs:
-        return TENSORS
+        return CUSTOM
     if "logits" in outputs and has_classifier(read_config(seen.texts)[0]):
         return "text-classification"
     pooled = HIDDEN in outputs and (seen.texts / MODULES).is_file()
-    return SIMILARITY if "sentence_embedding" in outputs or pooled else TENSORS
+    return SIMILARITY if "sentence_embedding" in outputs or pooled else CUSTOM
 
 
 def _of_rows(seen: ForeignModel, task: Task) -> list[str]:
     if task == SIMILARITY:
         return ['# A row of the data: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
-    if task != TENSORS:
+    if task != CUSTOM:
         return ['# A row of the data: {"text": "...", "label": "..."}, and "text_b" for pairs']
     others = {v.name: v.axis for v in seen.signature.inputs if v.axis != 0 and v.shape != ()}
     where = "".join(f"; of {name} {'none' if axis is None else axis}" for name, axis in others.items())
@@ -109,12 +111,12 @@ def _of_rows(seen: ForeignModel, task: Task) -> list[str]:
 
 
 def _head(seen: ForeignModel, path: Path, rows: DataLook | None) -> Iterator[str]:
-    facts, signature = seen.facts, seen.signature
-    made = f", written by {facts['producer']}" if facts.get("producer") else ""
-    nodes = f"{facts['nodes']:,} node{'' if facts['nodes'] == 1 else 's'}"
+    details, signature = seen.details, seen.signature
+    made = f", written by {details['producer']}" if details.get("producer") else ""
+    nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
     yield f"# smelt run {path}"
     yield "#"
-    told = f"Made by `smelt init` for {seen.file.name}: {nodes} of opset {facts['opset']}{made}."
+    told = f"Made by `smelt init` for {seen.file.name}: {nodes} of opset {details['opset']}{made}."
     yield from _comment(told)
     for word, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
         yield from _comment(f"{word}: {'; '.join(value.described() for value in values)}")
@@ -166,8 +168,8 @@ def _quantization(seen: ForeignModel, task: Task, calibrated: bool) -> Iterator[
     Convolutions are quantized by int8-static alone. It costs transformers more than int8-dynamic does (a
     MiniLM 0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
     """
-    operators, inside = seen.facts.get("operators", {}), seen.facts.get("inner_operators", {})
-    if seen.facts.get("codes") or seen.facts.get("floats") in OTHER_FLOATS:
+    operators, inside = seen.details.get("operators", {}), seen.details.get("inner_operators", {})
+    if seen.details.get("codes") or seen.details.get("floats") in OTHER_FLOATS:
         yield "  # its weights are no float32: there is nothing to quantize"
         return
     convolutions = sum(operators.get(name, 0) for name in _CONVOLUTIONS)
@@ -177,11 +179,11 @@ def _quantization(seen: ForeignModel, task: Task, calibrated: bool) -> Iterator[
         yield "  # none of its operators is one that int8 schemes quantize"
         return
     attends = operators.get("Softmax", 0) > 1 or any(name in operators for name in _ATTENTION)
-    static = convolutions and not (attends and products) and task == TENSORS
+    static = convolutions and not (attends and products) and task == CUSTOM
     if static and not calibrated and not products:
-        yield f"  # - quantize-graph: {{scheme: {OBSERVING}}}    # with data: {{calibration: FILE}}"
+        yield f"  # - quantize-onnx: {{scheme: {OBSERVING}}}    # with data: {{calibration: FILE}}"
         return
-    yield f"  - quantize-graph: {{scheme: {OBSERVING if static and calibrated else DEFAULT}}}"
+    yield f"  - quantize-onnx: {{scheme: {OBSERVING if static and calibrated else DEFAULT}}}"
     yield "    name: int8"
 
 
@@ -196,7 +198,7 @@ def _score(signature: Signature, task: Task, without: Sequence[str]) -> Iterator
         or value.name in without
         or (value.shape and isinstance(value.shape[value.axis], int) and signature.batch is None)
     ]
-    if whole and task == TENSORS and signature.batch is None:
+    if whole and task == CUSTOM and signature.batch is None:
         names = ", ".join(value.described() for value in whole)
         yield from (f"  {line}" for line in _comment(f"no axis of rows, so they run one by one: {names}"))
         yield "  batch_size: 1"

@@ -12,14 +12,14 @@ from smelt.recipe.stage_table import load_stage
 from smelt.runtime.schemes.registry import DEFAULT
 
 # Training rows from which a list of likely words is proposed: from 2,000 rows it cost a translator 2.4 BLEU,
-# from 29,000 (docs/shortlist.md) little; between them nothing was measured.
+# from 29,000 little (docs/measurements/techniques.md); between them nothing was measured.
 ENOUGH = 10_000
 # Training rows from which a first recipe distils a pruned classifier: of 1,000 and 2,000 rows (SST-2, MiniLM)
 # one pass of it gained nothing over what pruning had left, which lost 0 and 1 points.
 _WORTH_DISTILLING = 5_000
 CLASSES: Task = "text-classification"
 # The parts of the loss of `distill`, where they are not those of logits.
-_PARTS = {"sentence-similarity": "embedding: 1.0, similarity: 1.0"}
+_PARTS = {"sentence-similarity": "sentence_embedding: 1.0, pairwise_similarity: 1.0"}
 _LOGITS, _COLUMNS = "losses: {logits: 1.0, labels: 0}, temperature: 1.0", 80
 
 
@@ -93,7 +93,7 @@ def _trained(seen: ModelLook, rows: int) -> Iterator[Step]:
     yield from _tuned(seen)
     teacher = _teacher(seen)
     if blockless(seen.config):
-        yield Step("factorize", "{method: tucker, ratio: 0.5}", "convolutions become thinner ones")
+        yield Step("factorize", "{method: tucker, keep_ratio: 0.5}", "convolutions become thinner ones")
         how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
         yield Step("distill", how, "recovers what that lost", "small")
         return
@@ -101,7 +101,9 @@ def _trained(seen: ModelLook, rows: int) -> Iterator[Step]:
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     few = seen.task == CLASSES and rows < _WORTH_DISTILLING
     name = "small" if few else ""
-    yield Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes", name)
+    yield Step(
+        "prune", f"{{targets: [ffn], keep_ratio: 0.75{how}}}", "a quarter of the FFN neurons goes", name
+    )
     if few:
         return
     how = f"{{{teacher}{_losses(seen.task)}, epochs: 1}}"
@@ -109,15 +111,17 @@ def _trained(seen: ModelLook, rows: int) -> Iterator[Step]:
 
 
 def _fast(seen: ModelLook, rows: int, judge: str) -> Iterator[Step]:
-    """Yield the chain that each task got furthest with, trained as it was: docs/recipe.md has the figures."""
+    """Yield the chain that each task got furthest with, as it was trained for docs/measurements/README.md."""
     yield from _tuned(seen)
     teacher, counts = _teacher(seen), layers(seen)
-    select = f", select: {judge}" if judge else ""
+    select = f", metric_for_best_model: {judge}" if judge else ""
     if seen.task in TEXT_TO_TEXT:
         yield Step("onnx", "{target: ort-cpu}", "writes the texts that the student learns from", "whole-onnx")
         few = f"student: {{decoder_layers: {max(1, counts['decoder_layers'] // 3)}}}"
-        how = f"{few}, sequences: {{beams: 5, mix: 0.5, decoded_by: whole-onnx}}, {_LOGITS}"
-        how += f", epochs: 6, schedule: cosine{select}"
+        how = (
+            f"{few}, sequence_level: {{num_beams: 5, original_ratio: 0.5, generator: whole-onnx}}, {_LOGITS}"
+        )
+        how += f", epochs: 6, lr_schedule: cosine{select}"
         why = "few decoder layers are fast, since each token goes through all of them"
         enough = rows >= ENOUGH
         yield Step("distill", f"{{{how}}}", why, "shallow" if enough else "small", "model")
@@ -131,15 +135,15 @@ def _fast(seen: ModelLook, rows: int, judge: str) -> Iterator[Step]:
     if seen.task == "language-modeling":  # it writes worse for each layer that goes
         if count > 1:
             few = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
-            yield Step("depth", few, "few layers go, those that matter least", "shallow")
-        yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
-        how = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, schedule: cosine}"
+            yield Step("drop-layers", few, "few layers go, those that matter least", "shallow")
+        yield Step("prune", "{targets: [ffn], keep_ratio: 0.5}", "half of the FFN neurons goes")
+        how = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, lr_schedule: cosine}"
         yield Step("distill", how, "recovers what that lost", "small")
         return
     few = f"student: {{{name}: {max(1, round(count / 3))}}}"
     losses = _losses(seen.task)
     yield Step("distill", f"{{{teacher}{few}, {losses}, epochs: 3}}", "few layers are fast", "shallow")
-    how = "{what: [ffn], keep: 0.5, importance: magnitude}"
+    how = "{targets: [ffn], keep_ratio: 0.5, importance: magnitude}"
     yield Step("prune", how, "half of the FFN neurons goes")
     yield Step("distill", f"{{{teacher}{losses}, epochs: 2}}", "recovers what that lost", "small")
 
@@ -149,8 +153,8 @@ def _narrow(teacher: str, select: str, stack: tuple[str, int]) -> Iterator[Step]
     name, count = stack
     if count > 1:
         how = f"{{{name}: {round(count / 2)}}}"
-        yield Step("depth", how, "half of the layers goes, those that matter least", "shallow")
-    yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
+        yield Step("drop-layers", how, "half of the layers goes, those that matter least", "shallow")
+    yield Step("prune", "{targets: [ffn], keep_ratio: 0.5}", "half of the FFN neurons goes")
     how = f"{{{teacher}losses: {{logits: 1.0, labels: 0}}, temperature: 2.0, epochs: 3{select}}}"
     yield Step("distill", how, "recovers what that lost", "small")
 

@@ -37,7 +37,7 @@ def unavailable_reason(
     if target == "openvino" and find_spec("openvino") is None:
         return "OpenVINO is not installed (pip install 'openvino>=2026')."
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):
-        return "TensorRT is not installed (pip install tensorrt, with an NVIDIA GPU)."
+        return "TensorRT is not installed (pip install 'tensorrt>=11', with an NVIDIA GPU)."
     if has_cuda() or not stage.needs & {"cuda", "tensorrt"}:
         return None
     if "cuda" not in stage.needs and builds_ahead_of_time():
@@ -112,7 +112,7 @@ def device_of(artifact: Artifact, wanted: str) -> str:
     """
     from smelt.runtime.backends.registry import find_runtime
 
-    target = artifact.manifest.facts.get("target")
+    target = artifact.manifest.details.get("target")
     place = find_runtime(artifact.format, target).place
     if isinstance(place, str):
         return place

@@ -168,10 +168,10 @@ def _weights(folder: Path, coded: CodedModel | None) -> tuple[int | None, str]:
     """Return how many values the weights hold, and the type of most of them; of an artifact as it says."""
     if coded is not None and (folder / MANIFEST).is_file():
         try:
-            facts = load_json(folder / MANIFEST)["facts"]
+            details = load_json(folder / MANIFEST)["details"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            facts = {}
-        told = facts.get("parameters") if isinstance(facts, dict) else None
+            details = {}
+        told = details.get("parameters") if isinstance(details, dict) else None
         return told if isinstance(told, int) else None, f"{coded.said} codes"
     counts = values_by_type(folder)
     most = max(counts, key=counts.__getitem__, default="F32")

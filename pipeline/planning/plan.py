@@ -335,13 +335,13 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 def _graph(model: ForeignModel) -> Iterator[str]:
     """Yield what `smelt plan` says of a graph."""
-    facts = model.facts
-    made = f", written by {facts['producer']}" if facts.get("producer") else ""
-    nodes = f"{facts['nodes']:,} node{'' if facts['nodes'] == 1 else 's'}"
+    details = model.details
+    made = f", written by {details['producer']}" if details.get("producer") else ""
+    nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
     if model.parts:
         names = ", ".join(f"{name}.onnx" for name in model.parts)
-        yield f"graphs      {names}: {nodes} of opset {facts['opset']}{made}"
+        yield f"graphs      {names}: {nodes} of opset {details['opset']}{made}"
         return
-    yield f"graph       {nodes} of opset {facts['opset']}{made}"
+    yield f"graph       {nodes} of opset {details['opset']}{made}"
     yield f"inputs      {'; '.join(value.described() for value in model.signature.inputs)}"
     yield f"outputs     {'; '.join(value.described() for value in model.signature.outputs)}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.data import CLASSIFICATION, IMAGES, TENSORS, TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.data import CLASSIFICATION, CUSTOM, IMAGES, TEXT_TO_TEXT, Example, Split, Task
 from smelt.core.files import load_json
 from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
 from smelt.core.messages import Message, warning
@@ -55,14 +55,14 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
             found += _calibrated_on(test, splits[calibrated], calibrated, recipe.task)
     if recipe.task in CLASSIFICATION:
         found += _spellings(splits)
-    for name, split in splits.items() if recipe.task not in (IMAGES, TENSORS, "language-modeling") else ():
+    for name, split in splits.items() if recipe.task not in (IMAGES, CUSTOM, "language-modeling") else ():
         found += _swallowed(split, name)
     return found
 
 
 def kept_last(recipe: Recipe, steps: Iterable[Step]) -> list[Message]:
     """Return that trainings have no rows to choose their weights by."""
-    names = [step.name for step in steps if hasattr(step.settings, "select")]
+    names = [step.name for step in steps if hasattr(step.settings, "metric_for_best_model")]
     if not names or "validation" in recipe.data.splits():
         return []
     keep = "keep their" if len(names) > 1 else "keeps its"
@@ -146,7 +146,7 @@ def _copies(test: Split, other: Split, name: str, task: Task) -> list[Message]:
 
 def _calibrating(task: Task) -> tuple[str, ...]:
     """Return the splits of which the first that is there calibrates; texts that train are told of above."""
-    return ("calibration", "validation", "train") if task == TENSORS else ("calibration",)
+    return ("calibration", "validation", "train") if task == CUSTOM else ("calibration",)
 
 
 def _calibrated_on(test: Split, other: Split, name: str, task: Task) -> list[Message]:
@@ -210,7 +210,7 @@ def _rows(number: int) -> str:
 def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
     """Compare how the model in `folder` asks to generate with how it is scored.
 
-    What the recipe says of `beams` and `do_sample`, be it their defaults, is meant.
+    What the recipe says of `num_beams` and `do_sample`, be it their defaults, is meant.
     """
     generation = recipe.score.generation
     if recipe.task not in TEXT_TO_TEXT:
@@ -221,18 +221,18 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
     if (
         isinstance(beams, int)
         and beams > 1
-        and beams != generation.beams
-        and not said & {"beams", "do_sample"}
+        and beams != generation.num_beams
+        and not said & {"num_beams", "do_sample"}
     ):
         return [
             warning(
                 "generation-config-differs",
                 f"The model's generation config asks for {beams} beams, but greedy search is scored and"
-                f" timed. Set score: {{generation: {{beams: {beams}}}}}, or beams: 1 to confirm.",
-                setting="score.generation.beams",
+                f" timed. Set score: {{generation: {{num_beams: {beams}}}}}, or num_beams: 1 to confirm.",
+                setting="score.generation.num_beams",
             )
         ]
-    if sampled is True and not said & {"beams", "do_sample"}:
+    if sampled is True and not said & {"num_beams", "do_sample"}:
         return [
             warning(
                 "generation-config-differs",

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from smelt.core.errors import SettingError, SmeltError, nearest, together
 from smelt.core.messages import Message
+from smelt.recipe.other_names import called
 from smelt.recipe.yaml_file import Document, Where
 
 _LAST = 2**31  # behind all lines
@@ -92,7 +93,7 @@ class Mistakes:
 
 
 def dotted(path: Where) -> str:
-    """Return ``stages[1].prune.keep`` for ("stages", 1, "prune", "keep")."""
+    """Return ``stages[1].prune.keep_ratio`` for ("stages", 1, "prune", "keep_ratio")."""
     out = ""
     for part in path:
         out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
@@ -200,9 +201,10 @@ def _translated(
         if kind == "extra_forbidden":
             known = _known(_part(schema, where[:-1]) if schema else None, schema)
             word = str(where[-1])
-            hint = nearest(word, known) or _elsewhere(word, known)
             code = "unknown-setting"
-            message = f"unknown; known here: {', '.join(known) or 'nothing'}.{hint}"
+            message = f"unknown. Known: {', '.join(known) or 'none'}.{nearest(word, known)}"
+            if renamed := called(word, known):
+                message = f"unknown.{renamed}"
         elif kind == "missing":
             wanted = _expectation(part, schema) if part else ""
             code = "missing-setting"
@@ -218,39 +220,12 @@ def _translated(
             expected = _expectation(part, schema) if part else ""
             expected = expected or detail["msg"].removeprefix("Input should be ")
             words = [w for w in _words(part, schema) if isinstance(w, str)]
-            hint = nearest(read, words) if isinstance(read, str) else ""
+            hint = (called(read, words) or nearest(read, words)) if isinstance(read, str) else ""
             code = "wrong-value"
             message = f"expected {expected}, read {shown(read)}.{hint}"
         if (where, message) not in seen:
             seen.add((where, message))
             yield where, message, code
-
-
-# What other tools call settings, and what may stand for it here.
-_ELSEWHERE = {
-    "lr": ("learning_rate",),
-    "num_train_epochs": ("epochs",),
-    "batch_size": ("tokens_per_batch",),
-    "per_device_train_batch_size": ("batch_size", "tokens_per_batch"),
-    "metric_for_best_model": ("select",),
-    "lr_scheduler_type": ("schedule",),
-    "warmup_steps": ("warmup",),
-    "warmup_ratio": ("warmup",),
-    "ratio": ("keep", "sparsity", "energy"),
-    "amount": ("keep", "sparsity"),
-    "sparsity": ("keep",),
-    "pruning_ratio": ("keep", "sparsity"),
-    "alpha": ("losses", "smooth"),
-    "dtype": ("precision", "scheme"),
-    "rank": ("ratio", "energy"),
-}
-
-
-def _elsewhere(word: str, known: Collection[str]) -> str:
-    """Return a hint at what is called `word` in other tools; nothing where it is nothing here."""
-    found = next((name for name in _ELSEWHERE.get(word, ()) if name in known), None)
-    what = " (what stays, not what goes)" if found == "keep" else ""
-    return f" Here it is '{found}'{what}." if found else ""
 
 
 def _place(detail: ErrorDetails, value: Any) -> tuple[Where, Any]:

@@ -17,30 +17,32 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class NewTokenizer(Settings):
-    """A tokenizer that is to be trained on the texts of the training rows."""
+    """A tokenizer that is trained on the texts of the training samples."""
 
-    train: Literal["bpe", "unigram", "wordpiece"]
-    vocab_size: int = Field(default=8000, ge=1, le=1_000_000)
+    train: Literal["bpe", "unigram", "wordpiece"] = Field(description="kind to train")
+    vocab_size: int = Field(default=8000, ge=1, le=1_000_000, description="number of tokens")
 
 
 class Untrained(Settings):
-    """A model that is to be started from its config, without weights.
+    """A model that starts from its config, without weights."""
 
-    config: a folder with config.json, or a .json file. tokenizer: a folder, a hub id, or how to train one; a
-    model of texts needs it. image_size: of a model of images, pixels of either side, where neither a
-    preprocessor_config.json beside the config nor the config says it.
-    """
-
-    config: Name
-    tokenizer: Name | NewTokenizer | None = None
-    image_size: int | None = Field(default=None, ge=1, le=4096)
+    config: Name = Field(description="config.json or its folder")
+    tokenizer: Name | NewTokenizer | None = Field(
+        default=None, description="folder, hub id, or how to train one"
+    )
+    image_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="image models: pixels per side, if no file states it",
+    )
 
 
 class Shares(Settings):
-    """Which share of the rows of `train` each split gets; see `smelt.core.shares`."""
+    """The fraction of `train` that each split gets; see `smelt.core.shares`."""
 
-    test: float | None = Field(default=None, gt=0, lt=1)
-    validation: float | None = Field(default=None, gt=0, lt=1)
+    test: float | None = Field(default=None, gt=0, lt=1, description="fraction of train")
+    validation: float | None = Field(default=None, gt=0, lt=1, description="fraction of train")
 
     @model_validator(mode="after")
     def _leaves_some(self) -> Self:
@@ -57,39 +59,44 @@ class Shares(Settings):
 
 
 class Embedding(Settings):
-    """How texts become vectors, where the model's folder does not say it or something else is wanted.
+    """How texts become vectors; None takes the model's own rule.
 
-    See `smelt.runtime.text.sentence_files.SentenceRules`; None takes what the model says.
+    See `smelt.runtime.text.sentence_files.SentenceRules`.
     """
 
-    pooling: Pooling | None = None
-    normalize: bool | None = None
-    max_length: int | None = Field(default=None, ge=1)
+    pooling: Pooling | None = Field(default=None, description="default the model's")
+    normalize: bool | None = Field(default=None, description="vectors of length 1; default the model's")
+    max_length: int | None = Field(
+        default=None, ge=1, description="longest text in tokens; default the model's"
+    )
 
 
 class Data(Settings):
-    """Where the rows of each split are: a file, relative to the recipe, or a hub id.
+    """The data of each split: a file, relative to the recipe, or a hub id.
 
-    unlabelled: texts for distillation, of which a teacher says what they are. split: what is taken out of
-    `train`. prefix, source_language, target_language: what is put before each
-    source text, and the languages of a multilingual model; None takes what the model says (see
-    `smelt.planning.text_rules`). windows: how the text of a language model is cut. axes: of an ONNX model,
-    which axis of an input's array holds the samples, by the input's name; null: none, the array is the
-    same in every call. An output whose dimensions have no names may be named too.
+    None in prefix, source_language and target_language takes what the model's files have (see
+    `smelt.planning.text_rules`).
     """
 
-    train: Name | None = None
-    unlabelled: Name | None = None
-    validation: Name | None = None
-    calibration: Name | None = None
-    test: Name | None = None
-    split: Shares = Shares()
-    columns: Columns = Columns()
-    windows: Windows = Windows()
-    prefix: str | None = None
-    source_language: str | None = None
-    target_language: str | None = None
-    axes: dict[Name, Annotated[int, Field(ge=0, strict=True)] | None] = Field(default_factory=dict)
+    train: Name | None = Field(default=None, description="training samples")
+    unlabelled: Name | None = Field(default=None, description="samples without labels, for `distill`")
+    validation: Name | None = Field(default=None, description="samples for choosing weights and settings")
+    calibration: Name | None = Field(default=None, description="default train")
+    test: Name | None = Field(default=None, description="samples that are scored; no stage reads them")
+    split: Shares = Field(default=Shares(), description="fractions of train for other splits")
+    columns: Columns = Field(default=Columns(), description="names of the columns")
+    windows: Windows = Field(default=Windows(), description="language models: how text is cut")
+    prefix: str | None = Field(default=None, description="text before each source; default the model's")
+    source_language: str | None = Field(
+        default=None, description="multilingual models: language of the sources"
+    )
+    target_language: str | None = Field(
+        default=None, description="language of the targets, also for BLEU's tokenizer"
+    )
+    axes: dict[Name, Annotated[int, Field(ge=0, strict=True)] | None] = Field(
+        default_factory=dict,
+        description="ONNX models: axis of the samples, by input or output; null: not batched",
+    )
 
     def splits(self) -> dict[str, str]:
         """Return where the rows of each split come from, by its name; parts of `train` from there."""

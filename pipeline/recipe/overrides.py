@@ -23,7 +23,7 @@ def apply_overrides(
         address, sign, written = text.partition("=")
         parts = address.strip().split(".")
         if not sign or not all(parts):
-            expected = "expected NAME.SETTING=VALUE, for example seed=3 or prune.keep=0.5."
+            expected = "expected NAME.SETTING=VALUE, for example seed=3 or prune.keep_ratio=0.5."
             mistakes.say(expected, code="invalid-override", option=option)
             continue
         try:

@@ -17,6 +17,7 @@ from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.recipe.errors import Mistakes, check, dotted, shown, touches
 from smelt.recipe.inputs import Data, Embedding, Untrained
+from smelt.recipe.other_names import called
 from smelt.recipe.overrides import apply_overrides
 from smelt.recipe.problem import LABEL_METRICS, TENSOR_METRICS, VECTOR_METRICS
 from smelt.recipe.stages import StageEntry, read_stages, step_names
@@ -31,7 +32,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     IMAGES: LABEL_METRICS,
     "text-classification": LABEL_METRICS,
     "sentence-similarity": VECTOR_METRICS,
-    "tensors": TENSOR_METRICS,
+    "custom": TENSOR_METRICS,
 }
 # What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
 # the problem type decides, of vectors whether there are scores, which is known when model and data are
@@ -54,12 +55,14 @@ TRAINING_STAGES = ("finetune", "distill")
 
 
 class ScoreSettings(Settings):
-    """What is measured after every step. `latency` is None where the recipe says `false`."""
+    """What is measured after every step; `latency` is None where the recipe has `false`."""
 
-    quality: tuple[str, ...] = ()
-    generation: Generation = Generation()
-    latency: LatencySettings | Literal[False] | None = LatencySettings()
-    batch_size: int = Field(default=32, ge=1, le=4096)
+    quality: tuple[str, ...] = Field(default=(), description="metrics; the first is the main one")
+    generation: Generation = Field(default=Generation(), description="how texts are generated")
+    latency: LatencySettings | Literal[False] | None = Field(
+        default=LatencySettings(), description="false: not measured"
+    )
+    batch_size: int = Field(default=32, ge=1, le=4096, description="samples per call when scoring")
 
     @field_validator("latency")
     @classmethod
@@ -68,36 +71,46 @@ class ScoreSettings(Settings):
 
 
 class Gate(Settings):
-    """A limit that the steps `at` (default: the last of each branch) must keep.
+    """A limit of a metric."""
 
-    confidence: of the interval whose worse end must keep it; None judges the value itself.
-    """
-
-    max_drop: float | None = Field(default=None, ge=0)
-    min: float | None = None
-    max: float | None = None
-    confidence: float | None = Field(default=None, ge=0.5, le=0.999)
-    at: str | tuple[str, ...] | None = None
+    max_drop: float | None = Field(default=None, ge=0, description="largest loss against the baseline")
+    min: float | None = Field(default=None, description="smallest value")
+    max: float | None = Field(default=None, description="largest value")
+    confidence: float | None = Field(
+        default=None,
+        ge=0.5,
+        le=0.999,
+        description="judge the worse end of this interval, not the value",
+    )
+    at: str | tuple[str, ...] | None = Field(
+        default=None, description="steps to judge; default the last of each branch"
+    )
 
 
 class RecipeKeys(Settings):
-    """The keys of a recipe besides `stages`, as they stand in the file.
+    """The keys of a recipe other than `stages`, as in the file."""
 
-    tokenizer: of a model that is an ONNX file, the folder with its config.json and tokenizer.
-    """
-
-    model: str | Untrained
-    task: Task
-    tokenizer: str | None = None
-    data: Data
-    embedding: Embedding = Embedding()
-    score: ScoreSettings = ScoreSettings()
-    baseline: str = "model"
-    gates: dict[str, Gate] = Field(default_factory=dict)
-    seed: int = Field(default=0, ge=0, le=2**32 - 1)
-    strict: bool = False
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    device: Device = "auto"
+    model: str | Untrained = Field(description="folder, hub id, .onnx file, or an untrained model")
+    task: Task = Field(description="task of the model")
+    tokenizer: str | None = Field(
+        default=None, description=".onnx file: folder with config.json and tokenizer"
+    )
+    data: Data = Field(description="data of each split")
+    embedding: Embedding = Field(
+        default=Embedding(), description="sentence embedders: how texts become vectors"
+    )
+    score: ScoreSettings = Field(default=ScoreSettings(), description="what is measured after every step")
+    baseline: str = Field(default="model", description="step that others are compared with")
+    gates: dict[str, Gate] = Field(default_factory=dict, description="limits by metric")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="of all random numbers")
+    truncation: Literal["warn", "error"] = Field(
+        default="warn",
+        description="texts beyond the model's limit: truncate with a warning, or refuse",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="threads of torch; default all cores"
+    )
+    device: Device = Field(default="auto", description="where to train; auto: CUDA if available")
 
 
 class Recipe(RecipeKeys):
@@ -201,7 +214,7 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
         if key not in _KEYS:
             mistakes.add(
                 (key,),
-                f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}",
+                f"unknown key. Known: {', '.join(_KEYS)}.{called(key, _KEYS) or nearest(key, _KEYS)}",
                 code="unknown-setting",
             )
     tokenize, judged_on = _take_metric_options(head, mistakes), _take_judged_on(head, mistakes)
@@ -291,7 +304,7 @@ def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
     if not isinstance(task, str) or task in EVERY_TASK:
         return {}
     known = ", ".join(EVERY_TASK)
-    hint = nearest(task, EVERY_TASK)
+    hint = called(task, EVERY_TASK) or nearest(task, EVERY_TASK)
     mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}", code="unknown-task")
     return {"task": EVERY_TASK[0]}
 

@@ -7,26 +7,27 @@ from typing import Any
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Stage
+from smelt.recipe.other_names import called
 
 TABLE: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
     "distill": "smelt.compress.distill.logits:Distill",
-    "vocabulary": "smelt.compress.vocabulary.stage:Vocabulary",
-    "depth": "smelt.compress.depth.stage:Depth",
+    "trim-vocabulary": "smelt.compress.vocabulary.stage:TrimVocabulary",
+    "drop-layers": "smelt.compress.depth.stage:DropLayers",
     "prune": "smelt.compress.prune.structured:Prune",
     "sparsify": "smelt.compress.sparsify.stage:Sparsify",
     "factorize": "smelt.compress.factorize.stage:Factorize",
-    "share": "smelt.compress.share.layers:Share",
+    "share-weights": "smelt.compress.share.layers:ShareWeights",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
     "simplify": "smelt.export.foreign.simplify:Simplify",
-    "quantize-graph": "smelt.export.foreign.quantize:QuantizeGraph",
+    "quantize-onnx": "smelt.export.foreign.quantize:QuantizeOnnx",
     "fp16": "smelt.export.foreign.fp16:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
 # What a word means behind an ONNX graph that a recipe starts from.
-ON_GRAPHS = {"quantize": "quantize-graph"}
+ON_GRAPHS = {"quantize": "quantize-onnx"}
 
 
 def load_stage(word: str) -> type[Stage[Any]]:
@@ -49,4 +50,5 @@ def stages() -> dict[str, type[Stage[Any]]]:
 
 def unknown_stage(word: str) -> str:
     """Return the sentence that says that `word` is no stage."""
-    return f"unknown stage '{word[:60]}'. Known: {', '.join(TABLE)}.{nearest(word, TABLE)}"
+    hint = called(word, TABLE) or nearest(word, TABLE)
+    return f"unknown stage '{word[:60]}'. Known: {', '.join(TABLE)}.{hint}"

@@ -69,7 +69,9 @@ def read_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | None:
     known = [word for word in words if word in TABLE]
     if not words:
         mistakes.add(
-            path, f"expected a stage such as `prune: {{keep: 0.5}}`, read {shown(item)}.", code="wrong-value"
+            path,
+            f"expected a stage such as `prune: {{keep_ratio: 0.5}}`, read {shown(item)}.",
+            code="wrong-value",
         )
         return None
     if len(words) > 1 and len(known) == 1:
@@ -124,7 +126,7 @@ def _entry(item: dict[str, Any], word: str, index: int, mistakes: Mistakes) -> S
 
 def _name(value: Any, path: Where, mistakes: Mistakes) -> str | None:
     # names become folders and are addressed by --set NAME.SETTING, where a key of the recipe comes first
-    taken = {ROOT, "task", "data", "stages", "score", "baseline", "gates", "seed", "strict"}
+    taken = {ROOT, "task", "data", "stages", "score", "baseline", "gates", "seed", "truncation"}
     taken |= {"threads", "device"}
     if value is None:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import MANIFEST, Artifact, read_artifact
-from smelt.core.data import CLASSIFICATION, IMAGES, TENSORS, TEXT_TO_TEXT, Task
+from smelt.core.data import CLASSIFICATION, CUSTOM, IMAGES, TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError, RunError, together
 from smelt.core.files import load_json
 from smelt.core.messages import Message
@@ -110,7 +110,7 @@ def _task_of(source: Path, place: str) -> Task:
     """Return the task of a model: of an artifact its own, of a checkpoint what its config says."""
     if (source / MANIFEST).is_file():
         return read_artifact(source).manifest.task  # type: ignore[return-value]
-    return TENSORS if is_onnx(place, Path.cwd()) else look(place).task
+    return CUSTOM if is_onnx(place, Path.cwd()) else look(place).task
 
 
 def _files(data: str | PathLike[str] | Mapping[str, Any] | None, alone: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _made_up(task: Task, place: str, folder: Path) -> Path:
     row: dict[str, Any] = {"text": _TEXT}
     if task in TEXT_TO_TEXT:
         row = {"source": _TEXT, "target": _TEXT}
-    elif task in (TENSORS, IMAGES):
+    elif task in (CUSTOM, IMAGES):
         raise InputError(
             f"data: a stage on a model for {task} needs rows to try it on.",
             code="missing-data",

@@ -1,4 +1,4 @@
-"""What commands do with artifacts of the task `tensors`: rows are of an `.npz` file, answers are arrays."""
+"""What commands do with artifacts of the task `custom`: rows are of an `.npz` file, answers are arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import TENSORS, Split
+from smelt.core.data import CUSTOM, Split
 from smelt.core.data import Columns as _Columns
 from smelt.core.errors import InputError, RunError, together
 from smelt.core.messages import mistake
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def reads_arrays(folder: Path) -> bool:
     """Say whether the artifact in `folder` takes arrays."""
-    return read_artifact(folder).manifest.task == TENSORS
+    return read_artifact(folder).manifest.task == CUSTOM
 
 
 def read_rows(path: Path | None, artifact: Artifact) -> Split:
@@ -54,7 +54,7 @@ def read_rows(path: Path | None, artifact: Artifact) -> Split:
     shapes, axes = shapes_in(path), signature.axes
     require_fit(signature, shapes, str(path))
     rows_of({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
-    return read_split(str(path), TENSORS, _Columns(), Path.cwd(), axes=signature.axes)
+    return read_split(str(path), CUSTOM, _Columns(), Path.cwd(), axes=signature.axes)
 
 
 def require_fit(signature: Signature, shapes: Mapping[str, Shape], origin: str) -> None:

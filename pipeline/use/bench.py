@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import IMAGES, TENSORS
+from smelt.core.data import CUSTOM, IMAGES
 from smelt.core.errors import InputError
 from smelt.core.messages import as_json
 from smelt.core.stage import Progress, silent
@@ -24,8 +24,8 @@ DOUBT = "?"  # behind a speed-up whose times were disturbed
 _PARTS = {
     "tokenizing_ms": "tokenizing",
     "encoding_ms": "encoding",
-    "first_token_ms": "to first",
-    "further_token_ms": "each more",
+    "time_to_first_token_ms": "to first",
+    "time_per_output_token_ms": "each more",
     "detokenizing_ms": "to text",
     "model_ms": "model",
     "rest_ms": "labels",
@@ -118,7 +118,7 @@ def bench(
                 "folder": str(artifact.path),
                 "key": artifact.key,
                 "format": artifact.format,
-                "target": artifact.manifest.facts.get("target"),
+                "target": artifact.manifest.details.get("target"),
                 "runner": result.runners.get(name),
                 "device": devices[name],
                 "size_bytes": artifact.size_bytes,
@@ -146,7 +146,7 @@ def _rows(
             )
         yield [e.text for e in read_examples(data, task, () if column is None else (column,))], None
         return
-    if task != TENSORS:
+    if task != CUSTOM:
         yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
         return
     from smelt.execute.latency_scores import timed_rows
@@ -215,7 +215,7 @@ def bench_text(result: Mapping[str, Any]) -> str:
     texts, cpu = result["texts"], result["environment"]["cpu"]
     used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
     count = f"{used:,} of {texts['n']:,}" if used < texts["n"] else f"{texts['n']:,}"
-    ways = {TENSORS: ("arrays to arrays", "rows"), IMAGES: ("image file to label", "images")}
+    ways = {CUSTOM: ("arrays to arrays", "rows"), IMAGES: ("image file to label", "images")}
     way, rows = ways.get(result["task"], ("text to text", "texts"))
     notes = [
         f"From {way}. The rounds of each alternate with those of '{result['baseline']}', which the"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Split
+from smelt.core.data import CLASSIFICATION, CUSTOM, SIMILARITY, Split
 from smelt.core.errors import InputError, nearest, together
 from smelt.core.labels import problem_type
 from smelt.core.rows.examples import read_split
@@ -29,7 +29,7 @@ def evaluate_artifact(
     metrics: Sequence[str] = (),
     columns: Sequence[str] = (),
     batch_size: int = 32,
-    beams: int = 1,
+    num_beams: int = 1,
     max_new_tokens: int | None = None,
     threads: int | None = None,
     limit: int | None = None,
@@ -72,13 +72,13 @@ def evaluate_artifact(
         raise InputError(
             "--tokenize is for BLEU, which is not scored here: add --metric bleu.", code="settings-conflict"
         )
-    if baseline is not None and task not in (SIMILARITY, TENSORS):
+    if baseline is not None and task not in (SIMILARITY, CUSTOM):
         raise InputError(
-            f"--baseline is for {SIMILARITY} and {TENSORS}: only vectors and outputs are compared; this one"
+            f"--baseline is for {SIMILARITY} and {CUSTOM}: only vectors and outputs are compared; this one"
             f" is for {task}.",
             code="does-not-fit-task",
         )
-    if task == TENSORS:
+    if task == CUSTOM:
         if baseline is None:
             raise InputError(
                 "--baseline: name the artifact of the untouched graph (runs/NAME/artifacts/model), whose"
@@ -95,7 +95,7 @@ def evaluate_artifact(
             Store(Path(scratch)),
             task,
             _of_vectors(metrics, split, baseline) if task == SIMILARITY else metrics or DEFAULT_METRICS[task],
-            generation_of({"beams": beams, "max_new_tokens": max_new_tokens}),
+            generation_of({"num_beams": num_beams, "max_new_tokens": max_new_tokens}),
             batch_size,
             threads,
             device=device,
@@ -120,7 +120,7 @@ def _cut(
                 code="does-not-fit-task",
             )
         return split
-    own: dict[str, Any] = dict(artifact.manifest.facts.get("windows") or {})
+    own: dict[str, Any] = dict(artifact.manifest.details.get("windows") or {})
     if window is not None:  # a stride is chosen for a window
         own = {name: value for name, value in own.items() if name == "separator"}
     said = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}

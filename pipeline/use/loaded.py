@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import IMAGES, SIMILARITY, TENSORS, Example, Task
+from smelt.core.data import CUSTOM, IMAGES, SIMILARITY, Example, Task
 from smelt.core.errors import InputError, SettingError, TruncationWarning
 from smelt.families.registry import find_family
 from smelt.runtime.class_predictions import Prediction, predictions
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CLASSIFIES: Task = "text-classification"
 # Which method of a model is for its task, where it is not `generate`.
 _METHODS: dict[str, str] = {
-    CLASSIFIES: "predict", SIMILARITY: "embed", TENSORS: "run", IMAGES: "classify",
+    CLASSIFIES: "predict", SIMILARITY: "embed", CUSTOM: "run", IMAGES: "classify",
 }  # fmt: skip
 Text = str | tuple[str, str]
 
@@ -33,12 +33,12 @@ Text = str | tuple[str, str]
 class Model:
     """An artifact that was loaded into its runtime. A context manager: leaving it frees the memory.
 
-    Several threads may use one model at the same time; see docs/serving.md.
+    Several threads may use one model at the same time; see docs/how-to/serve.md.
 
     Args:
         folder: an artifact, such as runs/NAME/artifacts/onnx-int8.
         threads: processor threads (default: those that the artifact names, else the runtime's choice).
-        device: auto, cpu or cuda; see docs/recipe.md.
+        device: auto, cpu or cuda; see docs/reference/recipe.md#device.
         trust_engine: open a TensorRT engine that was not built here by this user. An engine is native code.
 
     Raises:
@@ -76,12 +76,12 @@ class Model:
         try:
             if self.task == IMAGES:
                 self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- a broken one is told at once
-            elif self.task != TENSORS:
+            elif self.task != CUSTOM:
                 self._runner.text.tokenizer  # noqa: B018 -- opened here: the first request need not wait for it
         except BaseException:
             self._runner.close()
             raise
-        runtime = find_runtime(self.artifact.format, self.artifact.manifest.facts.get("target"))
+        runtime = find_runtime(self.artifact.format, self.artifact.manifest.details.get("target"))
         closed = f"{self._folder}: this model was closed. Open it again with smelt.load."
         self._calls = Calls(closed, runtime.calls)
         self._truncated = 0
@@ -108,7 +108,7 @@ class Model:
         Raises:
             InputError: the model reads no texts.
         """
-        if self.task in (IMAGES, TENSORS):
+        if self.task in (IMAGES, CUSTOM):
             raise InputError(
                 f"{self._folder}: a model for {self.task} reads no texts and has no tokenizer.",
                 code="does-not-fit-task",

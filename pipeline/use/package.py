@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import TENSORS
+from smelt.core.data import CUSTOM
 from smelt.core.errors import InputError
 from smelt.runtime.foreign.tried import require_safe
 from smelt.use.package_origin import artifacts_of, origin_of, run_of
@@ -45,7 +45,7 @@ def package_artifact(
         )
     path, chosen = Path(given).expanduser(), find_form(form)
     artifact = read_artifact(path)
-    if artifact.manifest.task == TENSORS:
+    if artifact.manifest.task == CUSTOM:
         raise InputError(
             f"{given}: a graph of arrays needs no package: ONNX Runtime opens its model.onnx as it is. Copy"
             f" the folder: cp -rL {shlex.quote(str(given))} NEW",

@@ -61,18 +61,18 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
     from smelt.export.package.form import Origin
 
     if run is None:
-        return Origin(licence=_licence(artifact.manifest.facts))
+        return Origin(licence=_licence(artifact.manifest.details))
     try:
         report = validate_report(load_json(run / _REPORT))
     except (InputError, OSError, ValueError, RecursionError):
-        return Origin(licence=_licence(artifact.manifest.facts))
+        return Origin(licence=_licence(artifact.manifest.details))
     root = artifacts_of(run).get(_ROOT)
     tested = any(found.test for found in report.steps if found.name == step)
     split = "test" if tested else report.judged_on
     return Origin(
         run=str(report.recipe.get("name") or run.name),
         model=model_name(report),
-        licence=None if root is None else _licence(root.manifest.facts),
+        licence=None if root is None else _licence(root.manifest.details),
         steps=tuple(_steps(report, step)),
         scores=tuple(_scores(report, step)),
         times=tuple(_times(report, step)),
@@ -110,8 +110,8 @@ def _steps_in(run: Path) -> dict[str, str]:
         return {}
 
 
-def _licence(facts: Mapping[str, Any]) -> str | None:
-    said = facts.get("licence")
+def _licence(details: Mapping[str, Any]) -> str | None:
+    said = details.get("licence")
     return said if isinstance(said, str) else None
 
 

@@ -154,7 +154,7 @@ class Predictor:
         cut = str(TruncationWarning(cuts.count, self._seen, cuts.limit))
         found = [warning("truncated-texts", cut)] if cuts.count else []
         if self._device == "cuda" and device_of(self._artifact, self._device) == "cpu":
-            target = self._artifact.manifest.facts.get("target") or self._artifact.format
+            target = self._artifact.manifest.details.get("target") or self._artifact.format
             found.append(
                 warning(
                     "other-device",

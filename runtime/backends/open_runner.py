@@ -34,16 +34,16 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
         InputError: no runner for this format, or cuda is asked for and there is none.
         MissingDependencyError: the runtime is not installed.
     """
-    facts = artifact.manifest.facts
+    details = artifact.manifest.details
     count = threads_of(artifact.manifest) if threads is None else threads
     return open_folder(
         artifact.path,
         artifact.format,
-        facts.get("target"),
+        details.get("target"),
         count,
         device,
-        facts.get("dtype"),
-        tf32=facts.get("tf32") is True,
+        details.get("dtype"),
+        tf32=details.get("tf32") is True,
     )
 
 

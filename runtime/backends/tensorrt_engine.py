@@ -83,10 +83,10 @@ class Engine:
         if self.engine is None:
             raise RunError(
                 f"{path}: TensorRT {trt.__version__} cannot read this engine; it was built by another version"
-                f" or for another GPU. Build it here with --fresh. TensorRT said: {self._said()}",
+                f" or for another GPU. Build it here with --rebuild. TensorRT said: {self._said()}",
                 code="unopened-engine",
             )
-        if said is not None and said.weights == "outside":
+        if said is not None and said.weights == "stripped":
             self._take_weights(trt, path.with_name(said.graph))
         self._context = self.engine.create_execution_context()
         if self._context is None:

@@ -16,7 +16,7 @@ from smelt.core.files import load_json, sha256_of
 
 _SCHEMA = 1
 _AMPERE = 8  # major compute capability
-_BUILD = "Build it here: run the recipe on this machine (--fresh, if it has been run here)."
+_BUILD = "Build it here: run the recipe on this machine (--rebuild, if it has been run here)."
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sidecar:
 
     package, version: of TensorRT. gpu: `name` and `compute_capability` of the one that built it, None where
     it was built ahead of time, without one. graph, graph_sha256: the ONNX file and its weights. size_bytes:
-    of the engine. weights: inside, refittable, or outside: in the graph, which then lies beside it. flags:
+    of the engine. weights: embedded, refittable, or stripped: in the graph, which then lies beside it. flags:
     what the builder was told besides. profiles: input -> min, opt and max shape.
     """
 
@@ -140,7 +140,7 @@ def check_sidecar(plan: Path, said: Sidecar, package: str, version: str, gpu: di
             f" here is {_named(gpu)}. {_BUILD} For more kinds of GPUs: hardware_compatibility: ampere+.",
             code="wrong-gpu",
         )
-    if said.weights == "outside":
+    if said.weights == "stripped":
         _require_graph(plan, said)
 
 

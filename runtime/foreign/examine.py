@@ -30,13 +30,13 @@ class Examined(NamedTuple):
     """What is known of a file.
 
     problems: what keeps it from being used, as ends of sentences; where there are some, that is all.
-    files: those beside it that hold weights, by their names. facts: opset, nodes, parameters, producer.
+    files: those beside it that hold weights, by their names. details: opset, nodes, parameters, producer.
     """
 
     problems: tuple[str, ...] = ()
     signature: Signature | None = None
     files: tuple[str, ...] = ()
-    facts: dict[str, Any] | None = None
+    details: dict[str, Any] | None = None
 
 
 def examine(path: Path) -> Examined:
@@ -49,7 +49,7 @@ def examine(path: Path) -> Examined:
         return Examined((f"opening it in ONNX Runtime failed: {error}",))
     if said["problems"]:
         return Examined(tuple(said["problems"]))
-    return Examined((), Signature.model_validate(said["signature"]), tuple(said["files"]), said["facts"])
+    return Examined((), Signature.model_validate(said["signature"]), tuple(said["files"]), said["details"])
 
 
 def limits_for(path: Path) -> Limits:
@@ -89,7 +89,7 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         "problems": [],
         "signature": signature_of(model).model_dump(mode="json"),
         "files": _files(model),
-        "facts": _facts(model),
+        "details": _facts(model),
     }
 
 

@@ -1,6 +1,6 @@
 """What a graph takes and gives: names, types, shapes; and rows of arrays made fit for it.
 
-An artifact of the task `tensors` holds it as `signature.json`, so that its graph can be fed without being
+An artifact of the task `custom` holds it as `signature.json`, so that its graph can be fed without being
 asked first.
 """
 

@@ -79,7 +79,7 @@ def best_texts(
     A sentence whose finished texts nothing can beat any more is settled: its beams leave the batch once an
     eighth of all sentences are. at_once: see `first_logits`.
     """
-    beams, start = rules.decoding.beams, rules.prompt_length
+    beams, start = rules.decoding.num_beams, rules.prompt_length
     running, finished = _begin(rules)
     found: list[list[list[int]]] = [[] for _ in running.texts]
     places = np.arange(len(found))  # of the sentences that are still in the batch
@@ -115,7 +115,7 @@ def best_texts(
 
 
 def _begin(rules: Rules) -> tuple[_Running, _Finished]:
-    beams, sentences = rules.decoding.beams, len(rules.prompt)
+    beams, sentences = rules.decoding.num_beams, len(rules.prompt)
     texts = np.full((sentences, beams, rules.longest), rules.decoding.pad, dtype=np.int64)
     texts[:, :, : rules.prompt_length] = rules.prompt[:, None]
     scores = np.zeros((sentences, beams), dtype=np.float32)

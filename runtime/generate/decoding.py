@@ -1,7 +1,7 @@
 """What decides the words of a text: the recipe's wishes, and where it has none, the model's own.
 
 The model's are those of `generation_config.json`, or of `config.json` where there is none, as
-transformers reads them. How to search (`beams`, `do_sample`) is never taken from the model.
+transformers reads them. How to search (`num_beams`, `do_sample`) is never taken from the model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Decoding(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    beams: int = 1
+    num_beams: int = 1
     do_sample: bool = False
     seed: int = 0
     temperature: float = Field(default=1.0, gt=0)
@@ -127,10 +127,10 @@ class Decoding(BaseModel):
 
     def describe(self) -> str:
         """Return the settings that are in force, for the signature of a score."""
-        if self.beams > 1:
+        if self.num_beams > 1:
             early = str(self.early_stopping).lower()
             parts = [
-                f"gen:beam {self.beams}",
+                f"gen:beam {self.num_beams}",
                 f"length_penalty:{self.length_penalty:g}",
                 f"early_stopping:{early}",
             ]
@@ -167,9 +167,9 @@ def settle(generation: Generation, model: Configured) -> Decoding:
     said = {name: value for name, value in generation.model_dump().items() if value is not None}
     own = model.generation_config or model.config
     _refuse_unsupported(own, generation.do_sample)
-    idle = {"beams", "do_sample", "seed"}  # and what means nothing to this search
+    idle = {"num_beams", "do_sample", "seed"}  # and what means nothing to this search
     idle |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
-    idle |= set() if generation.beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
+    idle |= set() if generation.num_beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
     taken = {n: own[n] for n in Decoding.model_fields if n not in idle and own.get(n) is not None}
     for one, other in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
         if said.get(one) is not None or said.get(other) is not None:

@@ -43,13 +43,13 @@ def generate_in_graph(runner: Runner, batch: Batch, decoding: Decoding, part: in
 def _is_long(runner: Runner, batch: Batch, decoding: Decoding) -> bool:
     """Say whether steps are faster than the graph; beams change places, which copies caches either way."""
     length = batch.input_ids.shape[1]
-    greedy = decoding.start is None and decoding.beams == 1
+    greedy = decoding.start is None and decoding.num_beams == 1
     return greedy and length >= LONG_PROMPT and runner.backend.long_in_steps
 
 
 def graph_of(decoding: Decoding) -> str:
     """Return the name of the graph that holds the search of `decoding`."""
-    return BEAMS if decoding.beams > 1 else GREEDY
+    return BEAMS if decoding.num_beams > 1 else GREEDY
 
 
 def run_graph(runner: Runner, batch: Batch, decoding: Decoding) -> list[list[int]]:
@@ -103,10 +103,10 @@ def feeds_of(decoding: Decoding, prompt_length: int, vocabulary: int) -> dict[st
     }
     if decoding.start is not None:
         feeds["decoder_start_token_id"] = np.array(decoding.start)
-    if decoding.beams > 1:
+    if decoding.num_beams > 1:
         never = decoding.early_stopping == "never" and decoding.length_penalty > 0
         feeds |= {
-            "num_beams": np.array(decoding.beams),
+            "num_beams": np.array(decoding.num_beams),
             "length_penalty": np.array(decoding.length_penalty, dtype=np.float64),
             "early_stopping": np.array(decoding.early_stopping is True),
             "never_stop_early": np.array(never),
@@ -135,7 +135,7 @@ def _table(
             probe[1] = 1.0
             rules.apply_places(probe, length)
             replaced = np.flatnonzero(np.isfinite(probe[0]) & (probe[0] == probe[1]))
-            if len(replaced) and decoding.beams > 1 and decoding.renormalize_logits:
+            if len(replaced) and decoding.num_beams > 1 and decoding.renormalize_logits:
                 # the graph adds a forced step's row as it is: of k tokens each has the probability 1 / k
                 probe[0] -= np.log(np.exp(probe[0]).sum())
             rows.append(probe[0])

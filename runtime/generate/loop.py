@@ -54,7 +54,7 @@ def generate_with(
 ) -> list[list[int]]:
     """As `generate`, with settings whose gaps are filled already; `at_once`: see `first_logits`."""
     rules = _rules(batch, decoding)
-    if decoding.beams > 1:
+    if decoding.num_beams > 1:
         return beam_search(runner, batch, rules, at_once)
     if not decoding.do_sample:
         return _token_by_token(runner, batch, rules, lambda scores: scores.argmax(axis=-1), True, at_once)

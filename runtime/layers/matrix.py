@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.packages import require
-from smelt.runtime.schemes.registry import check_options, decided_by_row, defaults, written
+from smelt.runtime.schemes.registry import check_options, decided_by_row
 from smelt.runtime.schemes.scheme import Codes, Options, Scheme, Use
 
 
@@ -32,7 +32,7 @@ class Matrix(nn.Module):
         check_options(scheme, options)
         for package, oldest in scheme.packages.items():
             require(package, oldest, f"scheme {scheme.name}")
-        self.scheme, self.width, self.options = scheme, width, defaults(scheme) | dict(options)
+        self.scheme, self.width, self.options = scheme, width, dict(options)
         self.form = ""
         for name, stored in scheme.storage(rows, width, options).items():
             kind: torch.dtype = getattr(torch, stored.dtype)
@@ -112,5 +112,5 @@ class Matrix(nn.Module):
 
     def said(self) -> str:
         """Return the scheme and its options, for the representation of a layer."""
-        told = written(self.scheme, self.options)
+        told = dict(self.options)
         return ", ".join([self.scheme.name, *([str(told)] if told else [])])

@@ -45,7 +45,7 @@ class Int8Dynamic(RowCodes):
     # vectors of all-MiniLM-L6-v2, 6 layers, where it is 0.092 off
     drift: ClassVar[float] = 0.05
     vector_drift: ClassVar[float] = 0.15
-    graph_error: ClassVar[float] = 0.3  # 2 to 3 times what was measured of MiniLM (docs/own-onnx.md)
+    graph_error: ClassVar[float] = 0.3  # 2 to 3 times MiniLM's (docs/measurements/own-onnx.md)
 
     def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply codes with codes, or in blocks."""

@@ -58,7 +58,7 @@ class Int8Static(RowCodes):
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"MatMulIntegerToFloat": (2, 3, 4, 5)}
     drift: ClassVar[float] = 0.05
     vector_drift: ClassVar[float] = 0.15
-    graph_error: ClassVar[float] = 0.5  # 2 to 3 times what was measured of MiniLM (docs/own-onnx.md)
+    graph_error: ClassVar[float] = 0.5  # 2 to 3 times MiniLM's (docs/measurements/own-onnx.md)
 
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
         """Return codes, scales, and the scale of the activations."""

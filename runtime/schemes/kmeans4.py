@@ -26,7 +26,8 @@ from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Sc
 if TYPE_CHECKING:
     from torch import Tensor
 
-CODEBOOK_INPUTS = Option("codebook_inputs", 256, (128, 256), "inputs of a row that share a codebook of 16")
+# here the inputs of a row that share a codebook
+GROUP_SIZE = Option("group_size", 256, (128, 256), parts.GROUP_SIZE.description)
 ENTRIES = 16
 ROUNDS = 25
 _LARGEST, _MIDDLE = 127, 128
@@ -44,7 +45,7 @@ class Kmeans4(Scheme):
     summary: ClassVar[str] = "4-bit weights, 16 values of its own for each group of inputs"
     pays: ClassVar[str] = f"small files; as fast as {Int8Groupwise.name}"
     source: ClassVar[str] = "Han et al. 2016, Deep Compression, arXiv:1510.00149 (weights that share values)"
-    settings: ClassVar[tuple[Option, ...]] = (CODEBOOK_INPUTS, parts.ACCURACY_LEVEL)
+    settings: ClassVar[tuple[Option, ...]] = (GROUP_SIZE, parts.ACCURACY_LEVEL)
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS
@@ -57,7 +58,7 @@ class Kmeans4(Scheme):
 
     def group(self, width: int, options: Options) -> int:
         """Return g."""
-        return int(options[CODEBOOK_INPUTS.name])
+        return int(options[GROUP_SIZE.name])
 
     def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
         """Return scales and codebooks, uint8 [N, G, 16]; what fills up the last group is no weight."""

@@ -66,19 +66,17 @@ def check_options(scheme: Scheme, options: Options) -> None:
     """Check what a stored structure, or a caller, tells `scheme`.
 
     Raises:
-        InputError: an option that the scheme does not have, one that is missing though it was always there,
-            or a value that it refuses.
+        InputError: an option is unknown or missing, or the scheme refuses its value.
     """
     names = [option.name for option in scheme.settings]
-    needed = {option.name for option in scheme.settings if not option.later}
-    if not needed <= set(options) <= set(names):
+    if set(options) != set(names):
         takes = ", ".join(names) or "no options"
         raise InputError(
             f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.",
             code="unsupported-scheme-options",
         )
     for option in scheme.settings:
-        value = options.get(option.name, option.default)
+        value = options[option.name]
         if not option.allows(value):
             expected = option.expected or f"one of {', '.join(map(worded, option.allowed))}"
             raise InputError(
@@ -91,12 +89,6 @@ def check_options(scheme: Scheme, options: Options) -> None:
 def defaults(scheme: Scheme) -> dict[str, Any]:
     """Return the options of `scheme` where a recipe gives none."""
     return {option.name: option.default for option in scheme.settings}
-
-
-def written(scheme: Scheme, options: Options) -> dict[str, Value]:
-    """Return what a structure says of `options`: all but those that came later and are as by default."""
-    plain = {option.name: option.default for option in scheme.settings if option.later}
-    return {name: value for name, value in options.items() if name not in plain or value != plain[name]}
 
 
 def decided_by_row(scheme: Scheme, width: int, options: Options) -> bool:

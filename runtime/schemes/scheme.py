@@ -44,13 +44,11 @@ def graphs_for(target: str) -> str:
 class Option:
     """A setting of a scheme, by the same name in recipes, in `structure.json` and in `options`.
 
-    Schemes may share an option (same default unless it came later, same description), with other values.
+    Schemes may share an option (same description), with other values and another default.
 
     description: without the names of the schemes, which the help puts before it.
     expected: what to say in place of a list of the allowed values.
     others: what to say of a value that only other schemes allow.
-    later: the scheme is older: its default may be another, no structure says that, and words for the option
-        that other schemes of a step alone know leave it so.
     """
 
     name: str
@@ -59,7 +57,6 @@ class Option:
     description: str
     expected: str = ""
     others: str = ""
-    later: bool = False
 
     def allows(self, value: object) -> bool:
         """Say whether `value` is one of the allowed ones; true is no 1."""

@@ -32,8 +32,8 @@ THRESHOLD = 0.7
 _DIGITS = 5
 # tables by the bits of the codes that they give
 _TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits", 8: "BytesOfDigits"}
-_ROW = "row"
-GRANULARITY = Option("granularity", "group", ("group", _ROW), SHARED)
+_CHANNEL = "channel"
+GRANULARITY = Option("granularity", "group", ("group", _CHANNEL), SHARED)
 
 
 class Ternary(Scheme):
@@ -60,7 +60,7 @@ class Ternary(Scheme):
     def group(self, width: int, options: Options) -> int:
         """Return g."""
         block = parts.group_size(options)
-        by_row = options[GRANULARITY.name] == _ROW
+        by_row = options[GRANULARITY.name] == _CHANNEL
         return parts.group_count(width, block) * block if by_row else block
 
     def fit(self, groups: Tensor, width: int, options: Options) -> Grid:

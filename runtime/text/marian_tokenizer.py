@@ -23,7 +23,7 @@ _SPACE = "▁"
 
 
 class MarianTokenizer:
-    """Reads `folder`/source.spm and vocab.json; `facts` is what stands beside them.
+    """Reads `folder`/source.spm and vocab.json; `details` is what stands beside them.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -32,26 +32,26 @@ class MarianTokenizer:
     reader = "sentencepiece"
     lower = False
 
-    def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "") -> None:
-        if facts.eos is None or facts.unknown is None:
+    def __init__(self, folder: Path, details: Tokenizing, prefix: str = "") -> None:
+        if details.eos is None or details.unknown is None:
             raise InputError(
                 f"{folder}: tokenizing.json names no end of a text or no unknown token.",
                 code="missing-special-token",
             )
         self.prefix = prefix
-        self.model_max_length = facts.longest
-        self.pad_token_id: int | None = facts.pad
-        self.bos_token_id: int | None = facts.bos
-        self.eos_token_id: int | None = facts.eos
-        self._eos, self._unknown, self._facts = facts.eos, facts.unknown, facts
+        self.model_max_length = details.longest
+        self.pad_token_id: int | None = details.pad
+        self.bos_token_id: int | None = details.bos
+        self.eos_token_id: int | None = details.eos
+        self._eos, self._unknown, self._facts = details.eos, details.unknown, details
         self._pieces = _open(folder / PIECES)
-        words = read_json(folder / WORDS) | facts.added
+        words = read_json(folder / WORDS) | details.added
         self._words = words
         self._names = {place: word for word, place in words.items()}
         self._ids = [words.get(self._pieces.id_to_piece(i), self._unknown) for i in range(len(self._pieces))]
         self._no_piece = self._pieces.unk_id()
-        self._hidden = frozenset(facts.special)
-        longest_first = sorted(facts.added, key=len, reverse=True)
+        self._hidden = frozenset(details.special)
+        longest_first = sorted(details.added, key=len, reverse=True)
         self._added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def encode_rows(

@@ -23,18 +23,18 @@ def open_tokenizer(folder: Path) -> TextTokenizer:
     return light_tokenizer(folder, read_tokenizing(folder)) or text_tokenizer(_of_transformers(folder))
 
 
-def light_tokenizer(folder: Path, facts: Tokenizing) -> TextTokenizer | None:
+def light_tokenizer(folder: Path, details: Tokenizing) -> TextTokenizer | None:
     """Open the tokenizer in `folder` without transformers; None where that has to read it."""
-    if facts.reader == "transformers":
+    if details.reader == "transformers":
         return None
     rules = read_text_rules(folder)
-    if facts.reader == "sentencepiece":
+    if details.reader == "sentencepiece":
         from smelt.runtime.text.marian_tokenizer import MarianTokenizer
 
-        return MarianTokenizer(folder, facts, rules.prefix)
+        return MarianTokenizer(folder, details, rules.prefix)
     from smelt.runtime.text.rust_tokenizer import RustTokenizer
 
-    return RustTokenizer(folder, facts, rules.prefix, rules.lower)
+    return RustTokenizer(folder, details, rules.prefix, rules.lower)
 
 
 def _of_transformers(folder: Path) -> Any:

@@ -23,7 +23,7 @@ CLEAN = [
 
 
 class RustTokenizer:
-    """Reads `folder`/tokenizer.json; `facts` is what stands beside it.
+    """Reads `folder`/tokenizer.json; `details` is what stands beside it.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -31,13 +31,13 @@ class RustTokenizer:
 
     reader = "tokenizers"
 
-    def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "", lower: bool = False) -> None:
+    def __init__(self, folder: Path, details: Tokenizing, prefix: str = "", lower: bool = False) -> None:
         self.prefix, self.lower = prefix, lower
-        self.model_max_length = facts.longest
-        self.pad_token_id: int | None = facts.pad
-        self.bos_token_id: int | None = facts.bos
-        self.eos_token_id: int | None = facts.eos
-        self._facts = facts
+        self.model_max_length = details.longest
+        self.pad_token_id: int | None = details.pad
+        self.bos_token_id: int | None = details.bos
+        self.eos_token_id: int | None = details.eos
+        self._facts = details
         self._path = folder / FILE
         self._inner = _open(self._path)
 

@@ -60,6 +60,6 @@ def read_tokenizing(folder: Path) -> Tokenizing:
         ) from error
 
 
-def write_tokenizing(folder: Path, facts: Tokenizing) -> None:
-    """Write `facts` into `folder`."""
-    write_json(folder / FILE, facts.model_dump(exclude_defaults=True))
+def write_tokenizing(folder: Path, details: Tokenizing) -> None:
+    """Write `details` into `folder`."""
+    write_json(folder / FILE, details.model_dump(exclude_defaults=True))

@@ -1,4 +1,4 @@
-"""The grids that docs/quantize.md compares are what it says they are."""
+"""The grids that docs/measurements/int8-static.md compares are what it says they are."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def test_every_arm_is_a_branch_of_a_recipe(task, tmp_path):
 
 def test_arms_are_chosen_by_patterns():
     assert quantization.chosen(["int3 *", "binary trained"]) == [
-        *(f"int3 {method}" for method in ("nearest", "gptq", "awq", "awq-gptq", "hqq")),
-        "int3 nearest, zero points",
+        *(f"int3 {method}" for method in ("rtn", "gptq", "awq", "awq-gptq", "hqq")),
+        "int3 rtn, zero points",
         "int3 awq clip, zero points",
         "int3 gptq v4",
         "int3 gptq g32",
@@ -61,9 +61,9 @@ def test_what_is_timed_are_arms_and_each_runtime_has_its_own_float32():
 
 def step(name, bits, against=None):
     quality = {"bleu": {"value": 37.0, "ci95": [35.0, 39.0]}}
-    facts = {"bits_per_weight": bits} if bits else {}
+    details = {"bits_per_weight": bits} if bits else {}
     return {
-        "name": name, "status": "done", "facts": facts, "size_bytes": 6_540_000, "quality": quality,
+        "name": name, "status": "done", "details": details, "size_bytes": 6_540_000, "quality": quality,
         "against_baseline": against,
     }  # fmt: skip
 

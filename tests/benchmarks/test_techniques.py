@@ -87,7 +87,7 @@ def run(nats, said=SAID, more=SAID, **known):
         "parameters": 7,
         "seconds": 1.0,
         "bleu": scores,
-        "facts": [],
+        "details": [],
     } | known
 
 
@@ -108,23 +108,23 @@ def test_table_says_how_far_an_arm_is_from_its_control_and_how_much_more_greedy_
 
 def test_arms_are_compared_in_the_seeds_that_both_have():
     made = [{"stage": "prune"}]
-    control = [run([9, 9, 9], seed=1, facts=made), run([3, 6, 6], seed=2, facts=made)]
-    arms = {"control": control, "new": [run([4, 6, 5], seed=seed, facts=made) for seed in (0, 2)]}
+    control = [run([9, 9, 9], seed=1, details=made), run([3, 6, 6], seed=2, details=made)]
+    arms = {"control": control, "new": [run([4, 6, 5], seed=seed, details=made) for seed in (0, 2)]}
     apart = as_values(Group("g", arms, {}))["new"]["against"]
     assert apart["seeds"] == 1
     assert apart["loss_over_seeds"]["value"] == pytest.approx(0)
-    arms = {"control": control[:1], "new": [run([4, 6, 5], seed=0, facts=made)]}
+    arms = {"control": control[:1], "new": [run([4, 6, 5], seed=0, details=made)]}
     assert "against" not in as_values(Group("g", arms, {}))["new"]
 
 
 def test_part_of_the_updates_is_taken_in_every_stage_and_phase():
     stages = [
-        ("distill", {"max_steps": 240, "phases": [{"max_steps": 120, "losses": {"hidden": 1}}]}),
-        ("share", {}),
+        ("distill", {"max_steps": 240, "phases": [{"max_steps": 120, "losses": {"hidden_states": 1}}]}),
+        ("share-weights", {}),
     ]
     assert techniques.shortened(stages, 0.1) == [
-        ["distill", {"max_steps": 24, "phases": [{"max_steps": 12, "losses": {"hidden": 1}}]}],
-        ["share", {}],
+        ["distill", {"max_steps": 24, "phases": [{"max_steps": 12, "losses": {"hidden_states": 1}}]}],
+        ["share-weights", {}],
     ]
 
 

@@ -70,7 +70,7 @@ def test_loss_is_that_of_transformers_when_windows_are_a_batch(folder, ctx):
 
 
 def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx):
-    settings = FinetuneSettings(max_steps=6, batch_size=8, learning_rate=3e-3, evals=1, precision="fp32")
+    settings = FinetuneSettings(max_steps=6, batch_size=8, learning_rate=3e-3, num_evals=1, precision="fp32")
     model, edits = _round_trip(Finetune(), settings, ctx)
     assert edits == []
     AutoModelForCausalLM.from_pretrained(ctx.out)  # what training alone changes needs nothing of smelt
@@ -83,7 +83,7 @@ def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx)
 
 def test_student_keeps_the_layers_that_are_named(folder, ctx):
     settings = DistillSettings(
-        student={"layers": [1]}, max_steps=1, batch_size=4, evals=0, learning_rate=1e-9, precision="fp32"
+        student={"layers": [1]}, max_steps=1, batch_size=4, num_evals=0, learning_rate=1e-9, precision="fp32"
     )
     model, _ = _round_trip(Distill(), settings, ctx)
     whole, _ = load_model(folder)
@@ -107,7 +107,9 @@ def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path
 
 
 def test_low_rank_model_is_the_same_when_loaded_again(folder, ctx):
-    _, edits = _round_trip(Factorize(), FactorizeSettings(method="svd", aim="size", ratio=0.5), ctx)
+    _, edits = _round_trip(
+        Factorize(), FactorizeSettings(method="svd", optimize_for="size", keep_ratio=0.5), ctx
+    )
     layers = 2 * _products(folder)
     assert sum(edit["op"] == "low_rank" for edit in edits) == layers
 

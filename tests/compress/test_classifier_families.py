@@ -23,7 +23,7 @@ from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import class_logits
 
 TASK = "text-classification"
-SHORT = {"max_steps": 3, "batch_size": 4, "evals": 1, "precision": "fp32"}
+SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
 PROBLEMS = [SINGLE, MULTI, REGRESSION]
 
 
@@ -69,7 +69,7 @@ def test_finetuning_lowers_the_loss_of_each_problem_type(tmp_path, family, probl
         ctx = context(tmp_path, source, f"out{steps}")
         settings = FinetuneSettings(**SHORT | {"max_steps": steps, "learning_rate": 0.01, "dropout": 0.0})
         model, _ = run(Finetune, settings, source, ctx)
-        losses.append(ctx.facts["training"]["validation_loss"])
+        losses.append(ctx.details["training"]["validation_loss"])
     assert losses[1] < losses[0]
     assert model.config.problem_type == problem
     plain = AutoModelForSequenceClassification.from_pretrained(ctx.out)
@@ -84,7 +84,7 @@ def test_a_student_with_fewer_layers_learns_from_its_teacher(tmp_path, family, p
     ctx = context(tmp_path, source)
     model, _ = run(Distill, settings, source, ctx)
     assert model.config.num_hidden_layers == 1
-    assert ctx.facts["kept_layers"] == [1]
+    assert ctx.details["kept_layers"] == [1]
     layers = model.base_model.transformer.layer if family == "distilbert" else model.base_model.encoder.layer
     assert len(layers) == 1
     # the config says it, so transformers alone reads the student
@@ -99,7 +99,7 @@ def test_a_student_that_equals_its_teacher_stays_where_it_is(tmp_path, family):
     ctx = context(tmp_path, source)
     settings = DistillSettings(losses={"logits": 1.0, "labels": 0.0}, dropout=0.0, weight_decay=0.0, **SHORT)
     run(Distill, settings, source, ctx)
-    assert ctx.facts["training"]["validation_loss"] == pytest.approx(0, abs=1e-4)
+    assert ctx.details["training"]["validation_loss"] == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize("importance", ["taylor", "magnitude"])
@@ -108,10 +108,16 @@ def test_pruned_units_are_gone_and_the_rest_computes_as_with_zeros(tmp_path, fam
     source = make(tmp_path, family)
     before, _ = load_model(source.path)
     ctx = context(tmp_path, source)
-    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance=importance, rows=8, compensate=False)
+    settings = PruneSettings(
+        targets=["heads", "ffn"],
+        keep_ratio=0.5,
+        importance=importance,
+        calibration_samples=8,
+        reconstruct=False,
+    )
     model, edits = run(Prune, settings, source, ctx)
-    assert set(ctx.facts["kept_heads"].values()) == {2}
-    assert set(ctx.facts["kept_neurons"].values()) == {32}
+    assert set(ctx.details["kept_heads"].values()) == {2}
+    assert set(ctx.details["kept_neurons"].values()) == {32}
     setting = "hidden_dim" if family == "distilbert" else "intermediate_size"
     assert getattr(model.config, setting) == 32
     assert {edit["op"] for edit in edits} == {"linear", "set"}  # heads; the width stands in the config
@@ -132,11 +138,11 @@ def test_pruned_units_are_gone_and_the_rest_computes_as_with_zeros(tmp_path, fam
 def test_a_factorized_model_loads_as_it_was_and_keeps_its_classifier_whole(tmp_path, family):
     source = make(tmp_path, family)
     ctx = context(tmp_path, source)
-    model, edits = run(Factorize, FactorizeSettings(method="svd", aim="size", rank=8), source, ctx)
+    model, edits = run(Factorize, FactorizeSettings(method="svd", optimize_for="size", rank=8), source, ctx)
     assert len(edits) == 2 * (4 + 2)
     base = model.base_model_prefix
     assert all(edit["module"].startswith(f"{base}.") for edit in edits)
-    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
 
 def test_a_quantized_model_loads_as_it_was(tmp_path, family):
@@ -147,8 +153,8 @@ def test_a_quantized_model_loads_as_it_was(tmp_path, family):
     stage = load_stage("quantize")
     model, edits = run(stage, stage.settings_type(scheme="int8-dynamic"), source, ctx)
     assert {edit["op"] for edit in edits} == {"quantize"}
-    assert ctx.facts["float_linear_layers"] == []
-    assert ctx.facts["embeddings"] == 1
+    assert ctx.details["float_linear_layers"] == []
+    assert ctx.details["embeddings"] == 1
     off = (logits_of(ctx.out) - logits_of(source.path)).abs().mean() / logits_of(source.path).std()
     assert 0 < off < 0.2
     assert model.config.id2label == dict(enumerate(classifiers.NAMES))

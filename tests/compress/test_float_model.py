@@ -15,7 +15,7 @@ MANIFEST = Manifest(**FACTS, seed=0, parent=None, versions={})
 
 
 def test_a_quantized_model_is_refused(tmp_path):
-    edit = {"op": "quantize", "module": "classifier", "scheme": "int8-dynamic"}
+    edit = {"op": "quantize", "module": "classifier", "scheme": "int8-dynamic", "granularity": "channel"}
     (tmp_path / "structure.json").write_text(json.dumps({"schema": 1, "edits": [edit]}))
     with refused("behind-quantize", InputError):
         load_float(Artifact(tmp_path, MANIFEST), "prune")

@@ -37,10 +37,10 @@ MADE = {
 }
 TEXTS = Split("x", tuple(Example(s, (t,)) for s, t in PAIRS))
 LABELS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
-SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "learning_rate": 1e-3, "evals": 1}
+SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "learning_rate": 1e-3, "num_evals": 1}
 STAGES = {
-    "prune": (Prune, PruneSettings, {"keep": 0.5, "importance": "magnitude"}),
-    "factorize": (Factorize, FactorizeSettings, {"rank": 4, "aim": "size"}),
+    "prune": (Prune, PruneSettings, {"keep_ratio": 0.5, "importance": "magnitude"}),
+    "factorize": (Factorize, FactorizeSettings, {"rank": 4, "optimize_for": "size"}),
     "finetune": (Finetune, FinetuneSettings, SHORT),
     "distill": (Distill, DistillSettings, SHORT),
     "quantize": (Quantize, QuantizeSettings, {"scheme": "int4", "group_size": 16}),
@@ -108,10 +108,10 @@ def test_what_stays_float_beside_codes_keeps_its_16_bits_and_loses_nothing(tmp_p
     rows = {t.dtype for n, t in tensors.items() if n.endswith("layers.0.fc1.matrix.scales")}
     assert rows == {torch.float32 if scheme == "int8-dynamic" else torch.float16}
     files = [(folder / "model.safetensors").stat().st_size for folder in (source, ctx.out)]
-    assert [ctx.facts["bytes_before"], ctx.facts["bytes_after"]] == files
+    assert [ctx.details["bytes_before"], ctx.details["bytes_after"]] == files
     trained, stored = run("finetune", ctx.out, "translation", tmp_path / "trained")
     assert {n: t.dtype for n, t in stored.items()} == {n: t.dtype for n, t in tensors.items()}
-    assert "rounding" in trained.facts["training"]  # of biases and norms, which are no codes
+    assert "rounding" in trained.details["training"]  # of biases and norms, which are no codes
 
 
 def test_a_graph_of_16_bit_weights_is_that_of_the_same_weights_in_32(tmp_path):

@@ -15,7 +15,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
@@ -23,14 +23,14 @@ from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import sentence_vectors
 
-SHORT = {"max_steps": 3, "batch_size": 4, "evals": 1, "precision": "fp32"}
+SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
 STAGES = {
-    "finetune": (Finetune, FinetuneSettings(**SHORT | {"evals": 0})),
+    "finetune": (Finetune, FinetuneSettings(**SHORT | {"num_evals": 0})),
     "distill": (Distill, DistillSettings(student={"layers": 1}, **SHORT)),
-    "prune": (Prune, PruneSettings(keep=0.5, rows=8, batch_size=4)),
-    "magnitude": (Prune, PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize, FactorizeSettings(method="svd", aim="size", rank=8)),
-    "share": (Share, ShareSettings()),
+    "prune": (Prune, PruneSettings(keep_ratio=0.5, calibration_samples=8, batch_size=4)),
+    "magnitude": (Prune, PruneSettings(keep_ratio=0.5, importance="magnitude")),
+    "factorize": (Factorize, FactorizeSettings(method="svd", optimize_for="size", rank=8)),
+    "share": (ShareWeights, ShareWeightsSettings()),
     "int8": (Quantize, QuantizeSettings()),
     "int4": (Quantize, QuantizeSettings(scheme="int4", group_size=32)),
 }
@@ -67,9 +67,9 @@ def test_a_stage_leaves_an_embedder(name, source, tmp_path):
 
 def test_training_on_scores_lowers_their_loss(source, tmp_path):
     ctx = context(tmp_path, source)
-    settings = FinetuneSettings(max_steps=30, batch_size=8, learning_rate=1e-3, evals=1, precision="fp32")
+    settings = FinetuneSettings(max_steps=30, batch_size=8, learning_rate=1e-3, num_evals=1, precision="fp32")
     Finetune()(source, settings, ctx)
-    before, *_, after = [v["loss"] for v in ctx.facts["training"]["validations"]]
+    before, *_, after = [v["loss"] for v in ctx.details["training"]["validations"]]
     assert after < 0.75 * before
 
 
@@ -78,10 +78,10 @@ def test_a_student_comes_nearer_to_its_teacher_without_any_scores(paired, source
     """Three layers become one; texts alone are enough."""
     ctx = context(tmp_path, source, scores=False, paired=paired)
     settings = DistillSettings(
-        student={"layers": 1}, max_steps=60, batch_size=8, learning_rate=3e-3, evals=1, precision="fp32"
+        student={"layers": 1}, max_steps=60, batch_size=8, learning_rate=3e-3, num_evals=1, precision="fp32"
     )
     Distill()(source, settings, ctx)
-    before, *_, after = [v["loss"] for v in ctx.facts["training"]["validations"]]
+    before, *_, after = [v["loss"] for v in ctx.details["training"]["validations"]]
     assert after < 0.5 * before
     close = np.mean(np.sum(vectors(ctx.out) * vectors(source.path), axis=1))
     assert close > 0.8
@@ -90,7 +90,7 @@ def test_a_student_comes_nearer_to_its_teacher_without_any_scores(paired, source
 def test_an_untouched_student_is_as_its_teacher_to_the_loss(source, tmp_path):
     ctx = context(tmp_path, source)
     Distill()(source, DistillSettings(dropout=0.0, weight_decay=0.0, **SHORT), ctx)
-    assert ctx.facts["training"]["validations"][0]["loss"] == pytest.approx(0, abs=1e-9)
+    assert ctx.details["training"]["validations"][0]["loss"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_path):
@@ -98,9 +98,9 @@ def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_
     ctx = context(tmp_path, source, wide)
     with refused("width-mismatch", InputError) as caught:
         Distill()(source, DistillSettings(**SHORT), ctx)
-    assert caught.value.setting == "losses.embedding"
+    assert caught.value.setting == "losses.sentence_embedding"
     assert all(width in str(caught.value) for width in ("64", "32"))
-    Distill()(source, DistillSettings(losses={"embedding": 0}, **SHORT), ctx)
+    Distill()(source, DistillSettings(losses={"sentence_embedding": 0}, **SHORT), ctx)
     assert vectors(ctx.out).shape[1] == 32
 
 
@@ -120,9 +120,9 @@ def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
     ("losses", "task", "expected"),
     [
         ({"logits": 1.0}, sentences.TASK, [("losses.logits", "unknown-loss")]),
-        ({"similarity": 1.0}, "translation", [("losses.similarity", "unknown-loss")]),
-        ({"embedding": 0, "similarity": 0}, sentences.TASK, [("losses", "no-loss")]),
-        ({"scores": 1.0}, sentences.TASK, [("losses.scores", "missing-scores")]),
+        ({"pairwise_similarity": 1.0}, "translation", [("losses.pairwise_similarity", "unknown-loss")]),
+        ({"sentence_embedding": 0, "pairwise_similarity": 0}, sentences.TASK, [("losses", "no-loss")]),
+        ({"cosent": 1.0}, sentences.TASK, [("losses.cosent", "missing-scores")]),
         ({}, sentences.TASK, []),
         ({"labels": 1.0}, "translation", []),
     ],
@@ -133,9 +133,3 @@ def test_parts_of_the_loss_fit_the_task_and_the_rows(losses, task, expected):
     data = {"train": Split("rows", (Example("a", text_pair="b"),))}
     found = Distill.check_rows(DistillSettings(losses=losses), task, data)
     assert [(one.setting, one.code) for one in found] == expected
-
-
-def test_what_is_not_said_of_vectors_changes_no_key():
-    said = DistillSettings(losses={"logits": 2.0}).for_task("text-classification").model_dump(mode="json")
-    assert said["losses"] == {"logits": 2.0, "labels": 0.5}
-    assert DistillSettings(losses={"scores": 0.5}).model_dump(mode="json")["losses"]["scores"] == 0.5

@@ -78,7 +78,9 @@ def test_loading_equals_transformers_and_survives_saving(folder, tmp_path):
 
 @pytest.mark.parametrize("importance", ["taylor", "magnitude"])
 def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_path, importance):
-    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance=importance, compensate=False)
+    settings = PruneSettings(
+        targets=["heads", "ffn"], keep_ratio=0.5, importance=importance, reconstruct=False
+    )
     ctx = run(Prune(), folder, settings, tmp_path / "out")
     pruned, _ = load_model(ctx.out)
     whole = theirs(folder)
@@ -92,7 +94,7 @@ def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_
     torch.testing.assert_close(
         teacher_forced(pruned, ctx.out), teacher_forced(whole, folder), atol=1e-4, rtol=1e-4
     )
-    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
 
 def silence(whole, pruned, first, second):
@@ -105,7 +107,7 @@ def silence(whole, pruned, first, second):
 
 
 def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
-    settings = PruneSettings(what=["heads"], keep=0.5, importance="magnitude", compensate=False)
+    settings = PruneSettings(targets=["heads"], keep_ratio=0.5, importance="magnitude", reconstruct=False)
     once = run(Prune(), t5, settings, tmp_path / "once")
     model, _ = load_model(once.out)
     tables = [
@@ -129,7 +131,7 @@ def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
 def test_t5_student_keeps_the_position_bias_of_the_first_block(t5, tmp_path, kept):
     model, edits = load_model(t5)
     for stack in ("encoder_layers", "decoder_layers"):
-        edits, found = keep_layers(model, edits, stack, kept, "spread")
+        edits, found = keep_layers(model, edits, stack, kept, "uniform")
         assert found == kept
     save_model(model, edits, tmp_path, t5)
     whole, student = theirs(t5), theirs(tmp_path)
@@ -145,10 +147,10 @@ def test_t5_student_keeps_the_position_bias_of_the_first_block(t5, tmp_path, kep
 
 
 def test_a_pruned_t5_can_be_made_a_student(t5, tmp_path):
-    settings = PruneSettings(what=["heads"], keep=0.5, importance="magnitude")
+    settings = PruneSettings(targets=["heads"], keep_ratio=0.5, importance="magnitude")
     pruned = run(Prune(), t5, settings, tmp_path / "pruned")
     model, edits = load_model(pruned.out)
-    edits, _ = keep_layers(model, edits, "decoder_layers", [1], "spread")
+    edits, _ = keep_layers(model, edits, "decoder_layers", [1], "uniform")
     expected = teacher_forced(model, pruned.out)
     (tmp_path / "student").mkdir()
     save_model(model, edits, tmp_path / "student", pruned.out)
@@ -159,11 +161,11 @@ def test_a_pruned_t5_can_be_made_a_student(t5, tmp_path):
 def test_distilling_a_student_lowers_its_loss(folder, tmp_path):
     def loss(steps, rate):
         settings = DistillSettings(
-            student={"decoder_layers": 1}, max_steps=steps, batch_size=9, learning_rate=rate, evals=1,
-            precision="fp32", dropout=0, schedule="constant",
+            student={"decoder_layers": 1}, max_steps=steps, batch_size=9, learning_rate=rate, num_evals=1,
+            precision="fp32", dropout=0, lr_schedule="constant",
         )  # fmt: skip
         ctx = run(Distill(), folder, settings, tmp_path / str(steps))
-        return ctx.facts["training"]["validation_loss"], ctx.out
+        return ctx.details["training"]["validation_loss"], ctx.out
 
     (untrained, _), (trained, out) = loss(1, 1e-9), loss(15, 3e-3)
     assert trained < 0.8 * untrained
@@ -185,7 +187,7 @@ def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
             tokenizer(seq2seq.PREFIX + e.text)["input_ids"] for e in ROWS.examples[:2]
         ]
         assert ids[0].target == tokenizer(text_target=ROWS.examples[0].references[0])["input_ids"]
-        settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32")
+        settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32")
         ctx = run(Finetune(), folder, settings, tmp_path / "out")
         assert (ctx.out / "text.json").is_file()
         assert not torch.equal(load_model(ctx.out)[0].lm_head.weight, load_model(folder)[0].lm_head.weight)
@@ -194,13 +196,15 @@ def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
 
 
 def test_factorized_model_is_loaded_as_it_was(folder, tmp_path):
-    ctx = run(Factorize(), folder, FactorizeSettings(method="svd", aim="size", rank=4), tmp_path / "out")
-    assert ctx.facts["ranks"]
-    assert not any("lm_head" in name or "relative" in name for name in ctx.facts["ranks"])
+    ctx = run(
+        Factorize(), folder, FactorizeSettings(method="svd", optimize_for="size", rank=4), tmp_path / "out"
+    )
+    assert ctx.details["ranks"]
+    assert not any("lm_head" in name or "relative" in name for name in ctx.details["ranks"])
     model, _ = load_model(ctx.out)
     whole = theirs(folder)
     with torch.no_grad():  # the best product of rank 4, put back into the whole model
-        for name in ctx.facts["ranks"]:
+        for name in ctx.details["ranks"]:
             weight = whole.get_submodule(name).weight
             u, s, vt = torch.linalg.svd(weight.double(), full_matrices=False)
             weight.copy_((u[:, :4] * s[:4]) @ vt[:4])
@@ -231,10 +235,10 @@ def test_quantized_model_stays_near_and_is_loaded_as_it_was(folder, tmp_path, sc
 def test_training_through_codes_starts_where_the_quantized_model_stands(name, tmp_path):
     folder = MADE[name](tmp_path / "model")
     quantized = run(Quantize(), folder, QuantizeSettings(), tmp_path / "quantized").out
-    still = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-12)
+    still = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-12)
     ctx = run(Finetune(), quantized, still, tmp_path / "out")
     same, _ = load_model(ctx.out)
     torch.testing.assert_close(
         teacher_forced(same, ctx.out), teacher_forced(load_model(quantized)[0], quantized)
     )
-    assert ctx.facts["codes_changed"] == 0
+    assert ctx.details["codes_changed"] == 0

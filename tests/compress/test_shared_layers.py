@@ -28,7 +28,7 @@ SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
 @pytest.mark.parametrize("family", SOME)
 def test_layers_stay_one_when_trained(family, tmp_path):
     source = share(family, tmp_path / "shared")
-    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=1, precision="fp32", learning_rate=1e-2)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=1, precision="fp32", learning_rate=1e-2)
     trained = every_family.run(Finetune(), settings, source, family, tmp_path / "trained").out
     model, _ = load_model(trained)
     assert_first_two_are_one(model)
@@ -41,7 +41,7 @@ def test_layers_stay_one_when_trained(family, tmp_path):
 @pytest.mark.parametrize("family", SOME)
 def test_pruning_cuts_shared_layers_once(family, tmp_path):
     source = share(family, tmp_path / "shared")
-    settings = PruneSettings(importance="magnitude", keep=0.5, compensate=False)
+    settings = PruneSettings(importance="magnitude", keep_ratio=0.5, reconstruct=False)
     pruned = every_family.run(Prune(), settings, source, family, tmp_path / "pruned").out
     model, _ = load_model(pruned)
     assert_first_two_are_one(model)
@@ -75,9 +75,13 @@ def _own(linear):
 def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
     source = share("bert", tmp_path / "shared", groups=1)
     ctx = every_family.run(
-        Prune(), PruneSettings(what=["heads"], keep=0.5, rows=4), source, "bert", tmp_path / "pruned"
+        Prune(),
+        PruneSettings(targets=["heads"], keep_ratio=0.5, calibration_samples=4),
+        source,
+        "bert",
+        tmp_path / "pruned",
     )
-    assert list(ctx.facts["kept_heads"].values()) == [2]
+    assert list(ctx.details["kept_heads"].values()) == [2]
     model, _ = load_model(ctx.out)
     heads = [model.get_submodule(b.attentions[0].name).num_attention_heads for b in blocks_of(model)]
     assert heads == [2, 2, 2]
@@ -88,7 +92,11 @@ def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
 def test_factorized_layers_are_one_pair(family, tmp_path):
     source = share(family, tmp_path / "shared")
     ctx = every_family.run(
-        Factorize(), FactorizeSettings(method="svd", aim="size", rank=4), source, family, tmp_path / "pairs"
+        Factorize(),
+        FactorizeSettings(method="svd", optimize_for="size", rank=4),
+        source,
+        family,
+        tmp_path / "pairs",
     )
     model, _ = load_model(ctx.out)
     assert_first_two_are_one(model)
@@ -96,7 +104,7 @@ def test_factorized_layers_are_one_pair(family, tmp_path):
         hasattr(model.get_submodule(n), "down") for b in products(model).values() for ns in b for n in ns
     )
     count = sum(len(blocks[0]) + len(blocks[2]) for blocks in products(model).values())
-    assert sum(name.startswith(_place(model)) for name in ctx.facts["ranks"]) == count
+    assert sum(name.startswith(_place(model)) for name in ctx.details["ranks"]) == count
 
 
 def _place(model):
@@ -107,13 +115,13 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
     source = share("bert", tmp_path / "shared", groups=1)
     settings = FactorizeSettings(
         method="svd",
-        aim="size",
+        optimize_for="size",
         rank=4,
         include=["*.1.intermediate*", "*.output.dense"],
         exclude=["*.2.output*"],
     )
     ctx = every_family.run(Factorize(), settings, source, "bert", tmp_path / "pairs")
-    assert sorted(ctx.facts["ranks"]) == [
+    assert sorted(ctx.details["ranks"]) == [
         "bert.encoder.layer.0.attention.output.dense",
         "bert.encoder.layer.0.intermediate.dense",
     ]
@@ -122,9 +130,13 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
 def test_pairs_that_are_shared_are_cut_once(tmp_path):
     source = share("marian", tmp_path / "shared")
     pairs = every_family.run(
-        Factorize(), FactorizeSettings(method="svd", aim="size", rank=4), source, "marian", tmp_path / "pairs"
+        Factorize(),
+        FactorizeSettings(method="svd", optimize_for="size", rank=4),
+        source,
+        "marian",
+        tmp_path / "pairs",
     ).out
-    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance="magnitude")
+    settings = PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5, importance="magnitude")
     pruned = every_family.run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
     model, _ = load_model(pruned)
     assert_first_two_are_one(model)
@@ -147,7 +159,7 @@ def test_codes_are_stored_once(family, scheme, tmp_path):
         n for n in whole if n.rpartition(".matrix.")[0] in seconds or n.rpartition(".bias")[0] in seconds
     }
     assert sum(e["op"] == "quantize" and e["module"] in seconds for e in edits) == 0
-    trained = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32")
+    trained = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32")
     if scheme == "binary":  # through the codes
         model, _ = load_model(
             every_family.run(Finetune(), trained, both[1], family, tmp_path / "trained").out
@@ -157,9 +169,9 @@ def test_codes_are_stored_once(family, scheme, tmp_path):
 
 def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_path):
     source = share("bert", tmp_path / "shared")
-    settings = QuantizeSettings(skip=["*.layer.1.output.dense"])
+    settings = QuantizeSettings(exclude=["*.layer.1.output.dense"])
     ctx = every_family.run(Quantize(), settings, source, "bert", tmp_path / "codes")
-    assert ctx.facts["float_linear_layers"] == ["bert.encoder.layer.0.output.dense"]
+    assert ctx.details["float_linear_layers"] == ["bert.encoder.layer.0.output.dense"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +192,7 @@ def test_graphs_hold_shared_matrices_once_and_agree(family, scheme, simplify, tm
         settings = QuantizeSettings(scheme=scheme)
         source = every_family.run(Quantize(), settings, source, family, tmp_path / "codes").out
     ctx = every_family.run(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
-    assert set(ctx.facts["parity"]) == set(ctx.facts["graphs"])  # a graph that disagrees raises
+    assert set(ctx.details["parity"]) == set(ctx.details["graphs"])  # a graph that disagrees raises
     for path in ctx.out.glob("*.onnx"):
         found = Counter(
             (tuple(t.dims), hashlib.sha256(t.raw_data).hexdigest())

@@ -4,47 +4,61 @@ import every_family
 import pytest
 import what_follows
 
-from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.depth.stage import Depth
+from smelt.compress.depth.settings import DropLayersSettings
+from smelt.compress.depth.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.compress.vocabulary.settings import VocabularySettings
-from smelt.compress.vocabulary.stage import Vocabulary
+from smelt.compress.vocabulary.settings import TrimVocabularySettings
+from smelt.compress.vocabulary.stage import TrimVocabulary
 
 STAGES = {
-    "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
-    "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
-    "depth of parts": (Depth(), DepthSettings(what=["attention", "ffn"], keep=0.67, rows=4)),
-    "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
-    "prune width": (Prune(), PruneSettings.model_validate({"what": ["width"], "keep": 0.75, "rows": 4})),
-    "factorize embeddings": (Factorize(), FactorizeSettings(what="embeddings", rank=12)),
+    "trim-vocabulary": (TrimVocabulary(), TrimVocabularySettings(coverage=0.8)),
+    "drop-layers": (
+        DropLayers(),
+        DropLayersSettings(keep_ratio=0.67, importance="loss", calibration_samples=4),
+    ),
+    "depth of parts": (
+        DropLayers(),
+        DropLayersSettings(targets=["attention", "ffn"], keep_ratio=0.67, calibration_samples=4),
+    ),
+    "prune": (Prune(), PruneSettings(keep_ratio=0.5, importance="magnitude")),
+    "prune width": (
+        Prune(),
+        PruneSettings.model_validate({"targets": ["width"], "keep_ratio": 0.75, "calibration_samples": 4}),
+    ),
+    "factorize embeddings": (Factorize(), FactorizeSettings(targets="embeddings", rank=12)),
     "prune within a budget": (
         Prune(),
-        PruneSettings.model_validate({"budget": {"parameters": 0.8}, "importance": "random", "rows": 4}),
+        PruneSettings.model_validate(
+            {"budget": {"parameters": 0.8}, "importance": "random", "calibration_samples": 4}
+        ),
     ),
-    "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
-    "sparsify": (Sparsify(), SparsifySettings(rows=4)),
-    "share": (Share(), ShareSettings()),
-    "share with differences": (Share(), ShareSettings.model_validate({"difference": {"rank": 4}})),
-    "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
+    "factorize": (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
+    "sparsify": (Sparsify(), SparsifySettings(calibration_samples=4)),
+    "share-weights": (ShareWeights(), ShareWeightsSettings()),
+    "share with differences": (
+        ShareWeights(),
+        ShareWeightsSettings.model_validate({"low_rank_delta": {"rank": 4}}),
+    ),
+    "shortlist": (ShortlistStage(), ShortlistSettings(candidates_per_token=5, frequent_tokens=10)),
 }
 
 
 @pytest.mark.parametrize(
     ("stage", "family"),
     [
-        ("vocabulary", "qwen2"),
-        ("depth", "t5"),
+        ("trim-vocabulary", "qwen2"),
+        ("drop-layers", "t5"),
         ("depth of parts", "marian"),
         ("prune", "bert"),
         ("prune width", "pegasus"),
         ("prune width", "opt"),
         ("factorize", "gpt2"),
-        ("share", "mistral"),
+        ("share-weights", "mistral"),
         ("share with differences", "t5"),
         ("prune within a budget", "phi3"),
         ("factorize embeddings", "marian"),

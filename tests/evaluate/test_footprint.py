@@ -16,7 +16,7 @@ from smelt.evaluate.footprint import footprint, onnx_parameters, parameters
 from smelt.runtime.schemes.registry import operators
 
 
-def artifact(path: Path, kind: str, **facts: Any) -> Artifact:
+def artifact(path: Path, kind: str, **details: Any) -> Artifact:
     files = {p.name: FileRecord(sha256="0", size_bytes=p.stat().st_size) for p in path.iterdir()}
     manifest = Manifest(
         key="a" * 64,
@@ -28,7 +28,7 @@ def artifact(path: Path, kind: str, **facts: Any) -> Artifact:
         parent=None,
         versions={},
         files=files,
-        facts=facts,
+        details=details,
     )
     return Artifact(path, manifest)
 

@@ -9,7 +9,7 @@ from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.significance import Statistics, value_of
 from smelt.recipe import recipe
 
-PAGES = Path(__file__).resolve().parents[2] / "docs"
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
 USED = sorted({name for names in recipe.METRICS.values() for name in names})
 COLUMNS = {"bleu": 10, "chrf": 18, "perplexity": 3, "bits_per_byte": 3}
 

@@ -1,4 +1,4 @@
-"""The type of stored weights is read from headers and facts alone."""
+"""The type of stored weights is read from headers and details alone."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from smelt.evaluate.stored_floats import float_dtype
 
 
 def _artifact(folder, tensors=None, **changes):
-    made = tiny.artifact(folder, **changes.pop("facts", {}))
+    made = tiny.artifact(folder, **changes.pop("details", {}))
     files = {}
     for number, part in enumerate(tensors or []):
         save_file(part, folder / f"{number}.safetensors")
@@ -52,4 +52,4 @@ def test_float_weights_behind_codes_are_no_weights_of_the_model(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "said"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])
 def test_graph_says_it_itself(tmp_path, dtype, said):
-    assert float_dtype(_artifact(tmp_path, format="onnx", facts={"dtype": dtype})) == said
+    assert float_dtype(_artifact(tmp_path, format="onnx", details={"dtype": dtype})) == said

@@ -139,10 +139,12 @@ def test_an_artifact_with_weights_outside_is_whole_and_moves(
     store = Store(tmp_path / "store")
     with store.workspace() as space:
         ctx = exports.context(space / "out", task)
-        Onnx()(tiny.artifact(source, task), OnnxSettings(target=target, dtype=dtype, loop=False), ctx)
+        Onnx()(
+            tiny.artifact(source, task), OnnxSettings(target=target, dtype=dtype, generation_graph=False), ctx
+        )
         manifest = Manifest(
             key="1" * 64, format="onnx", task=task, stage="onnx", settings={}, seed=0, parent=None,
-            versions={}, facts=ctx.facts,
+            versions={}, details=ctx.details,
         )  # fmt: skip
         artifact = store.commit(ctx.out, manifest)
     names = [g.name for g in inline.subject.graphs]
@@ -177,5 +179,5 @@ def test_a_stale_data_file_of_torch_is_never_there(tmp_path, monkeypatch):
     monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 100)
     folder = causal.model(tmp_path / "m", "gpt2")
     ctx = exports.context(tmp_path / "out", "language-modeling")
-    Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(loop=False), ctx)
+    Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(generation_graph=False), ctx)
     assert [p.name for p in ctx.out.iterdir() if "onnx" in p.name] == ["model.onnx"]

@@ -39,7 +39,9 @@ def tokenizer_files(folder):
 
 def artifact(folder, target=None):
     return SimpleNamespace(
-        path=folder, format="onnx" if target else "torch", manifest=SimpleNamespace(facts={"target": target})
+        path=folder,
+        format="onnx" if target else "torch",
+        manifest=SimpleNamespace(details={"target": target}),
     )
 
 
@@ -85,7 +87,7 @@ def quantized(marian, tmp_path_factory):
     ]
     for name in names:
         replace_module(model, name, quantize_module(model.get_submodule(name), "int8-dynamic"))
-        edits.append({"op": "quantize", "module": name, "scheme": "int8-dynamic"})
+        edits.append({"op": "quantize", "module": name, "scheme": "int8-dynamic", "granularity": "channel"})
     for name, other in (
         ("model.encoder.embed_tokens", "model.shared"),
         ("model.decoder.embed_tokens", "model.shared"),
@@ -163,9 +165,9 @@ def test_graphs_hold_fused_operators_and_say_so(exported):
     found = operators(out / "decoder_with_past_model.onnx")
     assert found["MultiHeadAttention"] == 4
     assert found["Concat"] == 0
-    assert ctx.facts["graphs"]["decoder_with_past_model"]["operators"] == dict(found)
-    assert ctx.facts["parity"]["decoder_with_past_model"]["largest"] < 2e-3
-    assert ctx.facts["parity"]["decoder_with_past_model"]["agreement"] == 1.0
+    assert ctx.details["graphs"]["decoder_with_past_model"]["operators"] == dict(found)
+    assert ctx.details["parity"]["decoder_with_past_model"]["largest"] < 2e-3
+    assert ctx.details["parity"]["decoder_with_past_model"]["agreement"] == 1.0
     assert ctx.warnings == []
     assert {p.name for p in out.iterdir()} >= {
         "config.json",
@@ -177,7 +179,7 @@ def test_graphs_hold_fused_operators_and_say_so(exported):
 
 def test_texts_of_an_exported_model_are_read_without_transformers(marian, exported):
     out, ctx = exported
-    assert ctx.facts["tokenizer"] == read_tokenizing(out).reader == "tokenizers"
+    assert ctx.details["tokenizer"] == read_tokenizing(out).reader == "tokenizers"
     texts = [example.text for example in ROWS.examples]
     assert open_tokenizer(out).encode_rows(texts, 32).ids == load_tokenizer(marian)(texts)["input_ids"]
 
@@ -196,7 +198,7 @@ def test_a_reader_that_differs_on_a_row_of_the_data_is_left_to_transformers_and_
 
     monkeypatch.setattr(RustTokenizer, "encode_rows", spoiled)
     ctx = export(bert, tmp_path / "out", simplify=False)
-    assert ctx.facts["tokenizer"] == read_tokenizing(tmp_path / "out").reader == "transformers"
+    assert ctx.details["tokenizer"] == read_tokenizing(tmp_path / "out").reader == "transformers"
     assert codes(ctx.warnings) == ["slow-tokenizer"]
     assert "'a b c d e'" in ctx.warnings[0].message
 
@@ -209,7 +211,7 @@ def test_int8_graphs_multiply_integers_and_store_the_shared_matrix_once(exported
     assert found["DynamicQuantizeMatMul"] == 2 * 6 + 1 + 1
     assert found["MatMul"] == found["Gemm"] == 0
     assert sum(sorted(t.dims) == [32, 64] for t in graph.initializer) == 1
-    assert ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.05
+    assert ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
 
 
 def test_every_graph_holds_the_matrix_of_embedding_and_head_in_the_same_layout(exported_int8):
@@ -235,12 +237,12 @@ def test_standard_target_uses_no_vendor_operators_and_half_keeps_parity(marian, 
         floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
         assert all(len(t.dims) < 2 for t in floats)  # of norms
     assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-    assert 0 < ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
+    assert 0 < ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.01
 
 
 def test_classifier_equals_transformers_for_any_batch_and_length(bert, tmp_path):
     ctx = export(bert, tmp_path / "out")
-    assert list(ctx.facts["graphs"]) == ["model"]
+    assert list(ctx.details["graphs"]) == ["model"]
     ids = np.array([[2, 5, 6, 3], [2, 7, 3, 0], [2, 3, 0, 0]])
     batch = Batch(ids, (ids > 0).astype(np.int64), np.array([[0, 0, 1, 1]] * 3))
     model, _ = load_model(bert)
@@ -271,11 +273,11 @@ def test_parity_without_data_warns(bert, tmp_path):
 
 
 def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_for(bert, tmp_path):
-    assert "threads" not in export(bert, tmp_path / "plain").facts
-    assert export(bert, tmp_path / "two", threads=2).facts["threads"] == 2
-    facts = export(bert, tmp_path / "tuned", threads="tune").facts
-    assert set(facts["threads_ms"]) == {f"{n} thread{'s' * (n > 1)}" for n in range(1, cores() + 1)}
-    assert 1 <= facts["threads"] <= cores()
+    assert "threads" not in export(bert, tmp_path / "plain").details
+    assert export(bert, tmp_path / "two", threads=2).details["threads"] == 2
+    details = export(bert, tmp_path / "tuned", threads="autotune").details
+    assert set(details["threads_ms"]) == {f"{n} thread{'s' * (n > 1)}" for n in range(1, cores() + 1)}
+    assert 1 <= details["threads"] <= cores()
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "ort-cuda"])

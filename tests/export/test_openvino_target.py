@@ -17,7 +17,7 @@ from smelt.runtime.backends import openvino_module
 
 @pytest.mark.parametrize("family", ["bert", "t5", "qwen2"])
 def test_bf16_is_held_to_fp32s_tolerance_in_float32_and_to_its_own_as_deployed(family):
-    parity = exports.exported(family, "fp32", "openvino", "bf16").facts["parity"]
+    parity = exports.exported(family, "fp32", "openvino", "bf16").details["parity"]
     for found in parity.values():
         assert found["exact"]["largest"] < 1e-4
         assert found["mean"] < 0.1
@@ -87,7 +87,7 @@ def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths
     with refused("unsupported-scheme", InputError) as caught:
         kind_of(mixed, OnnxSettings(target="openvino"))
     assert "scheme int2: " in str(caught.value)
-    assert str(caught.value).endswith("`bits: {widths: [4, 8]}`.")
+    assert str(caught.value).endswith("`mixed_precision: {bit_widths: [4, 8]}`.")
     with refused("unsupported-scheme", InputError) as caught:
         kind_of(mixed[1:], OnnxSettings(target="openvino"))
     assert "scheme int2: " in str(caught.value)
@@ -118,7 +118,7 @@ def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
     from smelt.runtime.backends.openvino_module import compile_graph, has_bf16
 
     made = exports.exported("bert", "static", "openvino", dtype)
-    found = made.facts["parity"]["model"]
+    found = made.details["parity"]["model"]
     assert found["mean"] < 0.1
     assert found["operators"] > 0
     nodes = compile_graph(made.folder / "model.onnx", dtype, 1).get_runtime_model().get_ops()
@@ -146,9 +146,9 @@ def products_of(path, dtype="fp32"):
 )
 def test_codes_in_groups_run_as_they_are_and_give_what_their_parent_gives(family, scheme):
     made = exports.exported(family, scheme, "openvino")
-    for found in made.facts["parity"].values():
+    for found in made.details["parity"].values():
         assert found["exact"]["largest"] < 1e-4
         assert found["mean"] < 0.1
-    assert made.facts["opset"] == 21
+    assert made.details["opset"] == 21
     types = products_of(made.folder / f"{made.subject.graphs[-1].name}.onnx")
     assert {"int4": "u4", "groupwise": "u8"}[scheme] in types

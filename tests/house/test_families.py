@@ -40,7 +40,7 @@ def test_the_check_finds_a_name_and_leaves_words_alone() -> None:
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_stands_in_the_page_of_models(name: str) -> None:
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     assert f"(`{name}`" in page
 
 

@@ -51,7 +51,7 @@ def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_c
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("finetune bert", {"schedule": "linear"}),
+        ("finetune bert", {"lr_schedule": "linear"}),
         ("finetune bert", {"weight_decay": 0.3}),
         ("finetune marian", {"label_smoothing": 0.0}),
         ("distill bert, half of its layers", {"temperature": 1.0}),

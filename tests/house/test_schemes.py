@@ -8,13 +8,14 @@ from pathlib import Path
 import golden
 import pytest
 
-from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, options_of_all
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, options_of_all, worded
+from tools import settings_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
 HOME = ROOT / "runtime" / "schemes"
 SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
-PAGE = (ROOT / "docs" / "quantize.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "stages" / "quantize.md").read_text(encoding="utf-8")
 # names that are also ONNX's words for the types of elements
 TYPES = {"export/tensorrt/rules/types.py": {"int2"}}
 NAMED = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, SCHEMES))})(?![\w-])")
@@ -35,8 +36,8 @@ def named(text: str) -> Iterator[str]:
 
 def rows(page: str, first: str) -> dict[str, list[str]]:
     """The rows of the table whose head begins with `first`, by their first cell, without marks."""
-    table = page.split(f"| {first} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    table = page.split(f"\n|{first}|", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [line.strip("|").split("|") for line in table]
     return {re.sub(r"\[?`([^`]*)`.*", r"\1", row[0]): row[1:] for row in cells}
 
 
@@ -72,12 +73,12 @@ def test_the_page_has_a_row_and_a_section_for_every_scheme(name: str) -> None:
     assert all(operator in row[-1] for operator in SCHEMES[name].operators)
 
 
-def test_the_page_has_a_row_for_every_option() -> None:
-    found = rows(PAGE, "setting")
+def test_the_row_of_an_option_names_its_schemes_and_defaults() -> None:
+    found = {path: setting.description for path, setting, _ in settings_tables.rows("quantize")}
     for name, options in options_of_all().items():
-        plain = {f"`{str(option.default).lower()}`" for _, option in options}
-        assert set(re.findall(r"`[^`]*`", found[name][0])) == plain
-        assert all(scheme.name in found[name][1] for scheme, _ in options)
+        defaults_named = re.findall(r"default (\w+)", found[name])
+        assert set(defaults_named) == {worded(option.default) for _, option in options}
+        assert all(scheme.name in found[name] for scheme, _ in options)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -18,8 +18,8 @@ model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1}
-  - prune: {keep: 0.5}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1}
+  - prune: {keep_ratio: 0.5}
   - quantize: {}
   - onnx: {}
 score: {latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}}
@@ -125,6 +125,20 @@ def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, code, nam
 
 def test_a_command_that_was_typed_wrong_is_told_the_nearest():
     assert "'run'?" in harness.smelt("rnu", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("words", "new", "known"),
+    [
+        (("run", "r.yaml", "--fresh"), "--rebuild", True),
+        (("package", "a", "--for", "optimum"), "--format", True),
+        (("run", "r.yaml", "--for", "optimum"), "--format", False),
+    ],
+)
+def test_an_earlier_name_of_an_option_is_answered_with_the_present_one_where_the_command_has_it(
+    words, new, known
+):
+    assert (f"'{new}'" in harness.smelt(*words, code=2).output) == known
 
 
 def test_a_changed_artifact_is_refused(classifier, tmp_path):

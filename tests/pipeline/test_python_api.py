@@ -66,7 +66,10 @@ def test_a_recipe_is_the_same_after_a_way_through_yaml(home: Path, tmp_path: Pat
 
 
 def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
-    stages = [{"quantize": {"skip": (names := ["*.classifier"])}}, {"quantize": {"skip": names}, "name": "b"}]
+    stages = [
+        {"quantize": {"exclude": (names := ["*.classifier"])}},
+        {"quantize": {"exclude": names}, "name": "b"},
+    ]
     assert "&" not in recipe(home, stages=stages).text
 
 
@@ -90,8 +93,8 @@ def test_settings_of_stages_are_checked_when_a_recipe_is_made(home: Path) -> Non
 
 def test_values_that_no_recipe_can_hold_are_refused(home: Path) -> None:
     with refused("wrong-value", smelt.InputError) as caught:
-        recipe(home, stages=[{"prune": {"keep": object()}}])
-    assert caught.value.setting == "stages[0].prune.keep"
+        recipe(home, stages=[{"prune": {"keep_ratio": object()}}])
+    assert caught.value.setting == "stages[0].prune.keep_ratio"
 
 
 @pytest.mark.parametrize("stages", ["quantize", {"quantize": {"scheme": "int4"}}])
@@ -110,9 +113,11 @@ def test_a_recipe_has_the_name_of_a_folder(home: Path, name: Any) -> None:
 
 def test_numbers_of_numpy_are_numbers(home: Path) -> None:
     data = {"train": Path("data.jsonl"), "test": "data.jsonl"}
-    stages = [{"factorize": {"ratio": numpy.float64(0.5), "rows": numpy.int64(8)}}]
+    stages = [{"factorize": {"keep_ratio": numpy.float64(0.5), "calibration_samples": numpy.int64(8)}}]
     made = recipe(home, seed=numpy.int64(3), data=data, stages=stages)
-    assert yaml.safe_load(made.text)["stages"] == [{"factorize": {"ratio": 0.5, "rows": 8}}]
+    assert yaml.safe_load(made.text)["stages"] == [
+        {"factorize": {"keep_ratio": 0.5, "calibration_samples": 8}}
+    ]
     plan = smelt.plan(made, overrides={"seed": numpy.int64(4), "data.test": Path("data.jsonl")})
     assert plan.recipe.seed == 4
 
@@ -228,7 +233,7 @@ def test_a_stage_takes_the_rows_that_it_is_given(home: Path, tmp_path: Path) -> 
         out=tmp_path / "q",
         scheme="int4",
         method="gptq",
-        rows=4,
+        calibration_samples=4,
         data=home / "data.jsonl",
     )
     assert "few-calibration-tokens" in codes(made.manifest.warnings)

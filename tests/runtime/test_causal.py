@@ -74,7 +74,7 @@ def test_generation_equals_transformers_when_prompts_are_padded_on_the_left(runn
         torch.from_numpy(batch.input_ids), attention_mask=torch.from_numpy(batch.attention_mask),
         max_new_tokens=9, num_beams=beams, do_sample=False,
     )[:, batch.input_ids.shape[1] :]  # fmt: skip
-    got = generate_texts(runner, texts, Generation(max_new_tokens=9, beams=beams))
+    got = generate_texts(runner, texts, Generation(max_new_tokens=9, num_beams=beams))
     decoded = tokenizer.batch_decode(wanted, skip_special_tokens=True)
     assert got == [a + b for a, b in zip(texts, decoded, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What all runners have: files, a backend's facts, a generator, an end."""
+"""What all runners have: files, a backend's details, a generator, an end."""
 
 from types import SimpleNamespace
 

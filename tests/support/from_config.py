@@ -16,7 +16,7 @@ CLASSIFIER = f"""
 model: {{config: bert.json, tokenizer: {{train: wordpiece, vocab_size: 120}}}}
 task: text-classification
 {HEAD}stages:
-  - finetune: {{max_steps: 60, batch_size: 8, evals: 1, learning_rate: 3.0e-3, precision: fp32}}
+  - finetune: {{max_steps: 60, batch_size: 8, num_evals: 1, learning_rate: 3.0e-3, precision: fp32}}
   - quantize
 """
 

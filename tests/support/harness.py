@@ -1,6 +1,6 @@
 """What most tests of a stage do: give it a context, run it, look at the model; and call the command line.
 
-    ctx = harness.run(Prune(), PruneSettings(keep=0.5), folder, tmp_path / "out", data=rows)
+    ctx = harness.run(Prune(), PruneSettings(keep_ratio=0.5), folder, tmp_path / "out", data=rows)
     model = harness.model_of(ctx)
     harness.smelt("plan", recipe, code=2)
 
@@ -54,8 +54,8 @@ def run(
 ) -> Context:
     """Run a stage on a model folder, or on an artifact, whose task then counts; return its context.
 
-    What was made is in `ctx.out`, what it tells in `ctx.facts` and `ctx.warnings`. The model that went in is
-    the ancestor `model`, as in a recipe of one stage.
+    What was made is in `ctx.out`, what it tells in `ctx.details` and `ctx.warnings`. The model that went in
+    is the ancestor `model`, as in a recipe of one stage.
     """
     artifact = source if isinstance(source, Artifact) else tiny.artifact(source, task)
     ctx = context(out, artifact.manifest.task, data, **({"ancestors": {"model": artifact}} | more))

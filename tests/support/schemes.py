@@ -103,7 +103,7 @@ class PerTensor(Int8Dynamic):
 
 def per_tensor(weight: torch.Tensor) -> QuantizedLinear:
     """Return a layer of `PerTensor` without a bias."""
-    matrix = Matrix(PerTensor(), *weight.shape, {})
+    matrix = Matrix(PerTensor(), *weight.shape, defaults(PerTensor()))
     fill_(matrix, weight)
     return QuantizedLinear(weight.shape[1], False, matrix)
 

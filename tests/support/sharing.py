@@ -17,9 +17,11 @@ def folder_of(family: str) -> Path:
 
 def share(family: str, out: Path, **settings: Any) -> Path:
     """Share weights in a model of `family`; return the folder of the result."""
-    from smelt.compress.share.layers import Share, ShareSettings
+    from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 
-    return every_family.run(Share(), ShareSettings(**settings), folder_of(family), family, out).out
+    return every_family.run(
+        ShareWeights(), ShareWeightsSettings(**settings), folder_of(family), family, out
+    ).out
 
 
 def products(model: Any) -> dict[tuple[str, str, int], list[list[str]]]:

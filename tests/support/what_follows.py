@@ -47,7 +47,7 @@ def training_changes_weights_alone(made: Path, family: str, out: Path) -> None:
     from smelt.compress.finetune import Finetune, FinetuneSettings
     from smelt.runtime.models.structure import read_edits
 
-    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     every_family.run(Finetune(), settings, made, family, out)
     before, after = (load_file(folder / "model.safetensors") for folder in (made, out))
     assert read_edits(out) == read_edits(made)
@@ -62,7 +62,7 @@ def codes_compute_nearly_the_same(made: Path, family: str, out: Path) -> None:
     from smelt.runtime.models.checkpoint import load_model
 
     ctx = every_family.run(Quantize(), QuantizeSettings(), made, family, out)
-    assert ctx.facts["float_linear_layers"] == []
+    assert ctx.details["float_linear_layers"] == []
     # of a classifier two texts are four numbers, whose spread says little
     whole, codes = (harness.logits(load_model(folder)[0], texts=64) for folder in (made, out))
     assert 0 < (codes - whole).abs().mean() < 0.2 * whole.std()
@@ -74,5 +74,5 @@ def graphs_agree(made: Path, family: str, out: Path) -> None:
     from smelt.export.stage.settings import OnnxSettings
 
     ctx = every_family.run(Onnx(), OnnxSettings(), made, family, out)
-    assert ctx.facts["parity"].keys() == ctx.facts["graphs"].keys()
-    assert len(ctx.facts["graphs"]) == (2 if FAMILIES[family].kind == "seq2seq" else 1)
+    assert ctx.details["parity"].keys() == ctx.details["graphs"].keys()
+    assert len(ctx.details["graphs"]) == (2 if FAMILIES[family].kind == "seq2seq" else 1)

@@ -94,7 +94,7 @@ def bucket_loss(
         temperature: T.
         logits_weight: of the first divergence.
         reverse_weight: of the other.
-        told: gets the parts that count, `logits` and `reverse_logits`, detached float32 scalars.
+        told: gets the parts that count, `logits` and `reverse_kl`, detached float32 scalars.
 
     Returns:
         float32 scalar, nats.
@@ -109,6 +109,6 @@ def bucket_loss(
 
     loss, parts = in_blocks(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), 2, of_rows)
     if told is not None:
-        names = ("logits", "reverse_logits")
+        names = ("logits", "reverse_kl")
         told.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
     return loss

@@ -44,15 +44,15 @@ class KeptTeacher:
             teacher: in eval mode, on the CPU.
             config: the student's, for batches.
             ask: how it is run.
-            settings: of the step, with `keep_logits`.
+            settings: of the step, with `cache_logits`.
             who: says which teacher it is; its "artifacts" are the keys of those that it is made of.
             words: over how many words its logits are; None: over classes, or there are vectors.
             ctx: device, threads, progress, the store; gets the fact `kept_logits`.
         """
-        assert settings.keep_logits is not None
+        assert settings.cache_logits is not None
         self.teacher, self.config, self.ask, self.who = teacher, config, ask, who
         self.settings, self.words, self.ctx = settings, words, ctx
-        self.top = settings.keep_logits.top
+        self.top = settings.cache_logits.top_k
         self._stack = ExitStack()
         self._open: dict[str, Said] = {}
         self._parts: list[tuple[int, Said]] = []
@@ -83,7 +83,7 @@ class KeptTeacher:
         """Let go of the files; tell the report and the log how often they answered."""
         size = sum(said.size_bytes for said in self._open.values())
         rate = max(0.0, 1 - self._run / self._asked) if self._asked else 0.0
-        self.ctx.facts["kept_logits"] = {
+        self.ctx.details["cache_logits"] = {
             "bytes": size,
             "positions": sum(int(said.starts[-1]) for said in self._open.values()),
             "asked_rows": self._asked,
@@ -106,7 +106,7 @@ class KeptTeacher:
                 "what": f"what the teacher says of {len(rows):,} rows",
                 "version": VERSION,
                 "rows": key,
-                "top": self.top if cut else None,
+                "top_k": self.top if cut else None,
                 "temperature": self.settings.temperature if cut else None,
                 "precision": self._precision,
                 "device": self._device.type,

@@ -70,9 +70,9 @@ def _of_step(name: str, ctx: Context) -> Teacher:
             code="wrong-format",
             setting="teacher",
         )
-    facts = artifact.manifest.facts
-    if facts.get("untrained") or facts.get("new_head"):
-        what = "weights" if facts.get("untrained") else "classifier"
+    details = artifact.manifest.details
+    if details.get("untrained") or details.get("new_head"):
+        what = "weights" if details.get("untrained") else "classifier"
         trained = [n for n, a in ctx.ancestors.items() if a.manifest.stage in ("finetune", "distill")]
         how = (
             f"teacher: {trained[0]}" if trained else "put a finetune before it, and name that as the teacher"
@@ -136,7 +136,7 @@ def agree_on_words(
     found = [speak_as(teacher.model, teacher.folder, student, home) for teacher in teachers]
     common = [len(words) for words in found if words is not None]
     if common:
-        ctx.facts["words_of_teacher"] = max(common)
+        ctx.details["words_of_teacher"] = max(common)
     return found
 
 

@@ -68,9 +68,9 @@ def fingerprint_of(rows: Sequence[Row]) -> str:
 
 
 class Writer:
-    """Puts what a teacher says of `rows` into an empty folder.
+    """Puts what a teacher says of `train_on` into an empty folder.
 
-    words: of the vocabulary, of which `top` are kept, at a temperature; None: classes or vectors.
+    words: of the vocabulary, of which `top_k` are kept, at a temperature; None: classes or vectors.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Writer:
         needed = sum(count * width * np.dtype(kinds[name]).itemsize for name, width in widths.items())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            less = "a smaller top or " if self.words is not None else ""
+            less = "a smaller top_k or " if self.words is not None else ""
             raise RunError(
-                f"distill: keep_logits: what the teacher says of {len(self.starts) - 1:,} rows takes"
+                f"distill: cache_logits: what the teacher says of {len(self.starts) - 1:,} rows takes"
                 f" {needed / 1e6:,.1f} MB in the store, and {free / 1e6:,.1f} MB are free there. Take"
-                f" {less}another --store, or leave keep_logits out, which runs the teacher in each epoch.",
+                f" {less}another --store, or leave cache_logits out, which runs the teacher in each epoch.",
                 code="disk-full",
-                setting="keep_logits",
+                setting="cache_logits",
             )
         for name, width in widths.items():
             file = ArrayFile(self.folder / name, kinds[name], (count, width))
@@ -143,7 +143,7 @@ class Writer:
 
 
 class Said:
-    """What was kept in `folder` of `rows`; it stays on the disk until it is asked for."""
+    """What was kept in `folder` of `train_on`; it stays on the disk until it is asked for."""
 
     def __init__(self, folder: Path, rows: Sequence[Row], temperature: float) -> None:
         self.starts, self.temperature = starts_of(rows), temperature

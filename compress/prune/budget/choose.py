@@ -114,6 +114,6 @@ def _too_small(costs: Costs, least: float, share: float, word: str) -> str:
     return (
         f"prune: budget: {word}: {share:g} of the model's {costs.unit} cannot be reached: with one head and"
         f" one multiple of neurons in each layer {needed:g} of them are left ({other:.0f} % are in parts that"
-        f" it does not cut). Say at least {needed:g}, or take out more kinds of units (what), layers (depth)"
-        " or words (vocabulary) besides."
+        f" it does not cut). Say at least {needed:g}, or remove more: targets, layers (drop-layers)"
+        " or tokens (trim-vocabulary)."
     )

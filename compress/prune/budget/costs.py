@@ -73,7 +73,7 @@ def operation_costs(model: Any, groups: Sequence[Group], length: int | None) -> 
         of[group.name] = _even(each * tokens * times, group.count(model))
     whole_model = float(count_operations(model, tokens))
     fixed = whole_model - sum(float(cost[-1]) for cost in of.values())
-    return Costs("multiplications", whole_model, fixed, of, {"length": tokens})
+    return Costs("multiplications", whole_model, fixed, of, {"sequence_length": tokens})
 
 
 @torch.no_grad()
@@ -104,9 +104,9 @@ def text_length(model: Any, wanted: int | None) -> int:
         return min(LENGTH, places or LENGTH)
     if places is not None and wanted > places:
         raise InputError(
-            f"prune: budget: length: {wanted} tokens, and the model has places for {places}.",
+            f"prune: budget: sequence_length: {wanted} tokens, and the model has places for {places}.",
             code="longer-than-model",
-            setting="budget.length",
+            setting="budget.sequence_length",
         )
     return wanted
 

@@ -1,8 +1,8 @@
 """What a text costs in time: a table of timings of each kind of part, by how many of its units are left.
 
-A text is read once and `length` tokens come out, one at a time, where the model writes; elsewhere it is read
-once. The table holds products, attentions and activations of the blocks, and the products of the head; what
-lies between them (norms, sums, lookups) is not in it, and no choice of units changes it.
+A text is read once and `sequence_length` tokens come out, one at a time, where the model writes; elsewhere it
+is read once. The table holds products, attentions and activations of the blocks, and the products of the
+head; what lies between them (norms, sums, lookups) is not in it, and no choice of units changes it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def latency_costs(
     fixed = clock.ms([_head_parts(model, tokens)])[0]
     whole = fixed + sum(float(cost[-1]) for cost in of.values())
     timings = [{"of": names, "ms": {str(n): ms for n, ms in kind}} for kind, names in table.items()]
-    said = {"length": tokens, "on": on, "threads": clock.threads, "timings": timings}
+    said = {"sequence_length": tokens, "measure_on": on, "threads": clock.threads, "timings": timings}
     return Costs("milliseconds", whole, fixed, of, said)
 
 

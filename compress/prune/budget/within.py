@@ -55,13 +55,13 @@ class Spent:
         """
         assert settings.budget is not None
         self._budget: Budget = settings.budget
-        steps = {g.name: 1 if isinstance(g, AttentionGroup) else settings.round_to for g in groups}
+        steps = {g.name: 1 if isinstance(g, AttentionGroup) else settings.multiple_of for g in groups}
         steps = {g.name: min(steps[g.name], g.count(model)) for g in groups}
         self.costs = _costs(model, groups, src, self._budget, steps, ctx)
         found = _comparable(model, groups, scores, settings, self.costs)
         self.kept = kept_within(found, self.costs, self._budget.share, steps, self._budget.measure)
 
-    def facts(self, model: Any) -> dict[str, Any]:
+    def details(self, model: Any) -> dict[str, Any]:
         """Return what was asked and what was reached; `model` is the one that is left.
 
         Values and multiplications are counted in it; its time is the sum of the timings.
@@ -70,8 +70,8 @@ class Spent:
         reached = costs.fixed + sum(float(cost[self.kept[name]]) for name, cost in costs.of.items())
         if measure == "parameters":
             reached = float(stored_parameters(model))
-        elif measure == "operations":
-            reached = float(count_operations(model, costs.measured["length"]))
+        elif measure == "flops":
+            reached = float(count_operations(model, costs.measured["sequence_length"]))
         found = {"before": _short(costs.whole), "reached": _short(reached), "unit": costs.unit}
         share = {"asked": self._budget.share, "left": round(reached / costs.whole, 4)}
         return {"measure": measure, **share, **found, **costs.measured}
@@ -87,10 +87,10 @@ def _costs(
 ) -> Costs:
     if budget.measure == "parameters":
         return parameter_costs(model, groups)
-    length = budget.length or _mean_length(model, src, ctx)
-    if budget.measure == "operations":
+    length = budget.sequence_length or _mean_length(model, src, ctx)
+    if budget.measure == "flops":
         return operation_costs(model, groups, length)
-    return latency_costs(model, groups, length, budget.on or "ort-cpu", steps, ctx)
+    return latency_costs(model, groups, length, budget.measure_on or "ort-cpu", steps, ctx)
 
 
 def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:

@@ -95,11 +95,11 @@ def _rows(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[Row]:
         )
     draw = random.Random(ctx.seed)
     if ctx.task != "language-modeling":  # whose rows are windows of one text
-        drawn = sorted(draw.sample(range(len(split)), min(settings.rows, len(split))))
+        drawn = sorted(draw.sample(range(len(split)), min(settings.calibration_samples, len(split))))
         split = split.some(drawn)
     rows = encode_split(split, model.config, reader_of(src.path), ctx, what="prune: calibration")
-    if len(rows) > settings.rows and ctx.task == "language-modeling":
-        rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.rows))]
+    if len(rows) > settings.calibration_samples and ctx.task == "language-modeling":
+        rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.calibration_samples))]
     return rows
 
 

@@ -44,12 +44,12 @@ def cut_masked(
     chosen = [(units, partial(_same, k)) for m, units, k in left if len(k) < m.count]
     cut_units(model, edits, chosen, None, ctx)
     edits[:] = say_in_config(model, edits)
-    facts: dict[str, Any] = {"units": {units.name: units.count(model) for _, units, _ in left}}
+    details: dict[str, Any] = {"units": {units.name: units.count(model) for _, units, _ in left}}
     gone: dict[str, list[str]] = {place.stack: [] for masked in found for place in masked.places}
     for masked, there in zip(found, stay, strict=True):
         for place in masked.places if not there else ():
             gone[place.stack].append(place.name)
-    return facts | ({"dropped_parts": gone} if gone else {})
+    return details | ({"dropped_parts": gone} if gone else {})
 
 
 def _same(stay: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class HiddenMask:
                 tensor.data.copy_(values)
 
     def cut(self, edits: list[Edit]) -> dict[str, int]:
-        """Take the channels away that do not stay, in place; append the edit, and return the facts."""
+        """Take the channels away that do not stay, in place; append the edit, and return the details."""
         keep = self.kept().tolist()
         if len(keep) < self.width:
             edits[:] = say_width_in_config(self.model, edits, narrow(self.model, keep))

@@ -13,7 +13,7 @@ from smelt.compress.behind_codes import BEHIND_QUANTIZE, IN_TRAINING
 from smelt.compress.depth.fit import check_kinds
 from smelt.compress.depth.parts import Part, parts_of
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, find_groups, rows_of
-from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.prune.learned.settings import LearnedMasksSettings
 from smelt.core.errors import InputError
 from smelt.core.text import article
 from smelt.families.walk import blocks_of
@@ -45,7 +45,7 @@ class Masked:
         return self.products[-1]
 
 
-def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
+def find_masked(model: Any, settings: LearnedMasksSettings) -> list[Masked]:
     """Return what of `model` gets masks: attentions first, then feed-forward parts, then parts without units.
 
     Where the hidden width has masks that is every part, since all become narrower.
@@ -54,19 +54,21 @@ def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
         InputError: a family whose parts are not known, nothing that the settings name, or integer codes.
     """
     attentions, blocks = find_groups(model)
-    groups: list[Unit] = [*(attentions if "heads" in settings.what else [])]
-    groups += blocks if "ffn" in settings.what else []
-    for one in check_kinds(settings.parts, model.config.to_dict(), "masks.parts"):
-        raise InputError(f"masks: parts: {one.message}", code=one.code, setting=one.setting)
+    groups: list[Unit] = [*(attentions if "heads" in settings.targets else [])]
+    groups += blocks if "ffn" in settings.targets else []
+    for one in check_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):
+        raise InputError(f"learned_masks: parts: {one.message}", code=one.code, setting=one.setting)
     wholes: dict[tuple[nn.Module, ...], list[Part]] = {}
     for part in parts_of(model) if settings.parts else ():
         if part.kind in settings.parts:
             wholes.setdefault(_modules(model, part.named.products), []).append(part)
-    whole_model = _all_parts(model) if "width" in settings.what else {}
+    whole_model = _all_parts(model) if "width" in settings.targets else {}
     if not groups and not wholes and not whole_model:
-        kind, word = article(model.config.model_type), [*settings.what, *settings.parts][0]
+        kind, word = article(model.config.model_type), [*settings.targets, *settings.parts][0]
         raise InputError(
-            f"masks: {kind} model has no {word} that can go.", code="nothing-to-remove", setting="masks"
+            f"learned_masks: {kind} model has no {word} that can go.",
+            code="nothing-to-remove",
+            setting="learned_masks",
         )
     products = [g.parts.products for g in groups] + [p[0].named.products for p in wholes.values()]
     for names in [*products, *whole_model.values()]:
@@ -121,15 +123,16 @@ def _require_float(model: Any, products: Sequence[str]) -> None:
         module = model.get_submodule(name)
         if isinstance(module, SharedLinear):
             raise InputError(
-                f"masks: '{name}' has a matrix that layers share and a difference of its own: what goes from"
-                " one goes from all. Put the step before 'share', or share without difference.",
+                f"learned_masks: '{name}' has a matrix that layers share and a difference of its own: what"
+                f" goes from"
+                " one goes from all. Put the step before 'share-weights', or share without low_rank_delta.",
                 code="shared-weights",
-                setting="masks",
+                setting="learned_masks",
             )
         for layer in (module.down, module.up) if isinstance(module, LowRankLinear) else (module,):
             if type(layer) is not nn.Linear:
                 raise InputError(
-                    f"masks: '{name}' is a {type(layer).__name__}, whose weights are codes;"
-                    f" {IN_TRAINING['masks'].replace('WORD', 'finetune')}",
+                    f"learned_masks: '{name}' is a {type(layer).__name__}, whose weights are codes;"
+                    f" {IN_TRAINING['learned_masks'].replace('WORD', 'finetune')}",
                     code=BEHIND_QUANTIZE,
                 )

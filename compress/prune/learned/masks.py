@@ -40,7 +40,7 @@ from smelt.compress.prune.learned.hard_concrete import (
 )
 from smelt.compress.prune.learned.hidden import HiddenMask
 from smelt.compress.prune.learned.masked import find_masked
-from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.prune.learned.settings import LearnedMasksSettings
 from smelt.compress.train.extension import Extension, Group
 from smelt.compress.train.terms import Objective, Term, Terms, terms_of
 from smelt.core.stage import Context
@@ -61,7 +61,7 @@ class LearnedMasks:
         InputError: a family whose parts are not known, or layers with integer codes.
     """
 
-    def __init__(self, model: Any, settings: MasksSettings, edits: list[Edit]) -> None:
+    def __init__(self, model: Any, settings: LearnedMasksSettings, edits: list[Edit]) -> None:
         self.model, self.settings, self.edits = model, settings, edits
         self.masked = find_masked(model, settings)
         self.units = nn.ParameterDict(
@@ -70,7 +70,7 @@ class LearnedMasks:
         self.parts = nn.ParameterDict(
             {str(n): _open_at_first(1) for n, m in enumerate(self.masked) if m.places}
         )
-        self.hidden = HiddenMask(model, settings.round_to) if "width" in settings.what else None
+        self.hidden = HiddenMask(model, settings.multiple_of) if "width" in settings.targets else None
         self.multipliers = nn.Parameter(torch.zeros(2))
         self.whole = sum(m.cost * m.count for m in self.masked)
         self.target = 0.0
@@ -135,7 +135,9 @@ class LearnedMasks:
         units, masked = self._of(number)[0], self.masked[number]
         if units is None:
             return torch.arange(masked.count)
-        return likeliest(units, self.settings.round_to if isinstance(masked.units, FeedForwardGroup) else 1)
+        return likeliest(
+            units, self.settings.multiple_of if isinstance(masked.units, FeedForwardGroup) else 1
+        )
 
     @torch.no_grad()
     def staying(self) -> list[bool]:
@@ -172,21 +174,27 @@ class LearnedMasks:
             self._into_weights()
             if self.hidden is not None:
                 self.hidden.into_weights()
-        facts = cut_masked(self.model, self.edits, self.masked, kept, stay, ctx)
-        facts |= self.hidden.cut(self.edits) if self.hidden is not None else {}
-        ctx.facts["masks"] = {"keep": self.settings.keep, "kept": round(left, 4), **facts}
-        asked = f"{self.settings.keep:.1%}"
-        if left > self.settings.keep + 0.05:
+        details = cut_masked(self.model, self.edits, self.masked, kept, stay, ctx)
+        details |= self.hidden.cut(self.edits) if self.hidden is not None else {}
+        ctx.details["learned_masks"] = {
+            "keep_ratio": self.settings.keep_ratio,
+            "kept": round(left, 4),
+            **details,
+        }
+        asked = f"{self.settings.keep_ratio:.1%}"
+        if left > self.settings.keep_ratio + 0.05:
             ctx.warn(
                 "more-kept-than-asked",
-                f"masks: {left:.1%} of the parameters are kept, more than the {asked} that keep asks for."
-                " Give the masks more updates or a higher masks.learning_rate.",
+                f"learned_masks: {left:.1%} of the parameters are kept, more than the {asked} that"
+                f" keep_ratio asks for."
+                " Give the masks more updates or a higher learned_masks.learning_rate.",
             )
-        elif left < self.settings.keep - 0.05:
+        elif left < self.settings.keep_ratio - 0.05:
             ctx.warn(
                 "fewer-kept-than-asked",
-                f"masks: {left:.1%} of the parameters are kept, fewer than the {asked} that keep asks for."
-                " Give the masks more updates or a lower masks.learning_rate.",
+                f"learned_masks: {left:.1%} of the parameters are kept, fewer than the {asked} that"
+                f" keep_ratio asks for."
+                " Give the masks more updates or a lower learned_masks.learning_rate.",
             )
 
     @contextlib.contextmanager
@@ -255,15 +263,15 @@ class LearnedMasks:
 
     def _before(self, step: int, total: int) -> None:
         way = min(1.0, step / max(1.0, self.settings.warmup * total))
-        self.target = (1 - self.settings.keep) * way
+        self.target = (1 - self.settings.keep_ratio) * way
         self._last = step == total
 
     def _eligible(self, step: int) -> bool:
-        full = step > 0 and self.target == 1 - self.settings.keep
+        full = step > 0 and self.target == 1 - self.settings.keep_ratio
         most = float(self.expected().detach())
         if self.settings.parts:  # they are large, and stay whole
             most = max(most, self.left())
-        return full and (self._last or most <= self.settings.keep + _NEAR)
+        return full and (self._last or most <= self.settings.keep_ratio + _NEAR)
 
 
 def _open_at_first(count: int) -> nn.Parameter:

@@ -38,30 +38,32 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
     before, width = stored_parameters(model), width_of(model)
     kept = channels_kept(width, settings)
-    ctx.facts["parameters_before"], ctx.facts["width_before"] = before, width
+    ctx.details["parameters_before"], ctx.details["width_before"] = before, width
     if kept < width:
         keep = _scores(model, width, src, settings, ctx).topk(kept).indices.sort().values
         rows = rows_to_fit(model, src, settings, ctx)
         whole = copy.deepcopy(model) if rows is not None else None
         edit = narrow(model, keep.tolist())
         if rows is not None:
-            ctx.facts["left_after_refit"] = refit_readers(whole, model, keep, rows, ctx)
+            ctx.details["reconstruction_error"] = refit_readers(whole, model, keep, rows, ctx)
         if codes is not None:
             codes.narrowed(keep.tolist())
         edits = say_width_in_config(model, edits, edit)
     else:
         ctx.warn(
             "nothing-to-remove",
-            f"keep {settings.keep:g} of {width} channels, rounded to a multiple of {settings.round_to}, keeps"
+            f"keep_ratio {settings.ratio('width'):g} of {width} channels, rounded to a multiple of"
+            f" {settings.multiple_of}, keeps"
             " all of them; nothing is removed.",
         )
-    if 2 * width * settings.keep <= kept < width:
+    if 2 * width * settings.ratio("width") <= kept < width:
         ctx.warn(
             "minimum-kept",
-            f"keep {settings.keep:g} of {width} channels is fewer than {kept}, the minimum; {kept} are kept.",
+            f"keep_ratio {settings.ratio('width'):g} of {width} channels is fewer than {kept}, the minimum;"
+            f" {kept} are kept.",
         )
-    ctx.facts["width_after"] = kept
-    ctx.facts["parameters_after"] = stored_parameters(model)
+    ctx.details["width_after"] = kept
+    ctx.details["parameters_after"] = stored_parameters(model)
     if codes is not None:
         edits = codes.put_back(model, edits, ctx)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
@@ -76,7 +78,7 @@ def _scores(model: Any, width: int, src: Artifact, settings: PruneSettings, ctx:
     if settings.importance == "random":
         return torch.rand(width, generator=torch.Generator().manual_seed(ctx.seed), dtype=torch.float64)
     if settings.importance == "activation":
-        rows = calibration_rows(model, src, settings.rows, ctx, "prune")
+        rows = calibration_rows(model, src, settings.calibration_samples, ctx, "prune")
         device = torch_device(ctx.device)
         try:
             batches = ({n: v.to(device) for n, v in batch.items()} for batch in rows.batches)

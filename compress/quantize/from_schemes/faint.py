@@ -47,7 +47,7 @@ def faint_warnings(layers: Collection[Planned], weights: Mapping[str, Tensor]) -
             "scale-underflow",
             f"{', '.join(names)}: the largest weight is {largest[weight]:g}, and float16 scales hold such"
             " small steps with few digits or as 0: the quantized weights may be far off. Keep it float with"
-            f" skip: {json.dumps(names)}.",
+            f" exclude: {json.dumps(names)}.",
         )
         for weight, names in said.items()
     ]

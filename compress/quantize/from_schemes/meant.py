@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import SCHEMES, options_of_all, worded
-from smelt.runtime.schemes.scheme import Option, Scheme, Value
+from smelt.runtime.schemes.scheme import Option, Value
 
 
 def check_options(names: Sequence[str], settings: Settings, who: str, mixed: bool) -> None:
@@ -28,16 +27,20 @@ def check_options(names: Sequence[str], settings: Settings, who: str, mixed: boo
     for name in options_of_all():
         if name in settings.model_fields_set and name not in used:
             raise SettingError(f"{name} means nothing to {who}; remove it", code="unused-setting")
+    main = {option.name: option for option in schemes[0].settings}
     for scheme in schemes:
         for option in scheme.settings:
             value = getattr(settings, option.name)
-            if not (option.allows(value) or _said_to_another(option, schemes, settings)):
-                said, *allowed = map(worded, (value, *option.allowed))
-                one = f"codes of {scheme.bits} bits" if mixed else f"scheme {scheme.name}"
-                expected = f"expected one of {', '.join(allowed)}"
-                raise SettingError(
-                    option.others or f"{option.name} {said} is not for {one}; {expected}", code="wrong-value"
-                )
+            if value is None or option.allows(value):
+                continue
+            if not mixed and scheme is not schemes[0] and option.name in main:
+                continue  # the value is for the linear layers; embeddings keep their scheme's default
+            said, *allowed = map(worded, (value, *option.allowed))
+            one = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
+            expected = f"expected one of {', '.join(allowed)}"
+            raise SettingError(
+                option.others or f"{option.name} {said} is not for {one}; {expected}", code="wrong-value"
+            )
 
 
 def options_for(scheme: str, settings: Settings) -> dict[str, Value]:
@@ -61,28 +64,10 @@ def unused_by(schemes: Iterable[str], settings: Settings) -> set[str]:
     }
 
 
-def as_by_default(schemes: Iterable[str], settings: Settings) -> dict[str, Any]:
-    """Return options that were said and mean to `schemes` what they mean unsaid, as their defaults."""
-    defaults = {name: type(settings).model_fields[name].default for name in options_of_all()}
-    found: dict[str, Any] = {}
-    for name in defaults.keys() & settings.model_fields_set:
-        asked = [one for scheme in schemes for one in SCHEMES[scheme].settings if one.name == name]
-        if all(_heard(one, getattr(settings, name)) == _heard(one, defaults[name]) for one in asked):
-            found[name] = defaults[name]
-    return found
-
-
-def _said_to_another(option: Option, schemes: Sequence[Scheme], settings: Settings) -> bool:
-    """Say whether what a recipe says under an option's name is for another scheme, or not said at all."""
-    others = [one for scheme in schemes for one in scheme.settings if one.name == option.name]
-    heard = any(one.allows(getattr(settings, option.name)) for one in others)
-    return option.later and (heard or option.name not in settings.model_fields_set)
-
-
 def _values(schemes: Iterable[str], settings: Settings) -> dict[str, list[Value]]:
     taken = [options_for(scheme, settings) for scheme in schemes]
     return {name: [options[name] for options in taken if name in options] for name in options_of_all()}
 
 
-def _heard(option: Option, said: Value) -> Value:
-    return said if option.allows(said) else option.default
+def _heard(option: Option, said: Value | None) -> Value:
+    return said if said is not None and option.allows(said) else option.default

@@ -8,34 +8,34 @@ from pydantic import Field, create_model
 
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all, worded
-from smelt.runtime.schemes.scheme import Option, Scheme, Value
+from smelt.runtime.schemes.scheme import Option, Scheme
 
 _TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
-_OTHERS = [f"{scheme.vocabulary} under {name}" for name, scheme in SCHEMES.items() if scheme.vocabulary]
-# which scheme embeddings and head have where none is named
-VOCABULARY = f"scheme of embeddings and head; unless given, {', '.join([*_OTHERS, 'else the scheme'])}"
+
+
+def _default_tables() -> str:
+    """Return the default schemes of embeddings, each with the schemes of linear layers that it goes with."""
+    found: dict[str, list[str]] = {}
+    for name, scheme in SCHEMES.items():
+        if scheme.vocabulary:
+            found.setdefault(scheme.vocabulary, []).append(name)
+    return ", ".join(f"{table} with {', '.join(names)}" for table, names in found.items())
+
+
+EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_tables()}, else the scheme"
 
 
 def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
-    """Return type and field of an option that these schemes have.
-
-    Where one came later with another default, keys of before have that of those who had it first.
-    """
-    option = next((one for _, one in found if not one.later), found[0][1])
+    """Return type and field of an option that these schemes have; None is each scheme's own default."""
+    option = found[0][1]
     values = {value: None for _, one in found for value in one.allowed}
     kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
-    narrower: dict[tuple[Value, ...], list[str]] = {}
+    takes: dict[str, list[str]] = {}
     for scheme, one in found:
-        if len(one.allowed) < len(values):
-            narrower.setdefault(one.allowed, []).append(scheme.name)
-    text = f"{', '.join(scheme.name for scheme, _ in found)}: {option.description}"
-    own = {scheme.name: one.default for scheme, one in found if one.default != option.default}
-    notes = [
-        f"{', '.join(names)}: {', '.join(map(worded, allowed))}"
-        + (f", unless given {own[names[0]]}" if names[0] in own else "")
-        for allowed, names in narrower.items()
-    ]
-    return kind, Field(default=option.default, description=f"{text} ({'; '.join(notes)})" if notes else text)
+        allowed = "" if set(one.allowed) == set(values) else f"{', '.join(map(worded, one.allowed))}; "
+        takes.setdefault(f"{allowed}default {worded(one.default)}", []).append(scheme.name)
+    notes = ". ".join(f"{', '.join(names)}: {text}" for text, names in takes.items())
+    return kind | None, Field(default=None, description=f"{option.description}. {notes}")
 
 
 if TYPE_CHECKING:
@@ -50,6 +50,6 @@ else:
     FromSchemes = create_model(
         "FromSchemes",
         __base__=Settings,
-        scheme=(Literal[tuple(SCHEMES)], DEFAULT),
+        scheme=(Literal[tuple(SCHEMES)], Field(default=DEFAULT, description="format of the weights")),
         **{name: _field(found) for name, found in options_of_all().items()},
     )

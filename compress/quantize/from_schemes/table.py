@@ -17,7 +17,8 @@ def scheme_table() -> str:
     rows = [list(_COLUMNS), *(_cells(scheme) for scheme in SCHEMES.values())]
     lines = [line for row in rows for line in _lines(row)]
     told = (
-        "bits: of a weight, scales and zero points included, with the default options. data: rows that are"
+        "bits: per weight, scales and zero points included, with the default options. data:"
+        " rows that are"
         " looked at. training: whether the weights say little before it. runtimes: targets of `onnx`; torch"
         f" runs all schemes. pays: where it gains something.{_narrow()}"
     )

@@ -15,7 +15,7 @@ def two_bits(schemes: Iterable[str]) -> list[Message]:
         warning(
             "hqq-two-bits",
             f"method: hqq clips the range of weights, which costs most models more than it gains in {name}"
-            " (docs/quantize.md#hqq). Compare with nearest, or with gptq if there are samples.",
+            " (docs/reference/stages/quantize.md#hqq). Compare with rtn, or with gptq if there are samples.",
             setting="method",
         )
         for name in few

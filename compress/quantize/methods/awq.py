@@ -52,7 +52,7 @@ def awq(
         rows: what it reads.
         clip: whether ranges are cut off too; else no codes are decided.
         kind: says what a tensor is stored in, by its names.
-        ctx: gets the facts and warnings.
+        ctx: gets the details and warnings.
 
     Raises:
         InputError: what a product is fed is not finite.
@@ -83,7 +83,7 @@ def awq(
                 cut = [one for one in place.coded if one.name.removesuffix(".linear") not in uncut]
                 codes |= _cut(cut, _moment(seen[name]), scales.get(name))
     _tell(places, names, found, ctx)
-    ctx.facts["awq_without_scales"] = left  # output layers, and matrices that others have too
+    ctx.details["awq_without_scales"] = left  # output layers, and matrices that others have too
     fed = [
         (seen[name].tokens, int(place.coded[0].module.in_features))
         for name, place in zip(names, places, strict=True)
@@ -132,14 +132,14 @@ def _scored(model: Any) -> set[str]:
 
 
 def _tell(places: Sequence[Place], names: Sequence[str], found: dict[str, Found], ctx: Context) -> None:
-    """Say in the facts which alpha each input got, what is left of the error, and where scales went."""
-    ctx.facts["awq_error"] = {name: float(f"{one.left:.3g}") for name, one in found.items()}
-    ctx.facts["awq_alpha"] = {name: one.alpha for name, one in found.items()}
+    """Say in the details which alpha each input got, what is left of the error, and where scales went."""
+    ctx.details["awq_error"] = {name: float(f"{one.left:.3g}") for name, one in found.items()}
+    ctx.details["awq_alpha"] = {name: one.alpha for name, one in found.items()}
     went: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
     for name, place in zip(names, places, strict=True):
         if name in found and found[name].alpha > 0:
             went[place.kind] += 1
-    ctx.facts["awq_scales_in"] = went
+    ctx.details["awq_scales_in"] = went
 
 
 def _warn(fed: list[tuple[int, int]], unreached: list[str], rows: CalibrationRows, ctx: Context) -> None:

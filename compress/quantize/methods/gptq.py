@@ -27,7 +27,7 @@ from smelt.compress.calibration.statistics import Collector, InputStatistics, co
 from smelt.compress.quantize.coding import Fit
 from smelt.compress.quantize.low_rank import Joint, joint, metric_of, values_of, with_pairs
 from smelt.compress.quantize.planned import Planned
-from smelt.compress.quantize.settings import LowRank
+from smelt.compress.quantize.settings import LowRankCorrection
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import keeps_zeros
@@ -100,7 +100,7 @@ def gptq(
     rows: CalibrationRows,
     fit: Fit,
     ctx: Context,
-    low_rank: LowRank | None = None,
+    low_rank: LowRankCorrection | None = None,
 ) -> tuple[dict[int, Codes], dict[int, Joint]]:
     """Decide the codes of the products among `layers`, and give `model` the values that they stand for.
 
@@ -112,7 +112,7 @@ def gptq(
         layers: of it, as planned.
         rows: what it reads.
         fit: finds grids.
-        ctx: gets the facts of each layer and warnings.
+        ctx: gets the details of each layer and warnings.
         low_rank: of the pairs beside the codes; what a layer stands for is then the sum of both.
 
     Returns:
@@ -144,7 +144,7 @@ class GptqWork:
     def __init__(self, rows: CalibrationRows, fit: Fit, ctx: Context) -> None:
         self.rows, self.fit, self.ctx = rows, fit, ctx
         self.codes: dict[int, Codes] = {}
-        self.beside: dict[int, LowRank] = {}
+        self.beside: dict[int, LowRankCorrection] = {}
         self.pairs: dict[int, Joint] = {}
         self.left: dict[str, float] = {}
         self.unfed: dict[str, int] = {}
@@ -207,7 +207,7 @@ class GptqWork:
             factor, damp = inverse_factor(seen)
         except NotInvertibleError as error:
             raise InputError(
-                f"quantize: {layer.name}: {error}. Take method: nearest, or other rows.",
+                f"quantize: {layer.name}: {error}. Take method: rtn, or other rows.",
                 code="not-invertible",
                 setting="method",
             ) from error
@@ -258,10 +258,10 @@ class GptqWork:
         return pair.codes, pair
 
     def tell(self) -> None:
-        """Say in the facts and warnings what was done."""
-        self.ctx.facts["gptq_error"] = {name: float(f"{value:.3g}") for name, value in self.left.items()}
+        """Say in the details and warnings what was done."""
+        self.ctx.details["gptq_error"] = {name: float(f"{value:.3g}") for name, value in self.left.items()}
         if self.unfed:
-            self.ctx.facts["gptq_unfed"] = self.unfed
+            self.ctx.details["dead_inputs"] = self.unfed
         if self.damped:
             most = max(self.damped, key=lambda name: self.damped[name])
             self.ctx.warn(

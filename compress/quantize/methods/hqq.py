@@ -19,7 +19,7 @@ scheme has none. So the scale is fitted too, by the same least squares:
 
 With these constants E is 0 for errors below 0.17, so for all that weights of networks have: what is left,
 here and in the published code, is the least squares. They cut ends of the range off, which at two bits costs
-more than it gains (docs/quantize.md#hqq).
+more than it gains (docs/reference/stages/quantize.md#hqq).
 
 Of each group the grid with the least mean |error| is taken, the scheme's own among them.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from smelt.compress.calibration.retried import Retried
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.planned import Planned, quantized
-from smelt.compress.quantize.sensitivity.settings import Budget
+from smelt.compress.quantize.sensitivity.settings import MaxExcluded
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.families.walk import blocks_of
@@ -130,7 +130,7 @@ def variance_of(parts: Sequence[Tensor]) -> float:
     return sum(float((part.double() - mean).square().sum()) for part in parts) / count or 1.0
 
 
-def sensitive(damage: Mapping[str, float], budget: Budget) -> list[str]:
+def sensitive(damage: Mapping[str, float], budget: MaxExcluded) -> list[str]:
     """Return the layers that stay float: the worst ones, as many as `budget` lets.
 
     Args:
@@ -139,11 +139,11 @@ def sensitive(damage: Mapping[str, float], budget: Budget) -> list[str]:
     """
     most = budget.layers
     if most is None:
-        most = len(damage) if budget.damage is not None else math.ceil(_SHARE * len(damage))
+        most = len(damage) if budget.sensitivity is not None else math.ceil(_SHARE * len(damage))
     left, whole = sum(damage.values()), sum(damage.values())
     found: list[str] = []
     for name, value in damage.items():
-        if len(found) >= most or left <= (budget.damage or 0.0) * whole:
+        if len(found) >= most or left <= (budget.sensitivity or 0.0) * whole:
             break
         found.append(name)
         left -= value

@@ -16,7 +16,7 @@ from smelt.compress.candidate import candidate
 from smelt.compress.quantize.coding import Coder
 from smelt.compress.quantize.planned import Planned, plan_layers, quantize_layers
 from smelt.compress.quantize.sensitivity.choice import Chosen, frontier, within
-from smelt.compress.quantize.sensitivity.settings import Bits
+from smelt.compress.quantize.sensitivity.settings import MixedPrecision
 from smelt.compress.quantize.sensitivity.widths import Unit, measure, units_of
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
@@ -36,7 +36,7 @@ def choose_widths(
     coder_of: Callable[[Planned], Coder | None],
     ctx: Context,
 ) -> list[Planned]:
-    """Return `layers` with a width for each, as `settings.bits` asks; tell the facts.
+    """Return `layers` with a width for each, as `settings.mixed_precision` asks; tell the details.
 
     Args:
         model: left as it was.
@@ -45,42 +45,43 @@ def choose_widths(
         src: the artifact of `model`.
         settings: of the stage.
         coder_of: what decides codes while damage is measured and models are scored.
-        ctx: gets facts and warnings; its `score` is asked for `max_drop`.
+        ctx: gets details and warnings; its `score` is asked for `max_drop`.
 
     Raises:
         InputError: the budget is less than the narrowest codes take, or the metric is not scored.
     """
-    asked = settings.bits
+    asked = settings.mixed_precision
     assert asked is not None
-    widths = sorted(asked.widths)
+    widths = sorted(asked.bit_widths)
     units = units_of(layers, settings, widths)
     total = sum(unit.weights for unit in units)
     least = sum(unit.costs[widths[0]] for unit in units) / total
-    if asked.budget is not None and asked.budget < least:
+    if asked.target_bits is not None and asked.target_bits < least:
         raise InputError(
-            f"quantize: bits: budget {asked.budget:g} cannot be met: {widths[0]} bits throughout take"
+            f"quantize: mixed_precision: target_bits {asked.target_bits:g} cannot be met: {widths[0]} bits"
+            f" throughout take"
             f" {least:.3g} a weight in this model, with scales and what fills the last groups up.",
             code="budget-too-small",
-            setting="bits.budget",
+            setting="mixed_precision.target_bits",
         )
     trial = _Trial(src, settings, coder_of, ctx)
     # the float model first: a metric that nobody scores is said before the long part
-    whole = trial.whole() if asked.budget is None else 0.0
+    whole = trial.whole() if asked.target_bits is None else 0.0
     measure(model, units, rows, settings, coder_of, ctx)
     found = frontier([[(unit.costs[b], unit.damage[b]) for b in widths] for unit in units])
     told: dict[str, Any] = {}
-    if asked.budget is not None:
-        chosen = within(found, asked.budget * total)
+    if asked.target_bits is not None:
+        chosen = within(found, asked.target_bits * total)
         assert chosen is not None
     else:
         chosen = _within_drop(found, widths, total, asked, whole, trial, ctx)
         told = {"metric": trial.metric, "score_of_floats": trial.of_floats, "scores": trial.told}
     picked = {unit.name: widths[at] for unit, at in zip(units, chosen.picks, strict=True)}
-    ctx.facts["mixed"] = {
+    ctx.details["mixed_precision"] = {
         "average_bits": round(chosen.cost / total, 3),
         "bits": picked,
-        "damage": _damage(units),
-        "damage_rows": rows.rows,
+        "sensitivity": _damage(units),
+        "sensitivity_samples": rows.rows,
         **told,
     }
     by_weight = {unit.layers[0].weight: unit.at(picked[unit.name], settings) for unit in units}
@@ -108,8 +109,8 @@ class _Trial:
         ctx: Context,
     ) -> None:
         self.src, self.settings, self.coder_of, self.ctx = src, settings, coder_of, ctx
-        assert settings.bits is not None
-        self.metric = settings.bits.metric or ""
+        assert settings.mixed_precision is not None
+        self.metric = settings.mixed_precision.metric or ""
         self.of_floats: float | None = None
         self.told: list[dict[str, float]] = []
 
@@ -120,10 +121,11 @@ class _Trial:
         if self.metric not in scores:
             known = ", ".join(scores) or "none"
             raise InputError(
-                f"quantize: bits: metric '{self.metric}' is not among those that this recipe scores: {known}."
-                f"{nearest(self.metric, scores)} Add it to score: {{quality: [...]}}, or give a budget.",
+                f"quantize: mixed_precision: metric '{self.metric}' is not among those that this recipe"
+                f" scores: {known}."
+                f"{nearest(self.metric, scores)} Add it to score: {{quality: [...]}}, or give target_bits.",
                 code="metric-not-scored",
-                setting="bits.metric",
+                setting="mixed_precision.metric",
             )
         self.of_floats = self._sign() * scores[self.metric]
         return float(scores[self.metric])
@@ -151,7 +153,7 @@ def _within_drop(
     found: Sequence[Chosen],
     widths: Sequence[int],
     total: int,
-    asked: Bits,
+    asked: MixedPrecision,
     whole: float,
     trial: _Trial,
     ctx: Context,
@@ -168,7 +170,8 @@ def _within_drop(
     if not good(high):
         ctx.warn(
             "max-drop-exceeded",
-            f"bits: even the best choice ({found[high].cost / total:.3g} bits per weight) loses more than"
+            f"mixed_precision: even the best choice ({found[high].cost / total:.3g} bits per weight) loses"
+            f" more than"
             f" max_drop {asked.max_drop:g} of {trial.metric} on validation data; it is used.",
         )
         return found[high]

@@ -1,4 +1,4 @@
-"""Settings of what the damages of layers decide: which stay float, and how many bits each gets."""
+"""The settings that use the sensitivity of layers: `max_excluded` and `mixed_precision`."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import WIDTHS
 
 
-class Budget(Settings):
-    """How many layers `skip: auto` may leave float; without either number a tenth of them."""
+class MaxExcluded(Settings):
+    """How many layers `exclude: auto` may keep in float; a tenth of them by default."""
 
-    layers: int | None = Field(default=None, ge=0, description="at most so many")
-    damage: float | None = Field(
+    layers: int | None = Field(default=None, ge=0, description="at most this many; default a tenth")
+    sensitivity: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="none besides, once the others do at most this share of all damage",
+        description="until the others have at most this share of the total",
     )
 
 
-class Bits(Settings):
-    """How many bits each layer gets, the worst the most: one of budget and max_drop."""
+class MixedPrecision(Settings):
+    """Bits for each layer by its sensitivity. Give one of target_bits and max_drop."""
 
-    budget: float | None = Field(
-        default=None, gt=0, description="bits a weight on average, with scales and zero points"
+    target_bits: float | None = Field(
+        default=None, gt=0, description="mean bits per weight, scales and zero points included"
     )
     max_drop: float | None = Field(
-        default=None, ge=0, description="what the metric may lose on validation data, against the float model"
+        default=None,
+        ge=0,
+        description="or: largest drop of metric on validation data",
     )
-    metric: str | None = Field(
-        default=None, description="for max_drop; unless given, the first that the recipe scores"
-    )
-    widths: list[Literal[tuple(WIDTHS)]] = Field(  # type: ignore[valid-type]
-        default=sorted(WIDTHS), min_length=2, description="what is chosen between"
+    metric: str | None = Field(default=None, description="default the first of score.quality")
+    bit_widths: list[Literal[tuple(WIDTHS)]] = Field(  # type: ignore[valid-type]
+        default=sorted(WIDTHS), min_length=2, description="bits to choose from"
     )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.budget is None) == (self.max_drop is None):
-            raise SettingError("give one of budget and max_drop", code="settings-conflict")
+        if (self.target_bits is None) == (self.max_drop is None):
+            raise SettingError("give one of target_bits and max_drop", code="settings-conflict")
         if self.metric is not None and self.max_drop is None:
             raise SettingError("metric is for max_drop; add that, or remove it", code="unused-setting")
-        if len(set(self.widths)) < len(self.widths):
-            raise SettingError(f"widths {self.widths} names one twice", code="duplicate-value")
+        if len(set(self.bit_widths)) < len(self.bit_widths):
+            raise SettingError(f"bit_widths {self.bit_widths} names one twice", code="duplicate-value")
         return self

@@ -74,7 +74,7 @@ def measure(
 
     Args:
         model: left as it was.
-        units: of it; their `damage` is filled in.
+        units: of it; their `sensitivity` is filled in.
         rows: what the model reads.
         settings: whose options the codes have.
         coder_of: what decides the codes of a layer.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from smelt.compress.calibration.observe import watched
 from smelt.compress.calibration.rows import calibration_rows, outputs
 from smelt.compress.quantize.through_codes import LatentLinear, latents_of
-from smelt.compress.quantize.training.settings import CodesSettings
+from smelt.compress.quantize.training.settings import QatSettings
 from smelt.compress.train.extension import Extension, Group
 from smelt.compress.train.settings import TrainingSettings
 from smelt.compress.train.terms import Objective
@@ -50,13 +50,13 @@ def binarize_first(
         edits: its structure, which gets the steps.
         src: where the tokenizer lies.
         settings: of the training.
-        ctx: its rows of `calibration`, else `train`, are read; gets facts and warnings.
+        ctx: its rows of `calibration`, else `train`, are read; gets details and warnings.
         stage: the stage's word, for messages.
 
     Raises:
         InputError: no layer is binary, or one has a low-rank pair beside it; or there are no rows.
     """
-    if settings.codes is None or settings.codes.activations != "one-bit":
+    if settings.qat is None or settings.qat.activations != "one-bit":
         return
     found = _to_binarize(model, stage)
     if not found:
@@ -85,11 +85,11 @@ def binarize_first(
     for edit in edits:
         if edit["op"] == "binary_inputs" and edit["module"] in found:
             edit["signed"] = found[edit["module"]].signed
-    ctx.facts[_FACTS] = {"begun": len(found), "rows": rows.rows}
+    ctx.details[_FACTS] = {"begun": len(found), "rows": rows.rows}
     if unseen:
         ctx.warn(
             "uncalibrated-layers",
-            f"codes: activations: no sample of {rows.origin} reaches {len(unseen)} layers"
+            f"qat: activations: no sample of {rows.origin} reaches {len(unseen)} layers"
             f" ({min(unseen)}{' and others' if len(unseen) > 1 else ''}); their scale starts as 1.",
         )
 
@@ -109,19 +109,19 @@ def _to_binarize(model: nn.Module, stage: str) -> dict[str, BinaryInputs]:
             continue
         if isinstance(model.get_submodule(name.rpartition(".")[0]), AdaptedLinear):
             raise InputError(
-                f"{stage}: codes: activations: '{name}' has a low-rank pair beside its codes, which is fed"
-                " what they are. Leave low_rank or lora out before this step.",
+                f"{stage}: qat: activations: '{name}' has a low-rank pair beside its codes, which is fed"
+                " what they are. Leave low_rank_correction or lora out before this step.",
                 code="has-low-rank-correction",
-                setting="codes.activations",
+                setting="qat.activations",
             )
         found[id(latent)] = name, BinaryInputs(latent, signed=True).train(latent.training)
     if not found and not there:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.binary_inputs)
         raise InputError(
-            f"{stage}: codes: activations: one-bit is for layers of scheme {known}, and the model has none."
+            f"{stage}: qat: activations: one-bit is for layers of scheme {known}, and the model has none."
             f" Put quantize: {{scheme: {known}}} before this step, or leave it out.",
             code="no-layer-of-scheme",
-            setting="codes.activations",
+            setting="qat.activations",
         )
     return dict(found.values())
 
@@ -134,10 +134,10 @@ class LearnedInputs:
         settings: the learning rate, in parts of the first scale; None for the default one.
     """
 
-    def __init__(self, model: nn.Module, settings: CodesSettings | None) -> None:
+    def __init__(self, model: nn.Module, settings: QatSettings | None) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, BinaryInputs)]
         self.first = [max(LEAST, float(layer.scale.detach())) for layer in self.layers]
-        self.rate = (settings or CodesSettings()).learning_rate
+        self.rate = (settings or QatSettings()).learning_rate
 
     def objective(self, objective: Objective) -> Objective:
         """Return `objective`: the gradients of scales and shifts are those of any loss."""
@@ -158,8 +158,8 @@ class LearnedInputs:
             layer.shift.detach().abs().mean() / scale
             for layer, scale in zip(self.layers, scales, strict=True)
         ]
-        ctx.facts[_FACTS] = {
-            **ctx.facts.get(_FACTS, {}),
+        ctx.details[_FACTS] = {
+            **ctx.details.get(_FACTS, {}),
             "layers": len(self.layers),
             "signed": sum(layer.signed for layer in self.layers),
             "mean_change": round(float((scales / torch.tensor(self.first)).log().abs().mean()), 4),

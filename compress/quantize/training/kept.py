@@ -22,7 +22,7 @@ from smelt.core.messages import Message, warning
 from smelt.runtime.models.weight_files import WEIGHTS
 
 _MODEL = "model"  # in the file's metadata: the hash of the weights that it belongs to
-_ANEW = "Make the step that wrote it anew, with --fresh."
+_ANEW = "Run the step that wrote it again with --rebuild."
 
 
 def write_latents(weights: Mapping[str, Tensor], folder: Path) -> int:

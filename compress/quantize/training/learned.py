@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from smelt.compress.quantize.through_codes import LatentLinear, latents_of
-from smelt.compress.quantize.training.settings import CodesSettings
+from smelt.compress.quantize.training.settings import QatSettings
 from smelt.compress.quantize.training.steps import RangeStep, Steps
 from smelt.compress.train.extension import Extension, Group
 from smelt.compress.train.terms import Objective
@@ -29,7 +29,7 @@ class LearnedSteps:
         InputError: the model has no codes, or none whose scales can be learned.
     """
 
-    def __init__(self, model: nn.Module, settings: CodesSettings, stage: str) -> None:
+    def __init__(self, model: nn.Module, settings: QatSettings, stage: str) -> None:
         self.settings = settings
         self.steps: dict[int, Steps] = {}
         self.left: dict[str, list[str]] = {}  # by scheme, the layers whose scales follow the weights
@@ -48,9 +48,9 @@ class LearnedSteps:
                 steps.range = ranges.setdefault(place, RangeStep(*fixed))
         if not self.steps:
             raise InputError(
-                f"{stage}: codes: scales: lsq learns the scales of codes, and {self._lack()}",
+                f"{stage}: qat: scales: lsq learns the scales of codes, and {self._lack()}",
                 code="scales-not-learned" if self.left else "not-quantized",
-                setting="codes.scales",
+                setting="qat.scales",
             )
         self.home = nn.ModuleList(self.steps.values())
 
@@ -72,18 +72,18 @@ class LearnedSteps:
         """Say in `ctx` how far the scales went; they are stored when the codes are decided."""
         ratios = torch.cat([steps.moved().flatten() for steps in self.steps.values()])
         ranges = {id(steps.range): steps.range for steps in self.steps.values() if steps.range is not None}
-        facts: dict[str, Any] = {
+        details: dict[str, Any] = {
             "matrices": len(self.steps),
             "scales": ratios.numel(),
             "mean_ratio": round(float(ratios.mean()), 4),
             "mean_change": round(float(ratios.log().abs().mean()), 4),
         }
         if ranges:
-            facts["ranges"] = len(ranges)
-        ctx.facts["learned_scales"] = facts
+            details["ranges"] = len(ranges)
+        ctx.details["learned_scales"] = details
         for scheme, names in self.left.items():
             ctx.warn(
                 "scales-not-learned",
-                f"codes: scales of {scheme} cannot be learned; {len(names)} layers"
+                f"qat: scales of {scheme} cannot be learned; {len(names)} layers"
                 f" ({names[0]}{' and others' if len(names) > 1 else ''}) compute them from the weights.",
             )

@@ -1,42 +1,38 @@
-"""The settings of training through codes: `codes` of `finetune` and `distill`."""
+"""The settings of quantization-aware training: `qat` of `finetune` and `distill`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
 
-class CodesSettings(Settings):
-    """How a quantized model trains through its codes."""
+class QatSettings(Settings):
+    """Quantization-aware training of a quantized model."""
 
-    scales: Literal["follow", "lsq"] = Field(
-        default="follow",
-        description="follow: each update finds scales anew from the weights; lsq: they are learned with the"
-        " weights (learned step size), zero points and fixed ranges of activations as well",
+    scales: Literal["dynamic", "lsq"] = Field(
+        default="dynamic",
+        description="dynamic: computed from the weights at each update; lsq: learned",
     )
     activations: Literal["scheme", "one-bit"] = Field(
         default="scheme",
-        description="scheme: layers are fed what their scheme says; one-bit: each input of a layer of one-bit"
-        " codes becomes one of two values, {-a, a} or {0, a}, with a learned scale and learned shifts (BiT):"
-        " it gains no speed on these runtimes, and costs quality",
+        description="scheme: as the scheme; one-bit: two values per input of a one-bit layer, for research",
     )
     learning_rate: float = Field(
         default=1e-2,
         gt=0,
-        description="lsq: highest learning rate of the logarithms of scales; activations: one-bit: of scales"
-        " and shifts, in parts of the first scale",
+        description="peak rate of learned scales",
     )
-    split: bool = Field(
+    weight_splitting: bool = Field(
         default=False,
-        description="first make of each layer of three values two of one bit that add up to it (BinaryBERT)",
+        description="first split each layer of three values into two of two values (BinaryBERT)",
     )
-    keep_weights: bool = Field(
+    save_master_weights: bool = Field(
         default=True,
-        description="keep the float weights behind the codes beside the model, for the next training",
+        description="store float weights too, for further training",
     )
 
     @model_validator(mode="after")
@@ -44,14 +40,7 @@ class CodesSettings(Settings):
         given = "learning_rate" in self.model_fields_set
         if given and self.scales != "lsq" and self.activations != "one-bit":
             raise SettingError(
-                "learning_rate is that of scales: lsq and activations: one-bit; give one, or leave it out",
+                "learning_rate needs scales: lsq or activations: one-bit; add one, or remove it",
                 code="unused-setting",
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `activations` where they are the scheme's: keys of stored artifacts are made of it."""
-        found: dict[str, Any] = written(self)
-        plain = self.activations == "scheme"
-        return {name: value for name, value in found.items() if not (plain and name == "activations")}

@@ -76,9 +76,9 @@ def split_first(model: nn.Module, edits: list[Edit], settings: TrainingSettings,
     Raises:
         InputError: it cannot be done (see `split_layers`).
     """
-    if settings.codes is None or not settings.codes.split:
+    if settings.qat is None or not settings.qat.weight_splitting:
         return edits
-    edits, ctx.facts["split_layers"] = split_layers(model, edits)
+    edits, ctx.details["split_layers"] = split_layers(model, edits)
     return edits
 
 
@@ -111,10 +111,11 @@ def split_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit], int]:
     if not made:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.halves)
         raise InputError(
-            f"codes: split: makes two layers of each {known} one, and the model has none. Put quantize:"
+            f"qat: weight_splitting: makes two layers of each {known} one, and the model has none. Put"
+            f" quantize:"
             f" {{scheme: {known}}} and a training before this step, or leave it out.",
             code="no-layer-of-scheme",
-            setting="codes.split",
+            setting="qat.weight_splitting",
         )
     return edits, len(made)
 
@@ -128,18 +129,20 @@ def _room(edits: list[Edit], name: str, matrix: Matrix) -> list[Edit]:
     place = next((i for i, e in enumerate(edits) if e["op"] == "quantize" and e["module"] == name), None)
     if place is None:
         raise InputError(
-            f"codes: split: '{name}' has a low-rank pair beside its codes, which cannot be split. Leave"
-            " low_rank or lora out before it.",
+            f"qat: weight_splitting: '{name}' has a low-rank pair beside its codes, which cannot be split."
+            f" Leave"
+            " low_rank_correction or lora out before it.",
             code="has-low-rank-correction",
-            setting="codes.split",
+            setting="qat.weight_splitting",
         )
     scheme, options = _halved(matrix)
     if matrix.scheme.group(matrix.width, matrix.options) != scheme.group(matrix.width, options):
         raise InputError(
-            f"codes: split: '{name}' has a scale for each row, and {scheme.name} codes have one for each"
+            f"qat: weight_splitting: '{name}' has a scale for each row, and {scheme.name} codes have one"
+            f" for each"
             " group of inputs. Quantize with granularity: group.",
             code="wrong-granularity",
-            setting="codes.split",
+            setting="qat.weight_splitting",
         )
     halves = [
         {"op": "quantize", "module": f"{name}.{half}", "scheme": scheme.name, **options}

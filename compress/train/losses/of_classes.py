@@ -94,7 +94,7 @@ def class_sets_loss(
         if logits_weight:
             parts["logits"] = logits_weight * temperature**2 * _coins_apart(t, s)
         if reverse_weight:
-            parts["reverse_logits"] = reverse_weight * temperature**2 * _coins_apart(s, t)
+            parts["reverse_kl"] = reverse_weight * temperature**2 * _coins_apart(s, t)
     return _added(parts, told, z)
 
 

@@ -175,6 +175,6 @@ def mixed_loss(
 
     loss, parts = in_blocks(flat, y, 3, of_rows)
     if told is not None:
-        names = ("logits", "labels", "reverse_logits")
+        names = ("logits", "labels", "reverse_kl")
         told.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
     return loss

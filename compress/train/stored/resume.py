@@ -38,16 +38,16 @@ _WEIGHT, _BEST, _AVERAGE, _MOMENT, _RANDOM = "weight/", "best/", "average/", "mo
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved. step: updates that were done. facts: of a training that was finished; else None."""
+    """What was saved. step: updates that were done. details: of a training that was finished; else None."""
 
     step: int
     tensors: dict[str, Tensor]
     told: dict[str, Any]
 
     @property
-    def facts(self) -> dict[str, Any] | None:
+    def details(self) -> dict[str, Any] | None:
         """What the report is told of the training, where it was finished."""
-        found: dict[str, Any] | None = self.told.get("facts")
+        found: dict[str, Any] | None = self.told.get("details")
         return found
 
     @property
@@ -89,7 +89,7 @@ def write_checkpoint(
 ) -> None:
     """Save a checkpoint in `folder`; the one before goes when this one is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}{'-end' if 'facts' in told else ''}.safetensors"
+    path = folder / f"{step}{'-end' if 'details' in told else ''}.safetensors"
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(_apart(plain), path, metadata={_HEADER: json.dumps(told)})
     flush(path)
@@ -157,7 +157,7 @@ class Resume(transformers.TrainerCallback):  # type: ignore[misc]
         self.saved = None if folder is None else read_checkpoint(folder, identity, say)
         if self.saved is not None:
             self._put(self.saved)
-            if self.saved.facts is None:
+            if self.saved.details is None:
                 say(f"  goes on from step {self.saved.step:,}, where an earlier run was stopped")
 
     @property
@@ -178,7 +178,7 @@ class Resume(transformers.TrainerCallback):  # type: ignore[misc]
         with torch.no_grad():
             for name, tensor in self._changing().items():
                 tensor.copy_(weights[name])
-        if saved.facts is None:
+        if saved.details is None:
             self.keeper.take(saved.told["keeper"], saved.of(_BEST), saved.of(_AVERAGE))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -224,11 +224,11 @@ class Resume(transformers.TrainerCallback):  # type: ignore[misc]
         }
         self._write(state.global_step, tensors, told)
 
-    def finish(self, step: int, facts: Mapping[str, Any], warnings: list[Message]) -> None:
+    def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a long training that has come to its end: what follows may still be stopped."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
         if self.folder is not None and (long or self.saved is not None):
-            told = {"total": step, "facts": dict(facts), "warnings": as_json(warnings)}
+            told = {"total": step, "details": dict(details), "warnings": as_json(warnings)}
             self._write(step, self._named(_WEIGHT, self._changing()), told)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
@@ -263,7 +263,7 @@ def resume_of(
     folder = ctx.unfinished() if keeper.extension.can_resume else None
     shapes = {name: list(tensor.shape) for name, tensor in keeper.parameters.items()}
     identity = hash_of({"plan": plan, "precision": precision, "shapes": shapes, "seed": ctx.seed})
-    return Resume(model, keeper, folder, identity, settings.checkpoint_minutes, ctx.say)
+    return Resume(model, keeper, folder, identity, settings.checkpoint_interval_minutes, ctx.say)
 
 
 def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -20,7 +20,7 @@ from smelt.runtime.models.structure import Edit
 
 
 class CheckpointScore:
-    """Scores `model` by the metric `settings.select` on `split`, through `ctx.score`.
+    """Scores `model` by the metric `settings.metric_for_best_model` on `split`, through `ctx.score`.
 
     The model is written as the stage will write it (codes decided, weights rounded as they are stored)
     and read again by a runner, so that what is chosen is what is delivered.
@@ -39,19 +39,21 @@ class CheckpointScore:
         self.settings, self.ctx = settings, ctx
 
     def __call__(self) -> float:
-        """Return the score by `settings.select`; higher is better.
+        """Return the score by `settings.metric_for_best_model`; higher is better.
 
         Raises:
             InputError: the metric is not one of those that the recipe scores.
         """
-        scores, metric = self.scores(), self.settings.select
+        scores, metric = self.scores(), self.settings.metric_for_best_model
         if metric not in scores:
             known = ", ".join(scores)
             raise InputError(
-                f"select: '{metric}' is not among the metrics that this recipe scores: {known}."
-                f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss.",
+                f"metric_for_best_model: '{metric}' is not among the metrics that this recipe scores:"
+                f" {known}."
+                f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or metric_for_best_model:"
+                f" loss.",
                 code="metric-not-scored",
-                setting="select",
+                setting="metric_for_best_model",
             )
         return float(scores[metric])
 

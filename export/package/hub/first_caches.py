@@ -96,7 +96,7 @@ def require_a_cache_for_each_layer(source: Path, graph: str, tool: str) -> None:
     A tool that makes the first caches goes by the config. A model that has no such graph needs none.
 
     Raises:
-        InputError: some attentions were taken out (`depth`), and their caches with them.
+        InputError: some attentions were taken out (`drop-layers`), and their caches with them.
     """
     from smelt.export.graph_files import read_graph
 
@@ -111,7 +111,7 @@ def require_a_cache_for_each_layer(source: Path, graph: str, tool: str) -> None:
     for kind, found in sorted(kinds.items()):
         if found != counts[0]:
             raise InputError(
-                f"its decoder has caches ({kind}) for {found} of {counts[0]} layers, since 'depth' took"
+                f"its decoder has caches ({kind}) for {found} of {counts[0]} layers, since 'drop-layers' took"
                 f" attentions out of others, and {tool} makes one for each layer of config.json.",
                 code="unsupported-structure",
             )

@@ -7,7 +7,6 @@ from smelt.export.package.form import Origin
 
 def generation_words(origin: Origin) -> str:
     """Return the settings that the scores were made with as arguments of `generate`, with a comma before."""
-    words = {"beams": "num_beams"}
-    known = {"beams", "max_new_tokens", "min_new_tokens", "length_penalty", "no_repeat_ngram_size"}
-    said = {words.get(k, k): v for k, v in origin.generation.items() if k in known}
+    known = {"num_beams", "max_new_tokens", "min_new_tokens", "length_penalty", "no_repeat_ngram_size"}
+    said = {k: v for k, v in origin.generation.items() if k in known}
     return "".join(f", {word}={value!r}" for word, value in said.items())

@@ -43,9 +43,9 @@ def write_unigram(source: Path, folder: Path) -> None:
     Raises:
         InputError: its SentencePiece model is none of unigrams, or what is written would read otherwise.
     """
-    facts = read_tokenizing(source)
-    _unigram(source, facts).save(str(folder / FILE))
-    problem = find_difference(source, folder, facts)
+    details = read_tokenizing(source)
+    _unigram(source, details).save(str(folder / FILE))
+    problem = find_difference(source, folder, details)
     if problem is not None:
         (folder / FILE).unlink()
         raise InputError(
@@ -55,7 +55,7 @@ def write_unigram(source: Path, folder: Path) -> None:
         )
 
 
-def _unigram(source: Path, facts: Tokenizing) -> Any:
+def _unigram(source: Path, details: Tokenizing) -> Any:
     """Return the tokenizers.Tokenizer."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
@@ -68,10 +68,10 @@ def _unigram(source: Path, facts: Tokenizing) -> Any:
             code="unsupported-tokenizer",
             file=str(source / PIECES),
         )
-    words = _words(source, facts)
+    words = _words(source, details)
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
     vocabulary = [(word, scores.get(word, _low(word))) for word in words]
-    made = Tokenizer(models.Unigram(vocabulary, unk_id=facts.unknown))
+    made = Tokenizer(models.Unigram(vocabulary, unk_id=details.unknown))
     chars = proto.normalizer_spec.precompiled_charsmap
     steps: list[Any] = [normalizers.Precompiled(chars)] if chars else []
     steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
@@ -81,26 +81,26 @@ def _unigram(source: Path, facts: Tokenizing) -> Any:
     # not decoders.Strip, which panics where a text is empty
     ends = decoders.Replace(Regex("^ +| +$"), "")
     made.decoder = decoders.Sequence([joined, decoders.Fuse(), ends])
-    special = set(facts.special)
-    added = [word for word in words if word in facts.added or _is_language(word)]
+    special = set(details.special)
+    added = [word for word in words if word in details.added or _is_language(word)]
     made.add_special_tokens(
-        [AddedToken(word, normalized=False) for word in added if facts.added.get(word) in special]
+        [AddedToken(word, normalized=False) for word in added if details.added.get(word) in special]
     )
     made.add_tokens(
-        [AddedToken(word, normalized=False) for word in added if facts.added.get(word) not in special]
+        [AddedToken(word, normalized=False) for word in added if details.added.get(word) not in special]
     )
-    end = words[facts.eos or 0]
-    made.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, facts.eos or 0)])
+    end = words[details.eos or 0]
+    made.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, details.eos or 0)])
     return made
 
 
-def _words(source: Path, facts: Tokenizing) -> list[str]:
+def _words(source: Path, details: Tokenizing) -> list[str]:
     """Return all words by their ids.
 
     Raises:
         InputError: an id has no word.
     """
-    ids: Mapping[str, int] = read_json(source / WORDS) | facts.added
+    ids: Mapping[str, int] = read_json(source / WORDS) | details.added
     words = {place: word for word, place in ids.items()}
     if sorted(words) != list(range(len(ids))):
         raise InputError(
@@ -119,10 +119,10 @@ def _is_language(word: str) -> bool:
     return word.startswith(">>") and word.endswith("<<")
 
 
-def find_difference(source: Path, folder: Path, facts: Tokenizing) -> str | None:
+def find_difference(source: Path, folder: Path, details: Tokenizing) -> str | None:
     """Return what tokenizer.json in `folder` reads otherwise than Marian's own, in words; None: nothing."""
-    own, made = MarianTokenizer(source, facts), RustTokenizer(folder, facts)
-    texts = texts_of(source, facts)
+    own, made = MarianTokenizer(source, details), RustTokenizer(folder, details)
+    texts = texts_of(source, details)
     wanted = own.encode_rows(texts, NO_LIMIT).ids
     for text, expected, found in zip(texts, wanted, made.encode_rows(texts, NO_LIMIT).ids, strict=True):
         if expected != found:
@@ -133,10 +133,10 @@ def find_difference(source: Path, folder: Path, facts: Tokenizing) -> str | None
     return None
 
 
-def texts_of(source: Path, facts: Tokenizing, count: int = TEXTS) -> list[str]:
+def texts_of(source: Path, details: Tokenizing, count: int = TEXTS) -> list[str]:
     """Return `count` texts that the two are compared on: always the same ones for a vocabulary."""
-    words = _words(source, facts)
-    plain = [w for w in words if w not in facts.added and not _is_language(w)]
+    words = _words(source, details)
+    plain = [w for w in words if w not in details.added and not _is_language(w)]
     known = {letter for p in _read(source / PIECES).pieces if p.type == _NORMAL for letter in p.piece}
     alone = {word for word in words if len(word) == 1} - known
     drawn = random.Random(0)

@@ -35,7 +35,7 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
     Raises:
         InputError: it has no tokenizer_config.json, or a file is damaged.
     """
-    config, facts = read_json(source / "config.json"), read_tokenizing(source)
+    config, details = read_json(source / "config.json"), read_tokenizing(source)
     said = read_json(source / CONFIG)
     if not said:
         raise InputError(
@@ -43,7 +43,7 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
             code="missing-file",
             file=str(source / CONFIG),
         )
-    fast = (source / TOKENS).is_file() and facts.reader != "sentencepiece"
+    fast = (source / TOKENS).is_file() and details.reader != "sentencepiece"
     names = (TOKENS,) if fast else _slow_files(source)
     for name in (*names, *(path.name for path in source.glob("*.jinja"))):
         shutil.copyfile(source / name, folder / name)
@@ -51,13 +51,13 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
     if fast:
         said |= {
             "tokenizer_class": FAST,
-            "clean_up_tokenization_spaces": facts.clean_up,
+            "clean_up_tokenization_spaces": details.clean_up,
             "model_input_names": [
-                "input_ids", *(["token_type_ids"] if facts.types else []), "attention_mask",
+                "input_ids", *(["token_type_ids"] if details.types else []), "attention_mask",
             ],
         }  # fmt: skip
         said |= _special_tokens(source, said)
-    limit = length_limit(_Limit(facts.longest), config)
+    limit = length_limit(_Limit(details.longest), config)
     said["model_max_length"] = min(int(said.get("model_max_length") or NO_LIMIT), limit)
     if is_causal(config):
         said["padding_side"] = "left"

@@ -114,23 +114,23 @@ def plan_of(source: Path, decoding: Decoding | None, vocabulary: int) -> TextPla
     from smelt.runtime.text.open_tokenizer import open_tokenizer
     from smelt.runtime.text.tokenizing_file import read_tokenizing
 
-    config, facts, tokenizer = (
+    config, details, tokenizer = (
         read_json(source / "config.json"),
         read_tokenizing(source),
         open_tokenizer(source),
     )
     limit, causal = length_limit(tokenizer, config), is_causal(config)
-    cutter, (before, after) = cutter_of(source, facts), specials_of(tokenizer)
+    cutter, (before, after) = cutter_of(source, details), specials_of(tokenizer)
     empty = None
     if causal and decoding is not None:
         limit = max(1, limit // 2, limit + 1 - (decoding.max_new_tokens or MAX_NEW_TOKENS))
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         empty = None if before or after else begin
     pad = pad_of(tokenizer) if causal else tokenizer.pad_token_id or 0
-    ends = causal or facts.truncation_side == "left"
+    ends = causal or details.truncation_side == "left"
     room = limit - len(before) - len(after)
     rows = Rows(before, after, room, pad, left=causal, keeps_end=ends, empty=empty)
-    surfaces = None if decoding is None else surfaces_of(source, facts, vocabulary)
+    surfaces = None if decoding is None else surfaces_of(source, details, vocabulary)
     classifies = surfaces is None and problem_type(config) == SINGLE and "id2label" in config
     labels = tuple(class_names(config)) if classifies else ()
     return TextPlan(cutter, rows, tokenizer.prefix, tokenizer.lower, surfaces, labels)

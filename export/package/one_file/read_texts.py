@@ -47,16 +47,18 @@ class Rows:
     empty: int | None = None
 
 
-def cutter_of(folder: Path, facts: Tokenizing) -> Cutter:
+def cutter_of(folder: Path, details: Tokenizing) -> Cutter:
     """Return what makes the nodes of the tokenizer in `folder`.
 
     Raises:
         InputError: onnxruntime-extensions has no operator for it; the message says what it is.
     """
-    if facts.reader == "transformers":
-        raise InputError(f"its texts are read by transformers ({facts.reason})", code="unsupported-tokenizer")
-    if facts.reader == "sentencepiece":
-        return _sentencepiece(folder, facts)
+    if details.reader == "transformers":
+        raise InputError(
+            f"its texts are read by transformers ({details.reason})", code="unsupported-tokenizer"
+        )
+    if details.reader == "sentencepiece":
+        return _sentencepiece(folder, details)
     said = read_json(folder / JSON)
     kind = said["model"].get("type")
     if kind == "WordPiece":
@@ -118,18 +120,18 @@ def _edge(b: Builder, place: str, tokens: tuple[int, ...], rows: Rows) -> str:
     return b.op("Gather", table, b.op("Min", b.op("Max", place, b.const(0)), b.const(len(tokens))))
 
 
-def _sentencepiece(folder: Path, facts: Tokenizing) -> Cutter:
+def _sentencepiece(folder: Path, details: Tokenizing) -> Cutter:
     """Marian's: pieces of source.spm, looked up in vocab.json, whose numbers are others."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / PIECES))
-    words = read_json(folder / WORDS) | facts.added
+    words = read_json(folder / WORDS) | details.added
     if any(word.startswith(">>") and word.endswith("<<") for word in words):
         raise InputError(
             "its texts begin with the code of a language (>>deu<<), which no operator reads",
             code="unsupported-tokenizer",
         )
-    numbers = [words.get(pieces.id_to_piece(i), facts.unknown) for i in range(len(pieces))]
+    numbers = [words.get(pieces.id_to_piece(i), details.unknown) for i in range(len(pieces))]
     model = (folder / PIECES).read_bytes()
 
     def cut(b: Builder, texts: str) -> tuple[str, str]:

@@ -44,12 +44,12 @@ def graph_for(folder: Path, decoding: Decoding | None) -> Path:
     Raises:
         InputError: there is none, or its weights are too many for one file.
     """
-    name = "model" if decoding is None else (BEAMS if decoding.beams > 1 else GREEDY)
+    name = "model" if decoding is None else (BEAMS if decoding.num_beams > 1 else GREEDY)
     path = folder / f"{name}.onnx"
     if not path.is_file():
         raise InputError(
-            f"it has no {path.name}; that was left out with `loop: false`, or is for {name} alone. Export it"
-            " again with `- onnx: {target: ort-cpu}`.",
+            f"it has no {path.name}; that was left out with `generation_graph: false`, or is for {name}"
+            " alone. Export it again with `- onnx: {target: ort-cpu}`.",
             code="missing-graph",
             file=path.name,
         )

@@ -35,18 +35,18 @@ class Surfaces:
     strip: bool
 
 
-def surfaces_of(folder: Path, facts: Tokenizing, size: int) -> Surfaces:
+def surfaces_of(folder: Path, details: Tokenizing, size: int) -> Surfaces:
     """Return the surfaces of `size` tokens, those of the model's output layer.
 
     Raises:
         InputError: the tokens of this tokenizer do not just follow one another.
     """
-    if facts.clean_up:
+    if details.clean_up:
         raise InputError("its tokenizer cleans up blanks before punctuation", code="unsupported-tokenizer")
-    if facts.reader == "sentencepiece":
-        words = read_json(folder / WORDS) | facts.added
+    if details.reader == "sentencepiece":
+        words = read_json(folder / WORDS) | details.added
         found = {i: word.replace(_BLANK, " ").encode() for word, i in words.items()}
-        return _filled(found, set(facts.special), size, strip=True)
+        return _filled(found, set(details.special), size, strip=True)
     said = read_json(folder / JSON)
     if (said.get("decoder") or {}).get("type") != "ByteLevel":
         raise InputError("its tokenizer does not put texts together from bytes", code="unsupported-tokenizer")

@@ -64,8 +64,8 @@ class Standalone:
         if artifact.manifest.task in _GENERATES and lacks:
             mend = (
                 "Graphs that a recipe starts from get none; start from the folder with weights."
-                if artifact.manifest.facts.get("foreign")
-                else "Export it with `loop: true`."
+                if artifact.manifest.details.get("foreign")
+                else "Export it with `generation_graph: true`."
             )
             raise InputError(
                 f"it has no {lacks[0]}.onnx, the graph of a whole generation. {mend}",

@@ -121,7 +121,7 @@ def written(decoding: Decoding, vocabulary: int) -> dict[str, Any]:
     kept = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "positions", "repetition_penalty")
     first = decoding.forced_bos_token_id
     return {
-        "graph": f"{BEAMS if decoding.beams > 1 else GREEDY}.onnx",
+        "graph": f"{BEAMS if decoding.num_beams > 1 else GREEDY}.onnx",
         **{name: getattr(decoding, name) for name in kept},
         **({"max_new_tokens": decoding.longest(1) - 1} if one else {}),
         "eos": decoding.eos,

@@ -68,12 +68,12 @@ class Triton:
         from smelt.export.package.one_file.whole_graph import decoding_of, graph_for
         from smelt.runtime.text.tokenizing_file import read_tokenizing
 
-        facts = read_tokenizing(artifact.path)
-        if facts.reader == "transformers":
+        details = read_tokenizing(artifact.path)
+        if details.reader == "transformers":
             raise InputError(
-                f"its texts are read by transformers ({facts.reason}).", code="unsupported-tokenizer"
+                f"its texts are read by transformers ({details.reason}).", code="unsupported-tokenizer"
             )
-        if artifact.format == "onnx" and artifact.manifest.facts.get("target") == "tensorrt":
+        if artifact.format == "onnx" and artifact.manifest.details.get("target") == "tensorrt":
             raise InputError(
                 "it is the ONNX that an engine is built of; package the engine.", code="unsupported-target"
             )
@@ -128,7 +128,7 @@ def _write_graph(
     if artifact.format == "tensorrt":
         shutil.copyfile(artifact.path / "model.plan", folder / "1" / "model.plan")
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if takes_types(config) else [])]
-        backend, device, most = "tensorrt", "KIND_GPU", int(artifact.manifest.facts["profile"]["batch"][2])
+        backend, device, most = "tensorrt", "KIND_GPU", int(artifact.manifest.details["profile"]["batch"][2])
     else:
         vocabulary = int(config.get("decoder_vocab_size") or config["vocab_size"])
         model = whole_graph(graph_for(artifact.path, decoding), decoding, vocabulary)
@@ -181,7 +181,7 @@ def settings_of(source: Path, decoding: Decoding | None, inputs: list[str], outp
     from smelt.runtime.text.open_tokenizer import open_tokenizer
     from smelt.runtime.text.tokenizing_file import read_tokenizing
 
-    config, facts = read_json(source / "config.json"), read_tokenizing(source)
+    config, details = read_json(source / "config.json"), read_tokenizing(source)
     tokenizer = open_tokenizer(source)
     before, after = specials_of(tokenizer)
     limit, causal = length_limit(tokenizer, config), is_causal(config)
@@ -198,10 +198,10 @@ def settings_of(source: Path, decoding: Decoding | None, inputs: list[str], outp
         "before": list(before),
         "after": list(after),
         "room": limit - len(before) - len(after),
-        "keeps_end": causal or facts.truncation_side == "left",
+        "keeps_end": causal or details.truncation_side == "left",
         "pad": pad_of(tokenizer) if causal else tokenizer.pad_token_id or 0,
         "empty": first,
         "eos": [] if decoding is None else decoding.eos,
-        "special": facts.special,
-        "unknown": facts.unknown,
+        "special": details.special,
+        "unknown": details.unknown,
     }

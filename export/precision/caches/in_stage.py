@@ -51,7 +51,7 @@ def keep_as_int8(subject: Subject, reference: Reference, source: Path, ctx: Cont
         subject: the graph, which agrees with its parent.
         reference: the rows that parity is asked on.
         source: the folder with the tokenizer.
-        ctx: gets facts: the rows, the bytes of cache that a token takes, and what was compared.
+        ctx: gets details: the rows, the bytes of cache that a token takes, and what was compared.
 
     Raises:
         InputError: no rows, or no text in them.
@@ -76,7 +76,7 @@ def keep_as_int8(subject: Subject, reference: Reference, source: Path, ctx: Cont
         ) from error
     moved = check_parity(name, "logits", before, _logits(subject, reference), "int8-caches")
     numbers = sum(scale.size for scale in scales.values())
-    ctx.facts["kv_cache"] |= {
+    ctx.details["kv_cache"] |= {
         "bytes_per_token": {"float32": 4 * numbers, INT8: numbers},
         "against_float": moved,
         **found,
@@ -94,7 +94,7 @@ def _scales(path: Path, source: Path, ctx: Context) -> dict[str, Floats]:
     rows = calibration_rows(ctx.data[split], tokenizer, limit)
     rotated = rotated_keys(read_graph(path, values=False))
     largest = largest_magnitudes(open_session(path, ctx.threads), rows, rotated, split)
-    ctx.facts["kv_cache"] = {
+    ctx.details["kv_cache"] = {
         "dtype": INT8,
         "split": split,
         "rows": len(rows),

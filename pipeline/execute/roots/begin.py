@@ -54,7 +54,8 @@ def begin(
         fresh: make it anew, also where the store has it.
 
     Raises:
-        InputError: model, labels, scores and metrics do not fit each other; a text is too long (`strict`);
+        InputError: model, labels, scores and metrics do not fit each other; a text is too long (`truncation:
+        error`);
             weights of a model are no numbers.
     """
     recipe, model, graph = plan.recipe, plan.recipe.model, plan.foreign
@@ -72,6 +73,6 @@ def begin(
         artifact, cached = import_root(shop, settled.folder, settled.head, fresh)
     else:
         artifact, cached = start(shop, recipe, settled.head, fresh)
-    if recipe.strict:
+    if recipe.truncation == "error":
         require_lengths(artifact.path, recipe.task, data)
     return Begun(artifact, cached, shop, scorer)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import MANIFEST, Artifact, Manifest
-from smelt.core.data import TENSORS, Split
+from smelt.core.data import CUSTOM, Split
 from smelt.core.files import hash_of, read_json, sha256_of, write_json
 from smelt.core.labels import SINGLE
 from smelt.core.messages import Message, warning
@@ -42,7 +42,7 @@ def begin_with_graph(
         "task": shop.task,
     }
     axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
-    if shop.task == TENSORS:
+    if shop.task == CUSTOM:
         said["axes"] = axes
     if head is not None:
         labels = head.labels and head.labels[0]
@@ -55,16 +55,16 @@ def begin_with_graph(
 
         out = space / "out"
         out.mkdir()
-        facts: dict[str, Any] = {"foreign": True, "target": "ort-cpu", **model.facts}
+        details: dict[str, Any] = {"foreign": True, "target": "ort-cpu", **model.details}
         notes: list[Message] = []
         if model.parts:
             _take_parts(model, out)
-            facts["parameters"] = _parameters_in(out)
+            details["parameters"] = _parameters_in(out)
         else:
             notes += _take(model, data["test"], out)
         if head is not None and head.sentences is not None:
             make_vectors(out / NAME, head.sentences)
-        notes += [] if head is None else _take_texts(model, head, data, out, facts)
+        notes += [] if head is None else _take_texts(model, head, data, out, details)
         manifest = Manifest(
             key=key,
             format="onnx",
@@ -74,7 +74,7 @@ def begin_with_graph(
             seed=shop.seed,
             parent=None,
             versions=dict(shop.versions),
-            facts=facts,
+            details=details,
             warnings=notes,
         )
         return shop.store.commit(out, manifest, replace=fresh)
@@ -96,7 +96,7 @@ def _take(model: ForeignModel, rows: Split, out: Path) -> list[Message]:
         return []
     write_signature(out, model.signature)
     try_graph(graph, model.signature.feeds(rows.arrays.filled(size), 0, size), str(model.file))
-    return batch_warnings(graph, model.signature, rows.arrays, model.facts)
+    return batch_warnings(graph, model.signature, rows.arrays, model.details)
 
 
 def _take_parts(model: ForeignModel, out: Path) -> None:
@@ -141,7 +141,7 @@ def _hashes(model: ForeignModel) -> dict[str, str]:
 
 
 def _take_texts(
-    model: ForeignModel, head: Head, data: Mapping[str, Split], out: Path, facts: dict[str, Any]
+    model: ForeignModel, head: Head, data: Mapping[str, Split], out: Path, details: dict[str, Any]
 ) -> list[Message]:
     """Copy config and tokenizer into `out`, made so that all after it reads texts as the task wants."""
     import shutil
@@ -162,6 +162,6 @@ def _take_texts(
         make_embedder(out, head.sentences)
     write_text_rules(out, head.rules)
     found = export_tokenizer(load_tokenizer(model.texts), model.texts, out, data)
-    facts["tokenizer"] = found.reader
+    details["tokenizer"] = found.reader
     slow = f"texts are read by transformers, which takes seconds to import: {found.reason}"
     return [warning("slow-tokenizer", slow)] if found.reason else []

@@ -49,9 +49,9 @@ def import_root(shop: Workshop, source: Path, head: Head, fresh: bool) -> tuple[
         new_head = bool(labels) and not has_classifier(config)
         require_finite_weights(source, new_head, bool(head.sentences))
         write_text_rules(out, rules)
-        facts = {**_facts(source, out, coded), **rules.model_dump(exclude_defaults=True), **shop.remembered}
+        details = {**_facts(source, out, coded), **rules.model_dump(exclude_defaults=True), **shop.remembered}
         if new_head:
-            facts["new_head"] = True  # random, so nothing can learn from it
+            details["new_head"] = True  # random, so nothing can learn from it
         manifest = Manifest(
             key=key,
             format="torch",
@@ -62,7 +62,7 @@ def import_root(shop: Workshop, source: Path, head: Head, fresh: bool) -> tuple[
             parent=None,
             versions=dict(shop.versions),
             warnings=notes,
-            facts=facts,
+            details=details,
         )
         return shop.store.commit(out, manifest, replace=fresh)
 
@@ -77,9 +77,9 @@ def _facts(source: Path, out: Path, coded: bool) -> dict[str, Any]:
     from smelt.runtime.models.places.parameters import count_parameters
     from smelt.runtime.models.stored_dtype import stored_types
 
-    facts: dict[str, Any] = {"parameters": count_parameters(out)}
+    details: dict[str, Any] = {"parameters": count_parameters(out)}
     if coded:
-        facts["bits_per_weight"] = coded_bits(empty_model(out)[0], stored_types(out).common.itemsize)
+        details["bits_per_weight"] = coded_bits(empty_model(out)[0], stored_types(out).common.itemsize)
     if (licence := licence_of(source)) is not None:
-        facts["licence"] = licence  # what `smelt package` tells of it
-    return facts
+        details["licence"] = licence  # what `smelt package` tells of it
+    return details

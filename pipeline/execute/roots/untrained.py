@@ -123,7 +123,7 @@ def _commit(
 
     write_text_rules(out, rules)
     how = tokenizer.model_dump() if isinstance(tokenizer, NewTokenizer) else tokenizer
-    facts = {"parameters": count_parameters(out), "untrained": True, **shop.remembered}
+    details = {"parameters": count_parameters(out), "untrained": True, **shop.remembered}
     manifest = Manifest(
         key=key,
         format="torch",
@@ -134,7 +134,7 @@ def _commit(
         parent=None,
         versions=dict(shop.versions),
         warnings=notes,
-        facts=facts | rules.model_dump(exclude_defaults=True),
+        details=details | rules.model_dump(exclude_defaults=True),
     )
     return shop.store.commit(out, manifest, replace=fresh)
 

@@ -45,9 +45,9 @@ def check_generator(recipe: Recipe, path: Path, mistakes: Mistakes) -> ForeignMo
     if wrong or folder is None or signature is None:
         return None
     files = tuple(dict.fromkeys(name for found in looked.values() for name in found.files))
-    facts: dict[str, Any] = dict(looked[last].facts or {})
-    facts["nodes"] = sum(int((found.facts or {}).get("nodes", 0)) for found in looked.values())
-    return ForeignModel(parts[last], signature, files, folder, facts, parts)
+    details: dict[str, Any] = dict(looked[last].details or {})
+    details["nodes"] = sum(int((found.details or {}).get("nodes", 0)) for found in looked.values())
+    return ForeignModel(parts[last], signature, files, folder, details, parts)
 
 
 def check_engines(

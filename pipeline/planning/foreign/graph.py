@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smelt.core.data import SIMILARITY, TENSORS, Task
+from smelt.core.data import CUSTOM, SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
 from smelt.core.messages import Message, mistake, warning
@@ -71,8 +71,8 @@ def _one_graph(
         mistakes.add(("model",), f"{file}: {problem}.", code="unsupported-graph")
     if found.signature is None or touches(bad, "task"):
         return None
-    model = ForeignModel(file, found.signature, found.files, facts=dict(found.facts or {}))
-    if random := model.facts.get("random"):
+    model = ForeignModel(file, found.signature, found.files, details=dict(found.details or {}))
+    if random := model.details.get("random"):
         more = f" and {len(random) - _NAMED} more" if len(random) > _NAMED else ""
         warnings.append(
             warning(
@@ -81,7 +81,7 @@ def _one_graph(
                 " each run, and so do scores. Export it in inference mode (model.eval()).",
             )
         )
-    if recipe.task == TENSORS:
+    if recipe.task == CUSTOM:
         known = _with_axes(recipe, model, mistakes, bad)
         if known is not None:
             _check_arrays(recipe, known, mistakes, bad, warnings)
@@ -89,7 +89,7 @@ def _one_graph(
     if recipe.data.axes and not touches(bad, "data.axes"):
         mistakes.add(
             ("data", "axes"),
-            f"is for arrays, task: {TENSORS}; {recipe.task} reads texts.",
+            f"is for arrays, task: {CUSTOM}; {recipe.task} reads texts.",
             code="does-not-fit-task",
         )
     folder = _check_texts(recipe, model, mistakes)
@@ -118,8 +118,8 @@ def check_floats(
     model: ForeignModel | None, steps: Sequence[Step], places: Mapping[str, Where], mistakes: Mistakes
 ) -> None:
     """Note the steps that change float32 weights where the graph has others: codes, or halves."""
-    facts = model.facts if model is not None else {}
-    codes, floats = facts.get("codes"), facts.get("floats")
+    details = model.details if model is not None else {}
+    codes, floats = details.get("codes"), details.get("floats")
     if codes:
         weights = f"{codes:,} weight{'s' * (codes > 1)} of 8 bits or fewer"
         why = f"this file is quantized already: {weights}. Start from the float32 file"
@@ -136,7 +136,7 @@ def check_floats(
 def fit_batches(recipe: Recipe, model: ForeignModel | None, mistakes: Mistakes) -> Recipe:
     """Return `recipe` with the batch that the graph takes, where that is fixed and the recipe names none."""
     latency = recipe.score.latency
-    size = model.signature.batch if model is not None and recipe.task == TENSORS else None
+    size = model.signature.batch if model is not None and recipe.task == CUSTOM else None
     if size is None or not latency:
         return recipe
     if "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (size,):
@@ -152,17 +152,17 @@ def fit_batches(recipe: Recipe, model: ForeignModel | None, mistakes: Mistakes) 
 
 def fit_axes(recipe: Recipe, model: ForeignModel | None) -> Recipe:
     """Return `recipe` with the axis of the rows of every input of a graph of arrays, as it was found."""
-    if model is None or recipe.task != TENSORS:
+    if model is None or recipe.task != CUSTOM:
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"axes": model.signature.axes})})
 
 
 def _not_onnx(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
     """Note what only fits an ONNX model."""
-    if recipe.task == TENSORS and not touches(bad, "task"):
+    if recipe.task == CUSTOM and not touches(bad, "task"):
         mistakes.add(
             ("task",),
-            f"'{TENSORS}' is for a model that is an .onnx file; {recipe.model!s} is none.",
+            f"'{CUSTOM}' is for a model that is an .onnx file; {recipe.model!s} is none.",
             code="needs-onnx-model",
         )
     if recipe.tokenizer is not None and not touches(bad, "tokenizer"):
@@ -174,7 +174,7 @@ def _not_onnx(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
     if recipe.data.axes and not touches(bad, "data.axes"):
         mistakes.add(
             ("data", "axes"),
-            f"is for arrays of an ONNX model, task: {TENSORS}.",
+            f"is for arrays of an ONNX model, task: {CUSTOM}.",
             code="needs-onnx-model",
         )
 
@@ -189,13 +189,13 @@ def _check_arrays(
     if recipe.tokenizer is not None:
         mistakes.add(
             ("tokenizer",),
-            f"means nothing for task: {TENSORS}, where no text is read.",
+            f"means nothing for task: {CUSTOM}, where no text is read.",
             code="does-not-fit-task",
         )
     for name in _OF_TEXTS:
         if getattr(data, name) is not None:
             mistakes.add(
-                ("data", name), f"is for texts; task: {TENSORS} reads arrays.", code="does-not-fit-task"
+                ("data", name), f"is for texts; task: {CUSTOM} reads arrays.", code="does-not-fit-task"
             )
     if "columns" in data.model_fields_set:
         mistakes.add(
@@ -240,8 +240,8 @@ def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Pat
     if recipe.task not in _GIVES:
         mistakes.add(
             ("task",),
-            f"an ONNX model is for {', '.join((*_GIVES, *GENERATES, TENSORS))}. For {recipe.task} start from"
-            f" the folder with weights that it was exported from, or give task: {TENSORS}.",
+            f"an ONNX model is for {', '.join((*_GIVES, *GENERATES, CUSTOM))}. For {recipe.task} start from"
+            f" the folder with weights that it was exported from, or give task: {CUSTOM}.",
             code="unsupported-task",
         )
         return None
@@ -296,14 +296,14 @@ def _unfit(signature: Signature, task: Task) -> Iterator[Message]:
         yield mistake(
             "wrong-graph-inputs",
             f"its inputs are {', '.join(inputs)}; a graph for {task} takes input_ids, attention_mask and"
-            f" maybe token_type_ids. Export it with these names, or give task: {TENSORS}.",
+            f" maybe token_type_ids. Export it with these names, or give task: {CUSTOM}.",
         )
     given = {_GIVES[task], *([HIDDEN] if task == SIMILARITY else [])}
     if not given & set(outputs):
         yield mistake(
             "wrong-graph-outputs",
             f"its outputs are {', '.join(outputs)}; a graph for {task} gives {' or '.join(sorted(given))}."
-            f" Export it with this name, or give task: {TENSORS}.",
+            f" Export it with this name, or give task: {CUSTOM}.",
         )
 
 

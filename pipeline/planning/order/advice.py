@@ -11,8 +11,17 @@ from smelt.planning.order.draft import Draft, done, scheme_of
 from smelt.planning.order.lost import lost_by
 from smelt.runtime.schemes.registry import SCHEMES
 
-# steps of which a model that does not go on from them has nothing; `vocabulary` gives it its words
-_CHANGES_WEIGHTS = ("prune", "depth", "factorize", "share", "sparsify", "quantize", "finetune", "distill")
+# steps of which a model that does not go on from them has nothing; `trim-vocabulary` gives it its words
+_CHANGES_WEIGHTS = (
+    "prune",
+    "drop-layers",
+    "factorize",
+    "share-weights",
+    "sparsify",
+    "quantize",
+    "finetune",
+    "distill",
+)
 
 
 def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
@@ -34,11 +43,11 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
                 f" a distill after '{d.name}': it trains the quantized weights.",
                 **at,
             )
-    codes = getattr(draft.settings, "codes", None)
+    codes = getattr(draft.settings, "qat", None)
     if codes is not None and codes.activations == "one-bit":
         yield warning(
             "one-bit-inputs",
-            "codes: activations: one-bit lowers quality without a gain in speed: no runtime multiplies bits"
+            "qat: activations: one-bit lowers quality without a gain in speed: no runtime multiplies bits"
             " with bits.",
             **at,
         )
@@ -54,7 +63,7 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
             " first.",
             **at,
         )
-    if late and draft.entry.word == "depth":
+    if late and draft.entry.word == "drop-layers":
         yield warning(
             "poor-order",
             f"Removing layers after {late} discards part of that work; put depth first.",

@@ -204,14 +204,14 @@ class Checker:
 
     def _check_selection(self, draft: Draft) -> None:
         """A checkpoint can be chosen by its loss, or by a metric that the recipe scores."""
-        metric = getattr(draft.settings, "select", "loss")
+        metric = getattr(draft.settings, "metric_for_best_model", "loss")
         if metric == "loss" or touches(self.bad, "task", "score"):
             return
-        path = (*draft.entry.path, "select")
+        path = (*draft.entry.path, "metric_for_best_model")
         if self.recipe.task == "language-modeling":
             self.mistakes.add(
                 path,
-                "a language model's metrics follow from its loss; write select: loss.",
+                "a language model's metrics follow from its loss; write metric_for_best_model: loss.",
                 code="metric-follows-loss",
             )
             return
@@ -249,7 +249,7 @@ class Checker:
                 code="needs-onnx-model",
             )
             return
-        quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-graph")), None)
+        quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-onnx")), None)
         for name, why in IN_TRAINING.items():
             if quantized and getattr(draft.settings, name, None) is not None:
                 self.mistakes.add(
@@ -273,7 +273,10 @@ class Checker:
 
     def _check_units(self, draft: Draft, above: list[Draft]) -> None:
         """Heads and neurons cannot be cut from what some steps leave."""
-        cuts = getattr(draft.cls, "cuts_units", False) or getattr(draft.settings, "masks", None) is not None
+        cuts = (
+            getattr(draft.cls, "cuts_units", False)
+            or getattr(draft.settings, "learned_masks", None) is not None
+        )
         for d in above if cuts else ():
             holds = getattr(d.cls, "holds_units", None)
             if holds and d.settings and (why := holds(d.settings)):

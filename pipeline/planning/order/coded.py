@@ -64,12 +64,12 @@ def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[Mes
         settings: Any = step.settings
         if step.parent not in kept or settings.begins_anew:
             continue
-        learned = getattr(getattr(settings, "codes", None), "scales", None) == "lsq"
+        learned = getattr(getattr(settings, "qat", None), "scales", None) == "lsq"
         if getattr(settings, "moves_codes", False) and not learned:
             yield warning(
                 "quantized-weights-lost",
                 "Training recomputes the scales and rounds to nearest, so the quantized weights that"
-                f" {coding.method} optimized are lost. codes: {{scales: lsq}} starts from them, and lora"
+                f" {coding.method} optimized are lost. qat: {{scales: lsq}} starts from them, and lora"
                 " keeps them.",
                 step=step.name,
             )
@@ -121,7 +121,7 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
         if step.parent not in known:
             continue
         known.add(step.name)
-        codes = getattr(settings, "codes", None)
+        codes = getattr(settings, "qat", None)
         other = settings.begins_anew
         before = None if other else left.get(step.parent)
         if before is not None:
@@ -150,47 +150,48 @@ def _made_by(quantize: Any) -> _Coded:
     """Return what `quantize` leaves; a graph of somebody else has other settings, and nothing trains it."""
     says = getattr(quantize, "schemes", None)
     used = says() if says is not None else ()
-    mixed = getattr(quantize, "bits", None) is not None
+    mixed = getattr(quantize, "mixed_precision", None) is not None
     layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
     unsplit = None
-    if getattr(quantize, "granularity", None) == "row":
+    if getattr(quantize, "granularity", None) == "channel":
         unsplit = (
             "row-scales-not-splittable",
             "a scale for each row, and their halves one for each group; quantize with granularity: group.",
         )
-    elif getattr(quantize, "beside", None) is not None:
-        text = "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
+    elif getattr(quantize, "correction", None) is not None:
+        text = "a low-rank pair beside their codes, which cannot be split; leave low_rank_correction out."
         unsplit = ("low-rank-not-splittable", text)
-    pairs = getattr(quantize, "beside", None) is not None
-    return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)), pairs=pairs)
+    pairs = getattr(quantize, "correction", None) is not None
+    return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "exclude", None)), pairs=pairs)
 
 
 def _misfits(settings: Any, before: _Coded) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with how a step trains the codes that it gets, each with a code."""
-    codes, halved = getattr(settings, "codes", None), [name for name, one in SCHEMES.items() if one.halves]
+    codes, halved = getattr(settings, "qat", None), [name for name, one in SCHEMES.items() if one.halves]
     if getattr(settings, "lora", None) is not None and before.split and not before.floats:
         yield (
-            "lora: adapters stand beside layers of codes, and codes: split made two of each before it, which"
-            " have no place for one; leave lora out, or split out.",
+            "lora: adapters stand beside layers of codes, and qat: weight_splitting made two of each before"
+            " it, which have no place for one; leave lora out, or weight_splitting out.",
             "lora-on-split-layers",
         )
     if codes is None:
         return
     if codes.scales == "lsq" and before.used and not any(SCHEMES[name].learns for name in before.used):
         yield (
-            f"codes: scales: lsq learns the scales of codes, and {' and '.join(before.used)} has none to"
+            f"qat: scales: lsq learns the scales of codes, and {' and '.join(before.used)} has none to"
             " learn; quantize with another scheme, or leave scales out.",
             "scales-not-learned",
         )
-    if codes.split and before.layers not in halved:
+    if codes.weight_splitting and before.layers not in halved:
         yield (
-            f"codes: split makes two layers of each {' or '.join(halved)} one, and those before it are"
-            f" {before.layers}; quantize with scheme: {' or '.join(halved)}, or leave split out.",
+            f"qat: weight_splitting makes two layers of each {' or '.join(halved)} one, and those before it"
+            f" are {before.layers}; quantize with scheme: {' or '.join(halved)}, or leave weight_splitting"
+            " out.",
             "unsupported-scheme",
         )
-    elif codes.split and before.unsplit:
+    elif codes.weight_splitting and before.unsplit:
         code, text = before.unsplit
-        yield f"codes: split: the layers before it have {text}", code
+        yield f"qat: weight_splitting: the layers before it have {text}", code
     if codes.activations == "one-bit":
         yield from _whole_inputs(_behind(settings, before).layers, before.pairs)
 
@@ -203,21 +204,21 @@ def _whole_inputs(scheme: str, pairs: bool) -> Iterator[tuple[str, str]]:
     known = [name for name, one in SCHEMES.items() if one.binary_inputs]
     if scheme not in known:
         yield (
-            f"codes: activations: one-bit is for layers of scheme {' or '.join(known)}, and those before it"
+            f"qat: activations: one-bit is for layers of scheme {' or '.join(known)}, and those before it"
             f" are {scheme}; quantize with scheme: {' or '.join(known)}, or leave activations out.",
             "unsupported-scheme",
         )
     elif pairs:
         yield (
-            "codes: activations: one-bit: the layers before it have a low-rank pair beside their codes, which"
-            " is fed what they are; leave low_rank or lora out before it.",
+            "qat: activations: one-bit: the layers before it have a low-rank pair beside their codes, which"
+            " is fed what they are; leave low_rank_correction or lora out before it.",
             "low-rank-beside-binary-inputs",
         )
 
 
 def _behind(settings: Any, before: _Coded) -> _Coded:
     """Return what a step leaves of the codes that it gets."""
-    codes = getattr(settings, "codes", None)
+    codes = getattr(settings, "qat", None)
     if getattr(settings, "lora", None) is not None:
         text = "adapters beside their codes, which cannot be split; leave lora out before it."
         beside = ("adapters-not-splittable", text)
@@ -225,7 +226,7 @@ def _behind(settings: Any, before: _Coded) -> _Coded:
         return replace(before, unsplit=unsplit, pairs=True)
     if codes is not None and codes.activations == "one-bit":
         before = replace(before, one_bit=True)
-    if codes is not None and codes.split and before.layers in SCHEMES and not before.unsplit:
+    if codes is not None and codes.weight_splitting and before.layers in SCHEMES and not before.unsplit:
         halves = SCHEMES[before.layers].halves
         used = tuple(halves if name == before.layers else name for name in before.used)
         return replace(before, layers=halves, used=used, split=True) if halves else before

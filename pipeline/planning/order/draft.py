@@ -58,9 +58,9 @@ def done(draft: Draft) -> Done | None:
 
 def scheme_of(draft: Draft) -> str:
     """Return the scheme of a quantize step, or `quantized` where that is not known."""
-    if not _chosen(draft, {"scheme", "bits"}):
+    if not _chosen(draft, {"scheme", "mixed_precision"}):
         return "quantized"
-    if getattr(draft.settings, "bits", None) is not None:
+    if getattr(draft.settings, "mixed_precision", None) is not None:
         return " and ".join(cast(Any, draft.settings).schemes())
     return str(cast(Any, draft.settings).scheme)
 
@@ -71,7 +71,7 @@ def _chosen(quantized: Draft, words: set[str]) -> bool:
     if settings is None or quantized.wrong & words:
         return False
     known = type(settings).model_fields
-    return bool(settings.model_fields_set & {"scheme", "bits"}) or all(
+    return bool(settings.model_fields_set & {"scheme", "mixed_precision"}) or all(
         word in known for word in quantized.wrong
     )
 
@@ -81,7 +81,7 @@ def schemes_of(quantized: Draft) -> tuple[Scheme, ...] | None:
 
     Nobody does where what chooses them is a mistake: the defaults in its place are not what was meant.
     """
-    if not _chosen(quantized, {"scheme", "vocabulary", "bits"}):
+    if not _chosen(quantized, {"scheme", "embedding_scheme", "mixed_precision"}):
         return None
     return tuple(SCHEMES[name] for name in cast(Any, quantized.settings).schemes())
 
@@ -100,7 +100,7 @@ def widths_for(quantized: Draft, target: str) -> dict[int, float]:
     Empty where none runs, and where the step has one scheme.
     """
     settings: Any = quantized.settings
-    if getattr(settings, "bits", None) is None:
+    if getattr(settings, "mixed_precision", None) is None:
         return {}
     made = {width: (scheme, settings.options(scheme.name)) for width, scheme in sorted(WIDTHS.items())}
     return {

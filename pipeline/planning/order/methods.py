@@ -14,10 +14,10 @@ from smelt.planning.plan import Step
 def unfit_methods(steps: Sequence[Step]) -> Iterator[Message]:
     """Yield a note for each step whose method is not for its codes; the run warns of those that were made.
 
-    Nothing of `bits`, whose widths are chosen when the step works.
+    Nothing of `mixed_precision`, whose widths are chosen when the step works.
     """
     for step in steps:
         settings: Any = step.settings
-        if getattr(settings, "method", None) == "hqq" and getattr(settings, "bits", None) is None:
+        if getattr(settings, "method", None) == "hqq" and getattr(settings, "mixed_precision", None) is None:
             for found in two_bits(settings.schemes()):
                 yield replace(found, severity="info", step=step.name)

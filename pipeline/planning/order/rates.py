@@ -34,7 +34,7 @@ def unsaid_rates(
         settings: Any = step.settings
         if step.parent not in known or settings.begins_anew:
             continue
-        if "width" in getattr(settings, "what", ()):
+        if "width" in getattr(settings, "targets", ()):
             continue
         codes, before = known[step.parent], configs[step.parent]
         known[step.name] = tuple(settings.schemes()) if step.stage == "quantize" else codes

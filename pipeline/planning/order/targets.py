@@ -86,12 +86,12 @@ def _other_widths(quantized: Draft, target: str) -> list[str]:
     runs = widths_for(quantized, target)
     if len(runs) < 2:
         return []
-    budget = cast(Any, quantized.settings).bits.budget
+    budget = cast(Any, quantized.settings).mixed_precision.target_bits
     least, most = min(runs.values()), max(runs.values())
     beside = (
         "" if budget is None or least <= budget < most else f" and a budget between {least:g} and {most:g}"
     )
-    return [f"'{quantized.name}' `bits: {{widths: {[*runs]}}}`{beside}"]
+    return [f"'{quantized.name}' `mixed_precision: {{bit_widths: {[*runs]}}}`{beside}"]
 
 
 def _other_schemes(quantized: Draft, target: str) -> list[str]:
@@ -103,28 +103,28 @@ def _other_schemes(quantized: Draft, target: str) -> list[str]:
     others = schemes_for(target)
     if not others or schemes_of(quantized) is None:
         return []
-    if settings.bits is not None:
-        return [f"quantize with {' or '.join(others)} in place of bits"]
+    if settings.mixed_precision is not None:
+        return [f"quantize with {' or '.join(others)} in place of mixed_precision"]
     if settings.scheme in others:
         tables = [name for name in others if SCHEMES[name].tables]
-        return [f"'{quantized.name}' `vocabulary: {' or '.join(tables)}`"]
-    named = settings.vocabulary is not None and settings.vocabulary not in others
-    return [f"quantize with {' or '.join(others)}{', without `vocabulary`' if named else ''}"]
+        return [f"'{quantized.name}' `embedding_scheme: {' or '.join(tables)}`"]
+    named = settings.embedding_scheme is not None and settings.embedding_scheme not in others
+    return [f"quantize with {' or '.join(others)}{', without `embedding_scheme`' if named else ''}"]
 
 
 def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> None:
     """A graph of the whole search takes only some rows of the output layer, which not all codes allow."""
     wanted: Any = draft.settings
-    if quantized is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
+    if quantized is None or wanted is None or not wanted.generation_graph or draft.target != "ort-cpu":
         return
     settings: Any = quantized.settings
-    if schemes_of(quantized) is None or not settings.head:
+    if schemes_of(quantized) is None or not settings.output_layer:
         return
     scheme = SCHEMES[settings.table_scheme]
     if not scheme.by_word:
         mistakes.add(
             draft.entry.path,
             f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"
-            f" '{quantized.name}' `vocabulary: {DEFAULT}`, or this step `loop: false`.",
+            f" '{quantized.name}' `embedding_scheme: {DEFAULT}`, or this step `generation_graph: false`.",
             code="unsupported-scheme",
         )

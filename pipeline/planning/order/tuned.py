@@ -13,7 +13,7 @@ from smelt.runtime.schemes.scheme import Options
 
 
 def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
-    """Yield where `tune` has nothing to choose from, and what to do.
+    """Yield where `autotune` has nothing to choose from, and what to do.
 
     Args:
         steps: of the plan, parents first.
@@ -28,15 +28,15 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
         elif not settings.begins_anew:
             unknown |= {step.name} if step.parent in unknown else set()
             codes |= {step.name: codes[step.parent]} if step.parent in codes else {}
-        tunes = step.stage == "onnx" and getattr(settings, "tune", False) and "tune" not in step.wrong
+        tunes = step.stage == "onnx" and getattr(settings, "autotune", False) and "autotune" not in step.wrong
         if not tunes or step.name in unknown:
             continue
-        at: Any = {"step": step.name, "setting": "tune", "line": step.line}
+        at: Any = {"step": step.name, "setting": "autotune", "line": step.line}
         if step.name not in codes:
             yield warning(
                 "nothing-quantized",
-                "tune chooses between operators for quantized layers, but nothing is quantized before it."
-                " Remove tune, or put `quantize` before it.",
+                "autotune chooses between operators for quantized layers, but nothing is quantized before it."
+                " Remove autotune, or put `quantize` before it.",
                 **at,
             )
             continue
@@ -44,7 +44,8 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
         if all(len(SCHEMES[name].forms(options)) < 2 for name, options in schemes.items()):
             yield warning(
                 "nothing-to-tune",
-                f"tune: layers of {' and '.join(schemes)}, as '{maker}' quantizes them, can be exported as"
+                f"autotune: layers of {' and '.join(schemes)}, as '{maker}' quantizes them, can be exported"
+                f" as"
                 " one operator only; nothing is chosen.",
                 **at,
             )

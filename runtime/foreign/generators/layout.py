@@ -56,7 +56,8 @@ def _no_first_or_next(names: Collection[str]) -> str:
     if NEXT in names:
         return (
             f"{ENCODER}.onnx and {NEXT}.onnx without {FIRST}.onnx, which makes the first token. Where smelt"
-            " wrote this folder, `smelt package FOLDER --for optimum` writes one that is read; else export it"
+            " wrote this folder, `smelt package FOLDER --format optimum` writes one that is read; else"
+            " export it"
             f" again: {export}"
         )
     lacks = f"{FIRST}.onnx alone, without caches from step to step" if FIRST in names else "no decoder"

@@ -34,8 +34,7 @@ SYMMETRIC = Option(
     "symmetric",
     True,
     (True, False),
-    "zero lies in the middle; false stores zero points; positive: in the middle, and no scale is negative, as"
-    " TensorRT wants them",
+    "false: with zero points; positive: no negative scales, for TensorRT",
 )
 
 # of a code its parts that are packed alone: the name of the tensor, how many bits, the place of the lowest

@@ -22,12 +22,12 @@ from smelt.runtime.schemes.scheme import Coded, Option, Options
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP_SIZE = Option("group_size", 64, (16, 32, 64, 128), "inputs of a row that share a scale")
+GROUP_SIZE = Option("group_size", 64, (16, 32, 64, 128), "inputs that share a scale or a codebook")
 ACCURACY_LEVEL = Option(
     "accuracy_level",
     4,
     (0, 4),
-    "4 multiplies activations as int8 blocks, 0 as float32 (as ONNX Runtime's MatMulNBits has it)",
+    "activations: 4: int8 blocks, 0: float32",
     expected="0 (float32) or 4 (int8 blocks)",
 )
 

@@ -18,9 +18,9 @@ from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Sc
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARED = "what shares a scale: a group of a row's inputs, a row (an output channel), or the tensor of all"
+SHARED = "what shares a scale"
 _TENSOR = "tensor"
-GRANULARITY = Option("granularity", "channel", ("channel", _TENSOR), SHARED, later=True)
+GRANULARITY = Option("granularity", "channel", ("channel", _TENSOR), SHARED)
 # the name in a graph of the scale that a whole matrix has
 ONE = "scale"
 
@@ -34,7 +34,7 @@ class RowCodes(Scheme):
 
     def whole(self, options: Options) -> bool:
         """Say whether the granularity is the tensor."""
-        return options.get(GRANULARITY.name) == _TENSOR
+        return options.get(GRANULARITY.name) == _TENSOR  # bnb-int8 has no such option
 
     def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
         """Let the largest magnitude of a row, or of all, be 127; where all is zero the scale is 1."""

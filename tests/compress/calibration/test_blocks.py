@@ -9,7 +9,7 @@ from refusals import refused
 
 from smelt.compress.calibration.blocks import drive
 from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.share.layers import ShareSettings, share_layers
+from smelt.compress.share.layers import ShareWeightsSettings, share_layers
 from smelt.core.errors import InputError
 from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model
@@ -106,7 +106,7 @@ def test_states_that_lie_on_disk_are_the_same(tmp_path):
 
 def test_a_layer_that_stands_in_several_blocks_is_seen_in_all_of_them(tmp_path):
     model, edits = load_model(every_family.of_layers("bert", 3))
-    share_layers(model, edits, ShareSettings(every=3))
+    share_layers(model, edits, ShareWeightsSettings(group_size=3))
     rows = rows_for(model, ((2, 9),))
     names = [block.feed_forward.down for block in blocks_of(model)]
     wanted = fed(model, rows, [names[0]])[names[0]]

@@ -99,7 +99,9 @@ def test_a_second_rank_makes_no_second_pass_and_the_same_pairs(tmp_path, passes,
     source = tiny.marian(tmp_path / "m")
 
     def go(name, ratio, **more):
-        settings = FactorizeSettings.model_validate({"method": "whitened-svd", "ratio": ratio, "aim": "size"})
+        settings = FactorizeSettings.model_validate(
+            {"method": "whitened-svd", "keep_ratio": ratio, "optimize_for": "size"}
+        )
         return harness.run(Factorize(), settings, source, tmp_path / name / "out", data=rows, **more)
 
     go("a", 0.8, files=shop.files)

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from smelt.compress.depth.fit import check_depth, layers_kept
-from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.settings import DropLayersSettings
 
 MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
 BERT = {"model_type": "bert", "num_hidden_layers": 12}
@@ -16,20 +16,20 @@ MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
     ("settings", "kept"),
     [
         ({}, {"encoder_layers": 3, "decoder_layers": 2}),  # half, and a half of three counts up
-        ({"keep": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
+        ({"keep_ratio": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
         ({"decoder_layers": 1}, {"encoder_layers": 6, "decoder_layers": 1}),
-        ({"keep": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
+        ({"keep_ratio": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
     ],
 )
 def test_stack_that_is_not_named_keeps_a_fraction_or_all(settings, kept):
-    assert layers_kept(DepthSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3}) == kept
+    assert layers_kept(DropLayersSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3}) == kept
 
 
 def test_config_of_the_result_says_how_many_layers_are_left():
-    mistakes, after = check_depth(DepthSettings(keep=0.5), MARIAN)
+    mistakes, after = check_depth(DropLayersSettings(keep_ratio=0.5), MARIAN)
     assert not mistakes
     assert after == {**MARIAN, "encoder_layers": 3, "decoder_layers": 2}
-    _, after = check_depth(DepthSettings(decoder_layers=[1]), T5)
+    _, after = check_depth(DropLayersSettings(decoder_layers=[1]), T5)
     assert after == {**T5, "num_decoder_layers": 1, "num_layers": 4}
 
 
@@ -44,48 +44,48 @@ def test_config_of_the_result_says_how_many_layers_are_left():
     ],
 )
 def test_layers_that_there_are_not(settings, config, place, code):
-    (found,) = check_depth(DepthSettings(**settings), config)[0]
+    (found,) = check_depth(DropLayersSettings(**settings), config)[0]
     assert (found.setting, found.code) == (place, code)
 
 
 @pytest.mark.parametrize(
     ("settings", "place", "code"),
     [
-        ({"what": ["ffn"], "decoder_layers": 4}, "decoder_layers", "more-than-model-has"),
+        ({"targets": ["ffn"], "decoder_layers": 4}, "decoder_layers", "more-than-model-has"),
         (
-            {"what": ["attention", "cross-attention", "ffn"], "decoder_layers": 10},
+            {"targets": ["attention", "cross-attention", "ffn"], "decoder_layers": 10},
             "decoder_layers",
             "more-than-model-has",
         ),
-        ({"what": ["attention", "ffn"], "encoder_layers": 1}, "encoder_layers", "too-few-kept"),
-        ({"what": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
+        ({"targets": ["attention", "ffn"], "encoder_layers": 1}, "encoder_layers", "too-few-kept"),
+        ({"targets": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
     ],
 )
 def test_parts_that_there_are_not(settings, place, code):
-    (found,) = check_depth(DepthSettings(**settings), MARIAN)[0]
+    (found,) = check_depth(DropLayersSettings(**settings), MARIAN)[0]
     assert (found.setting, found.code) == (place, code)
 
 
 def test_as_many_parts_as_there_are_may_stay():
-    settings = {"what": ["attention", "cross-attention", "ffn"], "encoder_layers": 12, "decoder_layers": 9}
-    assert check_depth(DepthSettings(**settings), MARIAN)[0] == []
+    settings = {"targets": ["attention", "cross-attention", "ffn"], "encoder_layers": 12, "decoder_layers": 9}
+    assert check_depth(DropLayersSettings(**settings), MARIAN)[0] == []
 
 
 def test_last_layers_of_a_model_whose_first_must_stay_blame_the_importance():
-    (found,) = check_depth(DepthSettings(keep=0.5, importance="last"), MODERN)[0]
+    (found,) = check_depth(DropLayersSettings(keep_ratio=0.5, importance="last"), MODERN)[0]
     assert (found.setting, found.code) == ("importance", "first-layer-required")
-    assert not check_depth(DepthSettings(keep=1, importance="last"), MODERN)[0]
+    assert not check_depth(DropLayersSettings(keep_ratio=1, importance="last"), MODERN)[0]
 
 
-@pytest.mark.parametrize("wrong", [{"layers": 0}, {"layers": []}, {"keep": 0}, {"keep": 1.5}])
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"layers": []}, {"keep_ratio": 0}, {"keep_ratio": 1.5}])
 def test_nothing_left_is_refused(wrong):
     with pytest.raises(ValidationError):
-        DepthSettings(**wrong)
+        DropLayersSettings(**wrong)
 
 
 def test_rows_are_needed_only_where_they_are_looked_at():
-    from smelt.compress.depth.stage import Depth
+    from smelt.compress.depth.stage import DropLayers
 
-    assert Depth.needs_with(DepthSettings(), ()) == {"train"}
-    assert Depth.needs_with(DepthSettings(importance="loss"), ("calibration",)) == {"calibration"}
-    assert Depth.needs_with(DepthSettings(importance="alternate"), ()) == frozenset()
+    assert DropLayers.needs_with(DropLayersSettings(), ()) == {"train"}
+    assert DropLayers.needs_with(DropLayersSettings(importance="loss"), ("calibration",)) == {"calibration"}
+    assert DropLayers.needs_with(DropLayersSettings(importance="uniform"), ()) == frozenset()

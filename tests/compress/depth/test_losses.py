@@ -8,8 +8,8 @@ import torch
 from smelt.compress.calibration.retried import Retried
 from smelt.compress.depth.influence import without
 from smelt.compress.depth.losses import losses_of
-from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.depth.stage import Depth
+from smelt.compress.depth.settings import DropLayersSettings
+from smelt.compress.depth.stage import DropLayers
 from smelt.families.registry import family_of
 from smelt.runtime.models.checkpoint import load_model
 
@@ -31,9 +31,11 @@ def test_they_are_those_of_whole_runs(what, family, tmp_path, monkeypatch):
         return both
 
     monkeypatch.setattr(Retried, "calling", calling)
-    settings = {"keep": 0.5, "rows": 8, "importance": "loss"} | ({} if what is None else {"what": what})
-    ctx = every_family.run(Depth(), DepthSettings(**settings), source, family, tmp_path / "out")
-    assert len(ctx.facts["dropped"]) >= 1
+    settings = {"keep_ratio": 0.5, "calibration_samples": 8, "importance": "loss"} | (
+        {} if what is None else {"targets": what}
+    )
+    ctx = every_family.run(DropLayers(), DropLayersSettings(**settings), source, family, tmp_path / "out")
+    assert len(ctx.details["dropped"]) >= 1
     assert all(resumed == whole for resumed, whole in losses)
     assert len({whole for _, whole in losses}) > 2
 

@@ -12,10 +12,10 @@ import transformers
 from every_family import OF_TEXTS
 from refusals import refused
 
-from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.depth.stage import Depth
+from smelt.compress.depth.settings import DropLayersSettings
+from smelt.compress.depth.stage import DropLayers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.messages import codes
@@ -42,43 +42,45 @@ def _with_idle_layer(family, out):
 
 def test_an_embedder_without_scores_takes_block_influence():
     split = Split("pairs.jsonl", (Example("a"), Example("b")))
-    [found] = Depth.check_rows(DepthSettings(), "sentence-similarity", {"train": split})
+    [found] = DropLayers.check_rows(DropLayersSettings(), "sentence-similarity", {"train": split})
     assert (found.setting, found.code) == ("importance", "missing-scores")
-    settings = DepthSettings(importance="block-influence")
-    assert not Depth.check_rows(settings, "sentence-similarity", {"train": split})
+    settings = DropLayersSettings(importance="block-influence")
+    assert not DropLayers.check_rows(settings, "sentence-similarity", {"train": split})
 
 
 @pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_layer_that_does_nothing_goes_first(family, tmp_path):
     idle = _with_idle_layer(family, tmp_path / "idle")
     ctx = every_family.run(
-        Depth(),
-        DepthSettings(keep=0.67, importance="block-influence", rows=4),
+        DropLayers(),
+        DropLayersSettings(keep_ratio=0.67, importance="block-influence", calibration_samples=4),
         idle,
         family,
         tmp_path / "out",
     )
-    kept = ctx.facts["kept_layers"]
+    kept = ctx.details["kept_layers"]
     assert list(kept.values()) == [[0, 2]] * len(kept)
     before, after = load_model(idle)[0], load_model(ctx.out)[0]
     if family_of(before).stacks(before.config.to_dict())[0].stream.norms_first:
         # where norms stand behind the sum (BERT), an idle layer norms once more
-        assert all(values[1] < 1e-6 for values in ctx.facts["block_influence"].values())
+        assert all(values[1] < 1e-6 for values in ctx.details["block_influence"].values())
         assert torch.allclose(harness.logits(after), harness.logits(before), atol=1e-5)
-    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
     assert not (ctx.out / "structure.json").exists()
     assert not ctx.warnings
 
 
 @pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_transformers_loads_what_is_left(family, tmp_path):
-    settings = DepthSettings(keep=0.67, importance="loss", rows=4)
-    ctx = every_family.run(Depth(), settings, every_family.of_layers(family, 3), family, tmp_path / "out")
+    settings = DropLayersSettings(keep_ratio=0.67, importance="loss", calibration_samples=4)
+    ctx = every_family.run(
+        DropLayers(), settings, every_family.of_layers(family, 3), family, tmp_path / "out"
+    )
     config = json.loads((ctx.out / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
     plain = kind.from_pretrained(ctx.out).eval()
     assert torch.equal(harness.logits(plain), harness.logits(harness.model_of(ctx)))
-    assert len(ctx.facts["dropped"]) == len(ctx.facts["kept_layers"])
+    assert len(ctx.details["dropped"]) == len(ctx.details["kept_layers"])
     stacks = FAMILIES[family].stacks(config)
     assert all(stack.count(config) == 2 for stack in stacks)
     for word in stacks[0].by_layer:
@@ -87,23 +89,26 @@ def test_transformers_loads_what_is_left(family, tmp_path):
 
 def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
     source = every_family.of_layers("llama", 3)
-    rows = {"keep": 0.3, "importance": "loss", "rows": 4}
-    ctx = every_family.run(Depth(), DepthSettings(**rows), source, "llama", tmp_path / "out")
-    first, second = (entry["layer"] for entry in ctx.facts["dropped"])
-    assert ctx.facts["kept_layers"] == {"layers": sorted({0, 1, 2} - {first, second})}
+    rows = {"keep_ratio": 0.3, "importance": "loss", "calibration_samples": 4}
+    ctx = every_family.run(DropLayers(), DropLayersSettings(**rows), source, "llama", tmp_path / "out")
+    first, second = (entry["layer"] for entry in ctx.details["dropped"])
+    assert ctx.details["kept_layers"] == {"layers": sorted({0, 1, 2} - {first, second})}
     others = {}
     for number in range(3):  # each layer gone by hand: the loss of the rest, with nothing left to drop
         stay = [at for at in range(3) if at != number]
         by_hand = every_family.run(
-            Depth(), DepthSettings(layers=stay), source, "llama", tmp_path / f"without-{number}"
+            DropLayers(), DropLayersSettings(layers=stay), source, "llama", tmp_path / f"without-{number}"
         )
         again = every_family.run(
-            Depth(), DepthSettings(layers=1, importance="loss", rows=4), by_hand.out, "llama",
+            DropLayers(),
+            DropLayersSettings(layers=1, importance="loss", calibration_samples=4),
+            by_hand.out,
+            "llama",
             tmp_path / f"again-{number}",
-        )  # fmt: skip
-        others[number] = again.facts["loss_before"]
+        )
+        others[number] = again.details["loss_before"]
     assert min(others, key=others.get) == first
-    assert ctx.facts["dropped"][0]["loss"] == pytest.approx(others[first], abs=1e-5)
+    assert ctx.details["dropped"][0]["loss"] == pytest.approx(others[first], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +116,19 @@ def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
     [
         ({"importance": "first"}, [0, 1]),
         ({"importance": "last"}, [2, 3]),
-        ({"importance": "alternate"}, [0, 3]),
+        ({"importance": "uniform"}, [0, 3]),
         ({"layers": [1, 3]}, [1, 3]),
     ],
 )
 def test_layers_are_chosen_by_their_places(settings, kept, tmp_path):
-    ctx = harness.run(Depth(), DepthSettings(**settings), every_family.of_layers("gpt2", 4), tmp_path / "out",
-                      "language-modeling")  # fmt: skip
-    assert ctx.facts["kept_layers"] == {"layers": kept}
+    ctx = harness.run(
+        DropLayers(),
+        DropLayersSettings(**settings),
+        every_family.of_layers("gpt2", 4),
+        tmp_path / "out",
+        "language-modeling",
+    )
+    assert ctx.details["kept_layers"] == {"layers": kept}
     whole = load_model(every_family.of_layers("gpt2", 4))[0]
     for new, old in enumerate(kept):
         assert torch.equal(
@@ -129,8 +139,8 @@ def test_layers_are_chosen_by_their_places(settings, kept, tmp_path):
 def test_random_layers_are_drawn_by_the_seed(tmp_path):
     source = every_family.of_layers("gpt2", 4)
     drawn = [
-        harness.run(Depth(), DepthSettings(importance="random"), source, tmp_path / str(at),
-                    "language-modeling", seed=seed).facts["kept_layers"]["layers"]
+        harness.run(DropLayers(), DropLayersSettings(importance="random"), source, tmp_path / str(at),
+                    "language-modeling", seed=seed).details["kept_layers"]["layers"]
         for at, seed in enumerate([1, 1, 2, 3, 4])
     ]  # fmt: skip
     assert drawn[0] == drawn[1]
@@ -139,31 +149,37 @@ def test_random_layers_are_drawn_by_the_seed(tmp_path):
 
 def test_a_stack_that_is_not_named_stays_whole(tmp_path):
     source = every_family.of_layers("marian", 3)
-    settings = DepthSettings(decoder_layers=1, rows=4)
-    ctx = every_family.run(Depth(), settings, source, "marian", tmp_path / "out")
-    assert ctx.facts["kept_layers"]["encoder_layers"] == [0, 1, 2]
-    assert len(ctx.facts["kept_layers"]["decoder_layers"]) == 1
+    settings = DropLayersSettings(decoder_layers=1, calibration_samples=4)
+    ctx = every_family.run(DropLayers(), settings, source, "marian", tmp_path / "out")
+    assert ctx.details["kept_layers"]["encoder_layers"] == [0, 1, 2]
+    assert len(ctx.details["kept_layers"]["decoder_layers"]) == 1
 
 
 def test_layers_that_were_named_are_gone_while_others_are_tried(tmp_path):
     source = every_family.of_layers("marian", 3)
     by_hand = every_family.run(
-        Depth(), DepthSettings(encoder_layers=[1]), source, "marian", tmp_path / "by-hand"
+        DropLayers(), DropLayersSettings(encoder_layers=[1]), source, "marian", tmp_path / "by-hand"
     ).out
-    rows = {"decoder_layers": 2, "importance": "loss", "rows": 4}
+    rows = {"decoder_layers": 2, "importance": "loss", "calibration_samples": 4}
     at_once = every_family.run(
-        Depth(), DepthSettings(encoder_layers=[1], **rows), source, "marian", tmp_path / "at-once"
+        DropLayers(), DropLayersSettings(encoder_layers=[1], **rows), source, "marian", tmp_path / "at-once"
     )
-    later = every_family.run(Depth(), DepthSettings(**rows), by_hand, "marian", tmp_path / "later")
-    assert at_once.facts["dropped"] == later.facts["dropped"]
-    assert at_once.facts["loss_before"] == pytest.approx(later.facts["loss_before"], abs=1e-5)
+    later = every_family.run(DropLayers(), DropLayersSettings(**rows), by_hand, "marian", tmp_path / "later")
+    assert at_once.details["dropped"] == later.details["dropped"]
+    assert at_once.details["loss_before"] == pytest.approx(later.details["loss_before"], abs=1e-5)
 
 
 def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
     shared = every_family.run(
-        Share(), ShareSettings(groups=1), every_family.of_layers("bert", 3), "bert", tmp_path / "shared"
+        ShareWeights(),
+        ShareWeightsSettings(groups=1),
+        every_family.of_layers("bert", 3),
+        "bert",
+        tmp_path / "shared",
     ).out
-    ctx = harness.run(Depth(), DepthSettings(layers=[1, 2]), shared, tmp_path / "out", "text-classification")
+    ctx = harness.run(
+        DropLayers(), DropLayersSettings(layers=[1, 2]), shared, tmp_path / "out", "text-classification"
+    )
     layers = harness.model_of(ctx).bert.encoder.layer
     assert layers[0].attention.self.query is layers[1].attention.self.query
     whole = load_model(shared)[0].bert.encoder.layer
@@ -173,8 +189,10 @@ def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
 def test_codes_of_the_layers_that_stay_stay(tmp_path):
     source = every_family.of_layers("llama", 3)
     coded = every_family.run(Quantize(), QuantizeSettings(), source, "llama", tmp_path / "coded").out
-    ctx = every_family.run(Depth(), DepthSettings(layers=2, rows=4), coded, "llama", tmp_path / "out")
-    kept = ctx.facts["kept_layers"]["layers"]
+    ctx = every_family.run(
+        DropLayers(), DropLayersSettings(layers=2, calibration_samples=4), coded, "llama", tmp_path / "out"
+    )
+    kept = ctx.details["kept_layers"]["layers"]
     left, whole = harness.model_of(ctx), load_model(coded)[0]
     for new, old in enumerate(kept):
         mine, theirs = (m.model.layers[at].mlp.up_proj.matrix for m, at in ((left, new), (whole, old)))
@@ -183,25 +201,34 @@ def test_codes_of_the_layers_that_stay_stay(tmp_path):
 
 def test_keep_that_takes_nothing_warns(tmp_path):
     ctx = every_family.run(
-        Depth(), DepthSettings(keep=0.9), every_family.of_layers("bert", 3), "bert", tmp_path / "out"
+        DropLayers(),
+        DropLayersSettings(keep_ratio=0.9),
+        every_family.of_layers("bert", 3),
+        "bert",
+        tmp_path / "out",
     )
     assert codes(ctx.warnings) == ["nothing-to-remove"]
-    assert ctx.facts["kept_layers"] == {"layers": [0, 1, 2]}
+    assert ctx.details["kept_layers"] == {"layers": [0, 1, 2]}
 
 
 def test_rows_are_missing(tmp_path):
     source = tiny.bert(tmp_path / "model")
     for importance in ("loss", "block-influence"):
         with refused("no-calibration-data", InputError):
-            harness.run(Depth(), DepthSettings(importance=importance), source, tmp_path / importance,
-                        "text-classification")  # fmt: skip
+            harness.run(
+                DropLayers(),
+                DropLayersSettings(importance=importance),
+                source,
+                tmp_path / importance,
+                "text-classification",
+            )
 
 
 def test_more_layers_than_there_are(tmp_path):
     with refused("more-than-model-has", InputError) as caught:
         harness.run(
-            Depth(),
-            DepthSettings(layers=9),
+            DropLayers(),
+            DropLayersSettings(layers=9),
             every_family.of_layers("bert", 3),
             tmp_path / "out",
             "text-classification",
@@ -214,11 +241,11 @@ def test_layers_that_alone_have_a_part_stay(importance, tmp_path):
     """An earlier step left one attention and one ffn, of different layers: a single one has not both."""
     source = every_family.of_layers("llama", 3)
     for word, number in (("attention", 0), ("ffn", 2)):
-        said = DepthSettings(what=[word], layers=[number], rows=4)
-        source = every_family.run(Depth(), said, source, "llama", tmp_path / word).out
-    said = DepthSettings(layers=1, importance=importance, rows=4)
-    ctx = every_family.run(Depth(), said, source, "llama", tmp_path / "out")
-    assert ctx.facts["kept_layers"] == {"layers": [0, 2]}
+        said = DropLayersSettings(targets=[word], layers=[number], calibration_samples=4)
+        source = every_family.run(DropLayers(), said, source, "llama", tmp_path / word).out
+    said = DropLayersSettings(layers=1, importance=importance, calibration_samples=4)
+    ctx = every_family.run(DropLayers(), said, source, "llama", tmp_path / "out")
+    assert ctx.details["kept_layers"] == {"layers": [0, 2]}
     (told,) = [one for one in ctx.warnings if one.code == "minimum-kept"]
     assert re.findall(r"\d+", told.message) == ["2", "1"]
     first, second = blocks_of(load_model(ctx.out)[0])

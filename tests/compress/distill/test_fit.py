@@ -33,7 +33,7 @@ def test_it_refuses_what_keep_layers_refuses(tmp_path, choice):
     model, edits = load_model(tiny.bert(tmp_path))
     found, after = check_student(StudentSettings(layers=choice), model.config.to_dict())
     try:
-        _, kept = keep_layers(model, edits, "layers", choice, "spread")
+        _, kept = keep_layers(model, edits, "layers", choice, "uniform")
     except InputError:
         assert len(found) == 1
     else:

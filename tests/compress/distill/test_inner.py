@@ -22,7 +22,7 @@ from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
 
-ALL = {"hidden": 1.0, "embeddings": 0.5, "attention": 0.7, "relations": 0.3}
+ALL = {"hidden_states": 1.0, "input_embeddings": 0.5, "attention": 0.7, "self_attention_relations": 0.3}
 TEXTS = [Row([2, 5, 6, 7, 8, 3], None, 1), Row([2, 9, 3], None, 0), Row([2, 8, 8, 3], None, 1)]
 
 
@@ -64,7 +64,7 @@ def scores(parts, heads):
 def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path):
     teacher = bert(tmp_path / "t", 0, num_hidden_layers=4)
     student = bert(tmp_path / "s", 1, hidden_size=16, num_hidden_layers=2)
-    said = settings({name: weight for name, weight in ALL.items() if name != "relations"})
+    said = settings({name: weight for name, weight in ALL.items() if name != "self_attention_relations"})
     found, inner = terms(student, teacher, said, TEXTS)
     ours, mine, there = read(student, TEXTS)
     theirs, others, _ = read(teacher, TEXTS)
@@ -74,8 +74,8 @@ def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path
     def apart(a, b):
         return float(F.mse_loss((ours[a] @ weight.T)[there], theirs[b][there]))
 
-    assert found["hidden"] == pytest.approx(apart(1, 2) + apart(2, 4), rel=1e-4)
-    assert found["embeddings"] == pytest.approx(0.5 * apart(0, 0), rel=1e-4)
+    assert found["hidden_states"] == pytest.approx(apart(1, 2) + apart(2, 4), rel=1e-4)
+    assert found["input_embeddings"] == pytest.approx(0.5 * apart(0, 0), rel=1e-4)
     expected = 0.0
     for a, b in ((1, 2), (2, 4)):
         squares = (scores(mine[a - 1], 4) - scores(others[b - 1], 4)) ** 2
@@ -87,11 +87,11 @@ def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path
 def test_relations_and_angles_are_those_of_the_last_layers(tmp_path):
     teacher = bert(tmp_path / "t", 0, num_hidden_layers=3)
     student = bert(tmp_path / "s", 1, num_attention_heads=2)
-    found, inner = terms(student, teacher, settings({"relations": 2.0, "cosine": 1.0}), TEXTS)
+    found, inner = terms(student, teacher, settings({"self_attention_relations": 2.0, "cosine": 1.0}), TEXTS)
     ours, mine, there = read(student, TEXTS)
     theirs, others, _ = read(teacher, TEXTS)
     kl = sum(relation_loss(mine[-1][w], others[-1][w], there, 4, False) for w in ("query", "key", "value"))
-    assert found["relations"] == pytest.approx(2 * float(kl), rel=1e-4)
+    assert found["self_attention_relations"] == pytest.approx(2 * float(kl), rel=1e-4)
     angle = 1 - F.cosine_similarity(ours[-1][there], theirs[-1][there], dim=-1).mean()
     assert found["cosine"] == pytest.approx(float(angle), rel=1e-4)
     assert inner.modules == {}
@@ -137,9 +137,17 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind)
     for size, accumulate in ((16, 1), (4, 4)):
         model, _ = load_model(tmp_path / "model")
         said = settings(
-            ALL | {"logits": 1.0}, batch_size=size, accumulate=accumulate, precision="fp32", dropout=0.0,
-            evals=0, max_steps=1, warmup=0, max_grad_norm=1e9, learning_rate=1e-12,
-        )  # fmt: skip
+            ALL | {"logits": 1.0},
+            batch_size=size,
+            gradient_accumulation_steps=accumulate,
+            precision="fp32",
+            dropout=0.0,
+            num_evals=0,
+            max_steps=1,
+            warmup=0,
+            max_grad_norm=1e9,
+            learning_rate=1e-12,
+        )
         gradients = {}
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -175,14 +183,14 @@ def test_what_two_models_do_not_have_in_common_is_refused(tmp_path, losses, stud
 def test_layers_that_do_not_exist_and_heads_that_do_not_divide_are_refused(tmp_path):
     teacher, student = bert(tmp_path / "t", 0), bert(tmp_path / "s", 0)
     with refused("unknown-layer", InputError) as caught:
-        inner_of(student, teacher, settings({"hidden": 1}, layer_map={1: 5}), 0)
+        inner_of(student, teacher, settings({"hidden_states": 1}, layer_map={1: 5}), 0)
     assert caught.value.setting == "layer_map"
     assert "5" in str(caught.value)
     with refused("no-layer-mapped", InputError) as caught:
         inner_of(student, teacher, settings({"attention": 1}, layer_map={0: 0}), 0)
     assert caught.value.setting == "layer_map"
     with refused("heads-do-not-divide", InputError) as caught:
-        terms(student, teacher, settings({"relations": 1}, relation_heads=5), TEXTS)
+        terms(student, teacher, settings({"self_attention_relations": 1}, relation_heads=5), TEXTS)
     assert caught.value.setting == "relation_heads"
     assert "32" in str(caught.value)
     mpnet, _ = load_model(every_family.of_layers("mpnet", 2))

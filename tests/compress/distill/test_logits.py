@@ -100,7 +100,7 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
         }
     )
     Distill()(source, settings, ctx)
-    assert ctx.facts["kept_layers"] == [0, 2]
+    assert ctx.details["kept_layers"] == [0, 2]
     student, _ = load_model(ctx.out)
     teacher, _ = load_model(source.path)
     assert (len(student.bert.encoder.layer), student.config.num_hidden_layers) == (2, 2)
@@ -118,10 +118,10 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
     ("losses", "said", "dropout"),
     [
         ({"logits": 1.0, "labels": 0.0}, None, 0.0),
-        ({"logits": 0.0, "reverse_logits": 1.0, "labels": 0.0}, None, 0.0),
+        ({"logits": 0.0, "reverse_kl": 1.0, "labels": 0.0}, None, 0.0),
         ({"logits": 1.0, "labels": 0.0}, 0.1, 0.1),
         ({"logits": 1.0, "labels": 0.5}, None, None),
-        ({"logits": 1.0, "labels": 0.0, "hidden": 1.0}, None, None),
+        ({"logits": 1.0, "labels": 0.0, "hidden_states": 1.0}, None, None),
     ],
 )
 def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, said, dropout):
@@ -129,11 +129,11 @@ def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, said, dr
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source})
     # so low a rate: AdamW makes steps of their full size of gradients that are rounding alone
-    short = {"max_steps": 4, "batch_size": 36, "learning_rate": 1e-9, "precision": "fp32", "evals": 0}
+    short = {"max_steps": 4, "batch_size": 36, "learning_rate": 1e-9, "precision": "fp32", "num_evals": 0}
     Distill()(source, DistillSettings.model_validate(short | {"losses": losses, "dropout": said}), ctx)
-    told = ctx.facts["training"]
+    told = ctx.details["training"]
     assert told.get("dropout") == dropout
-    part = "reverse_logits" if "reverse_logits" in losses else "logits"
+    part = "reverse_kl" if "reverse_kl" in losses else "logits"
     apart = told["train_losses"][part] if "train_losses" in told else told["train_loss"]
     assert (apart < 1e-6) == (dropout == 0)
 
@@ -141,10 +141,10 @@ def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, said, dr
 def test_each_phase_has_the_dropout_of_its_losses(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source})
-    phases = [{"losses": {"hidden": 1.0}}, {"losses": {"logits": 1.0}}]
-    short = {"max_steps": 2, "batch_size": 36, "learning_rate": 1e-3, "precision": "fp32", "evals": 0}
+    phases = [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]
+    short = {"max_steps": 2, "batch_size": 36, "learning_rate": 1e-3, "precision": "fp32", "num_evals": 0}
     Distill()(source, DistillSettings.model_validate(short | {"phases": phases}), ctx)
-    assert [told.get("dropout") for told in ctx.facts["phases"]] == [None, 0.0]
+    assert [told.get("dropout") for told in ctx.details["phases"]] == [None, 0.0]
 
 
 def test_an_unknown_teacher_names_the_known_steps(tmp_path):
@@ -159,7 +159,7 @@ def test_an_unknown_teacher_names_the_known_steps(tmp_path):
 @pytest.mark.parametrize(("fact", "what"), [("new_head", "classifier"), ("untrained", "weights")])
 def test_a_teacher_with_random_weights_is_refused_and_a_trained_one_named(tmp_path, fact, what):
     source = classifier(tmp_path / "model")
-    source.manifest.facts[fact] = True
+    source.manifest.details[fact] = True
     with refused("untrained-teacher", InputError) as caught:
         Distill()(source, DistillSettings(), context(tmp_path / "a", {"model": source}))
     assert what in str(caught.value)

@@ -24,21 +24,21 @@ def test_inner_losses_come_first_then_the_words(tmp_path, rows):
     said = {
         "student": {"decoder_layers": 1},
         "phases": [
-            {"losses": {"hidden": 1, "attention": 1}, "max_steps": 30},
+            {"losses": {"hidden_states": 1, "attention": 1}, "max_steps": 30},
             {"losses": {"logits": 1}, "learning_rate": 1e-3},
         ],
     }
     settings = DistillSettings.model_validate(SHORT | said)
     ctx = harness.run(Distill(), settings, source, tmp_path / "out", data=rows)
-    first, second = ctx.facts["phases"]
+    first, second = ctx.details["phases"]
     parts = {
         f"{what}.{stack}"
-        for what in ("hidden", "attention")
+        for what in ("hidden_states", "attention")
         for stack in ("encoder_layers", "decoder_layers")
     }
     assert (first["steps"], set(first["train_losses"])) == (30, parts)
     assert (second["steps"], set(second["train_losses"])) == (20, {"logits"})
-    assert ctx.facts["training"] == second
+    assert ctx.details["training"] == second
     for phase in (first, second):
         start, *later = [found["loss"] for found in phase["validations"]]
         assert min(later) < 0.7 * start
@@ -46,12 +46,12 @@ def test_inner_losses_come_first_then_the_words(tmp_path, rows):
 
 
 def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
-    quick = {"max_steps": 2, "evals": 1, "batch_size": 5, "precision": "fp32", "max_length": 4}
-    quick |= {"schedule": "constant", "warmup": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
-    phases = [{"losses": {"hidden": 1}}, {"losses": {"labels": 1}, "learning_rate": 100.0}]
+    quick = {"max_steps": 2, "num_evals": 1, "batch_size": 5, "precision": "fp32", "max_length": 4}
+    quick |= {"lr_schedule": "constant", "warmup": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
+    phases = [{"losses": {"hidden_states": 1}}, {"losses": {"labels": 1}, "learning_rate": 100.0}]
     settings = DistillSettings.model_validate(quick | {"student": {"decoder_layers": 1}, "phases": phases})
     ctx = harness.run(Distill(), settings, tiny.marian(tmp_path / "model"), tmp_path / "out", data=rows)
-    assert [said["kept_step"] for said in ctx.facts["phases"]] == [2, 0]
+    assert [said["kept_step"] for said in ctx.details["phases"]] == [2, 0]
     (useless,) = [one for one in ctx.warnings if one.code == "no-improvement"]
     assert useless.message.startswith("phase 2: ")
     cut = [one.message for one in ctx.warnings if one.code == "truncated-texts"]
@@ -64,44 +64,43 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
     said = DistillSettings.model_validate(
         {
             "epochs": 3,
-            "select": "bleu",
-            "phases": [{"losses": {"hidden": 1}, "epochs": 1}, {"losses": {"logits": 2}}],
+            "metric_for_best_model": "bleu",
+            "phases": [{"losses": {"hidden_states": 1}, "epochs": 1}, {"losses": {"logits": 2}}],
         }
     )
     first, second = said.trainings()
-    assert (first.epochs, first.select, first.losses.logits, first.losses.hidden) == (1, "loss", 0, 1)
-    assert (second.epochs, second.select, second.losses.logits, second.losses.labels) == (3, "bleu", 2, 0)
+    assert (first.epochs, first.metric_for_best_model, first.losses.logits, first.losses.hidden_states) == (
+        1,
+        "loss",
+        0,
+        1,
+    )
+    assert (second.epochs, second.metric_for_best_model, second.losses.logits, second.losses.labels) == (
+        3,
+        "bleu",
+        2,
+        0,
+    )
     with invalid("settings-conflict"):
         DistillSettings.model_validate({"losses": {"logits": 1}, "phases": [{"losses": {"logits": 1}}]})
     with invalid("no-loss", "too_short"):
         DistillSettings.model_validate({"phases": [{"losses": {"logits": 0}}]})
 
 
-def test_settings_of_before_have_the_keys_of_before():
-    plain = DistillSettings().for_task("text-classification").model_dump(mode="json")
-    assert not {"layer_map", "phases", "relation_heads"} & set(plain)
-    assert set(plain["losses"]) == {"logits", "labels"}
-    again = DistillSettings.model_validate(
-        {"layer_map": {1: 2}, "phases": [{"losses": {"hidden": 1}, "epochs": 1}]}
-    ).model_dump(mode="json")
-    assert again["phases"] == [{"losses": {"logits": 0.0, "labels": 0.0, "hidden": 1.0}, "epochs": 1.0}]
-    assert again["layer_map"] == {"1": 2}
-
-
 @pytest.mark.parametrize(
     ("said", "setting", "code", "value"),
     [
-        ({"losses": {"hidden": 1}, "layer_map": {4: 1}}, "layer_map", "unknown-layer", "4"),
+        ({"losses": {"hidden_states": 1}, "layer_map": {4: 1}}, "layer_map", "unknown-layer", "4"),
         (
-            {"losses": {"hidden": 1}, "student": {"layers": 1}, "layer_map": {2: 1}},
+            {"losses": {"hidden_states": 1}, "student": {"layers": 1}, "layer_map": {2: 1}},
             "layer_map",
             "unknown-layer",
             "2",
         ),
-        ({"losses": {"reverse_logits": 1}}, "losses.reverse_logits", "problem-type-mismatch", ""),
+        ({"losses": {"reverse_kl": 1}}, "losses.reverse_kl", "problem-type-mismatch", ""),
         (
-            {"phases": [{"losses": {"reverse_logits": 1}}]},
-            "phases.0.losses.reverse_logits",
+            {"phases": [{"losses": {"reverse_kl": 1}}]},
+            "phases.0.losses.reverse_kl",
             "problem-type-mismatch",
             "",
         ),

@@ -15,9 +15,9 @@ from smelt.runtime.models.checkpoint import load_model
     "said",
     [
         {},
-        {"embedding": 0},
-        {"similarity": 0.25, "scores": 2.0},
-        {"embedding": 0, "similarity": 0, "scores": 1},
+        {"sentence_embedding": 0},
+        {"pairwise_similarity": 0.25, "cosent": 2.0},
+        {"sentence_embedding": 0, "pairwise_similarity": 0, "cosent": 1},
     ],
 )
 def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, tmp_path):
@@ -32,11 +32,11 @@ def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, t
     with torch.no_grad():
         loss = total_of(distill_objective(teacher, DistillSettings(losses=said))(student, batch))
         own, wanted = (m(ids).sentence_embedding for m in (student, teacher))
-    weights = {"embedding": 1.0, "similarity": 1.0, "scores": 0.0} | said
+    weights = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0} | said
     expected = (
-        weights["embedding"] * distance_loss(own, wanted)
-        + weights["similarity"] * similarity_loss(own, wanted)
-        + weights["scores"] * order_loss(own, batch["labels"])
+        weights["sentence_embedding"] * distance_loss(own, wanted)
+        + weights["pairwise_similarity"] * similarity_loss(own, wanted)
+        + weights["cosent"] * order_loss(own, batch["labels"])
     )
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert float(loss) > 0

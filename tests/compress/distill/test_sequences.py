@@ -46,23 +46,23 @@ def transformers_texts(folder, texts, **how):
 def test_the_candidates_are_those_of_transformers(teacher):
     texts = tiny.SENTENCES[:4]
     with open_runner(teacher, 1, "cpu") as runner:
-        found = generate_candidates(runner, texts, Generation(beams=4, max_new_tokens=6), 3, batch_size=4)
+        found = generate_candidates(runner, texts, Generation(num_beams=4, max_new_tokens=6), 3, batch_size=4)
     assert found == transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=3)
     assert any(len(set(candidates)) > 1 for candidates in found)
 
 
 def test_the_student_is_given_what_the_teacher_writes(tmp_path, teacher, rows):
     ctx = harness.context(tmp_path / "out", data=rows)
-    made = taught_rows(teacher, SequenceSettings(beams=2, max_new_tokens=6), ctx)
+    made = taught_rows(teacher, SequenceSettings(num_beams=2, max_new_tokens=6), ctx)
     texts = [e.text for e in rows.examples]
     expected = [best for (best,) in transformers_texts(teacher.path, texts, num_beams=2)]
     assert [(e.text, *e.references) for e in made.examples] == list(zip(texts, expected, strict=True))
-    assert ctx.facts["sequences"] == {"written_by_the_teacher": len(rows), "with_their_own_target": 0}
+    assert ctx.details["sequence_level"] == {"written_by_the_teacher": len(rows), "with_their_own_target": 0}
 
 
 def test_best_of_takes_what_is_most_like_the_reference(tmp_path, teacher, rows):
     ctx = harness.context(tmp_path / "out", data=rows)
-    settings = SequenceSettings(beams=4, best_of=4, max_new_tokens=6)
+    settings = SequenceSettings(num_beams=4, best_of=4, max_new_tokens=6)
     made = taught_rows(teacher, settings, ctx)
     texts = [e.text for e in rows.examples]
     lists = transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=4)
@@ -90,7 +90,7 @@ def test_own_targets_are_mixed_in_and_empty_texts_left_out(tmp_path, teacher, ro
     texts[0] = ""
     monkeypatch.setattr(sequences, "_decode", lambda *args: texts)
     ctx = harness.context(tmp_path / "out", data=rows)
-    made = taught_rows(teacher, SequenceSettings(mix=0.5), ctx)
+    made = taught_rows(teacher, SequenceSettings(original_ratio=0.5), ctx)
     own = [e for e in made.examples if e in rows.examples]
     assert (len(own), len(made)) == (len(rows) - 1, 2 * len(rows) - 2)
     (told,) = ctx.warnings
@@ -104,13 +104,14 @@ def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
 
     data = "{train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}"
-    taught = "sequences: {beams: 2, max_new_tokens: 4, mix: 0.5}, losses: {logits: 0, labels: 1}"
+    level = "{num_beams: 2, max_new_tokens: 4, original_ratio: 0.5}"
+    taught = f"sequence_level: {level}, losses: {{logits: 0, labels: 1}}"
 
     def write(rate):
         recipe.write_text(
             f"model: model\ntask: translation\ndata: {data}\nthreads: 1\n"
             "score: {latency: false, quality: [bleu], generation: {max_new_tokens: 4}}\nstages:\n"
-            f"  - distill: {{{taught}, max_steps: 1, evals: 0, precision: fp32, learning_rate: {rate}}}\n"
+            f"  - distill: {{{taught}, max_steps: 1, num_evals: 0, precision: fp32, learning_rate: {rate}}}\n"
         )
 
     decoded, real = [], sequences._decode
@@ -126,9 +127,9 @@ def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "code"),
     [
-        ({"beams": 3, "best_of": 4}, "too-few-beams"),
-        ({"beams": 1, "length_penalty": 1.0}, "unused-setting"),
-        ({"mix": 1}, "less_than"),
+        ({"num_beams": 3, "best_of": 4}, "too-few-beams"),
+        ({"num_beams": 1, "length_penalty": 1.0}, "unused-setting"),
+        ({"original_ratio": 1}, "less_than"),
     ],
 )
 def test_what_makes_no_sense_is_refused(said, code):
@@ -137,9 +138,9 @@ def test_what_makes_no_sense_is_refused(said, code):
 
 
 def test_only_texts_can_be_written():
-    settings = DistillSettings(sequences={"beams": 2})
+    settings = DistillSettings(sequence_level={"num_beams": 2})
     (found,) = Distill.check_rows(settings, "text-classification", {})
-    assert (found.setting, found.code) == ("sequences", "does-not-fit-task")
+    assert (found.setting, found.code) == ("sequence_level", "does-not-fit-task")
     assert Distill.check_rows(settings, "translation", {}) == []
 
 
@@ -152,7 +153,8 @@ def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
         "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\n"
         "score: {latency: false, quality: [bleu], generation: {max_new_tokens: 4}}\nstages:\n"
         "  - onnx: {}\n    name: fast\n"
-        "  - distill: {sequences: {beams: 2, max_new_tokens: 6, decoded_by: fast}, max_steps: 1, evals: 0}\n"
+        "  - distill: {sequence_level: {num_beams: 2, max_new_tokens: 6, generator: fast}, max_steps: 1,"
+        " num_evals: 0}\n"
         "    from: model\n"
     )
     found, real = [], sequences._decode
@@ -166,9 +168,9 @@ def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
     result = smelt.run(recipe, out=tmp_path / "run", quiet=True)
     assert result.exit_code == 0, [step["error"] for step in result.report["steps"]]
     assert found[0][0] == "onnx"
-    recipe.write_text(recipe.read_text().replace("decoded_by: fast", "decoded_by: fats"))
+    recipe.write_text(recipe.read_text().replace("generator: fast", "generator: fats"))
     with refused("unknown-step", InputError) as caught:
         load_plan(recipe)
     (told,) = caught.value.found
-    assert told.setting == "stages[1].distill.sequences.decoded_by"
+    assert told.setting == "stages[1].distill.sequence_level.generator"
     assert all(words in told.message for words in ("'fats'", "model, fast"))

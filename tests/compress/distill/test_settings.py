@@ -27,16 +27,16 @@ from smelt.planning.load import load_plan
         ("text-classification", {"temperature": 1.0, "losses": {"labels": 0}}, 1.0, 1.0, 0.0),
         # without the teacher something has to count; rows without labels have none
         ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
-        ("translation", {"losses": {"logits": 0, "hidden": 1}}, 1.0, 0.0, 1.0),
-        ("text-classification", {"rows": "unlabelled"}, 1.0, 1.0, 0.0),
+        ("translation", {"losses": {"logits": 0, "hidden_states": 1}}, 1.0, 0.0, 1.0),
+        ("text-classification", {"train_on": "unlabelled"}, 1.0, 1.0, 0.0),
         (
             "text-classification",
-            {"rows": "unlabelled", "losses": {"logits": 0}},
+            {"train_on": "unlabelled", "losses": {"logits": 0}},
             1.0,
             0.0,
             0.5,
         ),  # and is refused
-        ("text-classification", {"rows": "both"}, 1.0, 1.0, 0.0),
+        ("text-classification", {"train_on": "both"}, 1.0, 1.0, 0.0),
     ],
 )
 def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_labels_too(
@@ -53,7 +53,7 @@ def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_lab
 
 def test_losses_of_phases_are_theirs_alone():
     phased = DistillSettings.model_validate(
-        {"phases": [{"losses": {"hidden": 1}}, {"losses": {"logits": 1}}]}
+        {"phases": [{"losses": {"hidden_states": 1}}, {"losses": {"logits": 1}}]}
     )
     decided = phased.for_task("text-classification")
     assert decided == phased
@@ -68,13 +68,14 @@ def test_a_plan_holds_what_the_task_decides(tmp_path):
         "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\n"
     )
     settings = load_plan(tmp_path / "r.yaml").step("distill").settings.model_dump(mode="json")
-    assert (settings["temperature"], settings["losses"]) == (1.0, {"logits": 1.0, "labels": 0.0})
+    losses = {name: weight for name, weight in settings["losses"].items() if weight is not None}
+    assert (settings["temperature"], losses) == (1.0, {"logits": 1.0, "labels": 0.0})
 
 
 def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
     rows = read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
     source, said = tiny.marian(tmp_path / "model"), []
-    short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "evals": 0, "learning_rate": 1e-3}
+    short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "num_evals": 0, "learning_rate": 1e-3}
     for name, more in (
         ("left", {}),
         ("said", {"losses": {"logits": 1.0, "labels": 0}, "temperature": 1.0}),
@@ -84,5 +85,5 @@ def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
             Distill(), DistillSettings(**short, student={"decoder_layers": 1}, **more), source,
             tmp_path / name, data=rows,
         )  # fmt: skip
-        said.append(json.dumps(ctx.facts["training"]["train_loss"]))
+        said.append(json.dumps(ctx.details["training"]["train_loss"]))
     assert said[0] == said[1] != said[2]

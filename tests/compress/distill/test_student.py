@@ -5,7 +5,7 @@ import torch
 from refusals import refused
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
-from smelt.compress.distill.student import keep_layers, spread
+from smelt.compress.distill.student import keep_layers, layers_to_copy
 from smelt.core.errors import InputError
 from smelt.runtime.models.edits.apply import apply_edits
 
@@ -59,16 +59,16 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("of", "kept"), [(of, kept) for of, rows in PUBLISHED.items() for kept in rows])
 def test_spread_layers_are_the_published_ones(kept, of):
-    assert spread(kept, of) == PUBLISHED[of][kept]
+    assert layers_to_copy(kept, of) == PUBLISHED[of][kept]
 
 
 def test_other_numbers_are_spread_evenly_from_the_first_to_the_last():
-    assert spread(5, 12) == [0, 3, 6, 8, 11]
-    assert spread(4, 24) == [0, 8, 15, 23]
-    assert spread(2, 3) == [0, 2]
+    assert layers_to_copy(5, 12) == [0, 3, 6, 8, 11]
+    assert layers_to_copy(4, 24) == [0, 8, 15, 23]
+    assert layers_to_copy(2, 3) == [0, 2]
     for layers in range(1, 40):
         for kept in range(1, layers + 1):
-            found = spread(kept, layers)
+            found = layers_to_copy(kept, layers)
             assert found == sorted(set(found))
             assert len(found) == kept
             assert found[0] == 0
@@ -76,16 +76,16 @@ def test_other_numbers_are_spread_evenly_from_the_first_to_the_last():
 
 
 def test_ends():
-    assert spread(2, 6, "first") == [0, 1]
-    assert spread(2, 6, "last") == [4, 5]
+    assert layers_to_copy(2, 6, "first") == [0, 1]
+    assert layers_to_copy(2, 6, "last") == [4, 5]
     with refused("more-than-model-has", InputError):
-        spread(7, 6)
+        layers_to_copy(7, 6)
 
 
 def test_a_thinned_decoder_still_generates_with_its_cache():
     model = marian()
     kept_layers = [model.model.decoder.layers[i] for i in (0, 3)]
-    _, kept = keep_layers(model, [], "decoder_layers", 2, "spread")
+    _, kept = keep_layers(model, [], "decoder_layers", 2, "uniform")
     assert kept == [0, 3]
     assert list(model.model.decoder.layers) == kept_layers
     assert model.config.decoder_layers == 2
@@ -103,7 +103,7 @@ def test_edits_follow_their_layers():
         {"op": "low_rank", "module": "model.decoder.layers.2.fc1", "rank": 5},
         {"op": "set", "module": "model.encoder.layers.1.self_attn", "attribute": "num_heads", "value": 1},
     ]
-    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 2], "spread")
+    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 2], "uniform")
     assert left == [{**edits[1], "module": "model.decoder.layers.1.fc1"}, edits[2]]
 
 
@@ -127,7 +127,7 @@ def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
     ]
     apply_edits(whole, edits)
     whole.model.decoder.layers[1].fc2 = torch.nn.Linear(24, 32)
-    left, _ = keep_layers(whole, edits, "decoder_layers", [2, 3], "spread")
+    left, _ = keep_layers(whole, edits, "decoder_layers", [2, 3], "uniform")
     assert left == [
         {"op": "low_rank", "module": SHARED.format(0), "rank": 4},
         _share(1, 0),
@@ -144,7 +144,7 @@ def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
 
 def test_chain_of_shares_holds_when_its_middle_goes():
     edits = [_share(3, 2), _share(2, 0), _share(3, 2)]
-    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 1, 3], "spread")
+    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 1, 3], "uniform")
     assert left == [_share(2, 0)]
 
 
@@ -154,14 +154,14 @@ def test_classifiers_have_one_stack():
     )
     model = BertForSequenceClassification(config)
     with refused("unknown-stack", InputError) as caught:
-        keep_layers(model, [], "decoder_layers", 1, "spread")
+        keep_layers(model, [], "decoder_layers", 1, "uniform")
     assert caught.value.setting == "student.decoder_layers"
-    keep_layers(model, [], "layers", 2, "spread")
+    keep_layers(model, [], "layers", 2, "uniform")
     assert (len(model.bert.encoder.layer), model.config.num_hidden_layers) == (2, 2)
 
 
 @pytest.mark.parametrize("wrong", [[2, 1], [0, 4], [1, 1]])
 def test_impossible_layers_are_refused(wrong):
     with refused("wrong-layer-numbers", InputError) as caught:
-        keep_layers(marian(), [], "decoder_layers", wrong, "spread")
+        keep_layers(marian(), [], "decoder_layers", wrong, "uniform")
     assert caught.value.setting == "student.decoder_layers"

@@ -7,7 +7,7 @@ from smelt.compress.factorize.by_time import largest_rank, reading_texts
 from smelt.runtime.models.checkpoint import load_model
 
 # outputs, inputs, share of the weights that a pair keeps, rows, its time in those of the whole matrix
-# (docs/factorize.md)
+# (docs/measurements/techniques.md)
 MEASURED = [
     (256, 256, 0.25, 1, 1.17),
     (1024, 256, 0.6, 1, 1.16),

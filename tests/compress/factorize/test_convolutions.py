@@ -80,19 +80,19 @@ def test_the_whole_rank_loses_nothing(method, rank):
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])
 def test_a_ratio_is_of_operations_and_the_report_counts_them(method, source, tmp_path):
-    settings = FactorizeSettings(method=method, ratio=0.5)
+    settings = FactorizeSettings(method=method, keep_ratio=0.5)
     ctx = harness.run(Factorize(), settings, source, tmp_path / "out", images.TASK)
-    before, after = ctx.facts["operations_before"], ctx.facts["operations_after"]
+    before, after = ctx.details["flops_before"], ctx.details["flops_after"]
     assert after < before
     convs = dict(harness.model_of(harness.context(source)).named_modules())
-    for name, ranks in ctx.facts["ranks"].items():
+    for name, ranks in ctx.details["ranks"].items():
         conv = convs[name]
         inner = ranks[0] if len(ranks) == 2 else None
         now = (
             operations.of_cp(conv, *ranks) if method == "cp" else operations.of_tucker(conv, inner, ranks[-1])
         )
         assert 0.3 < now / operations.of_whole(conv) <= 0.5
-    assert "resnet.embedder.embedder.convolution" in {**ctx.facts["ranks"], **ctx.facts["left_alone"]}
+    assert "resnet.embedder.embedder.convolution" in {**ctx.details["ranks"], **ctx.details["left_alone"]}
 
 
 def test_operations_are_those_of_a_count_by_hand(tmp_path):
@@ -126,13 +126,13 @@ def test_ranks_follow_the_settings(settings):
 @pytest.mark.parametrize("method", ["tucker", "cp"])
 def test_it_is_saved_trained_and_exported(method, source, tmp_path):
     rows = images.split(images.rows(tmp_path / "rows.jsonl"))
-    settings = FactorizeSettings(method=method, ratio=0.5)
+    settings = FactorizeSettings(method=method, keep_ratio=0.5)
     first = harness.run(Factorize(), settings, source, tmp_path / "1", images.TASK, rows)
-    training = FinetuneSettings(max_steps=2, batch_size=4, evals=1, precision="fp32")
+    training = FinetuneSettings(max_steps=2, batch_size=4, num_evals=1, precision="fp32")
     second = harness.run(Finetune(), training, first.out, tmp_path / "2", images.TASK, rows)
     third = harness.run(Onnx(), OnnxSettings(), second.out, tmp_path / "3", images.TASK, rows)
-    assert third.facts["graphs"]["model"]["operators"]["Conv"] > 6 + len(first.facts["ranks"])
-    if not first.facts["left_alone"]:
+    assert third.details["graphs"]["model"]["operators"]["Conv"] > 6 + len(first.details["ranks"])
+    if not first.details["left_alone"]:
         again = harness.run(Factorize(), settings, first.out, tmp_path / "4", images.TASK, rows)
         assert again.warnings[0].code == "already-factorized"
         structures = [(ctx.out / "structure.json").read_text() for ctx in (first, again)]
@@ -150,10 +150,10 @@ def test_it_is_saved_trained_and_exported(method, source, tmp_path):
 def test_a_vit_reads_its_patches_through_thinner_convolutions(tmp_path):
     """Its forward asks the convolution of its patches for a weight, whose type it takes."""
     source = images.model(tmp_path / "vit")
-    settings = FactorizeSettings(method="tucker", ratio=0.5)
+    settings = FactorizeSettings(method="tucker", keep_ratio=0.5)
     thin = harness.run(Factorize(), settings, source, tmp_path / "thin", images.TASK)
     name = "vit.embeddings.patch_embeddings.projection"
-    assert list(thin.facts["ranks"]) == [name]
+    assert list(thin.details["ranks"]) == [name]
     pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     before, after = load_model(source)[0], harness.model_of(thin)
     read = []
@@ -167,9 +167,9 @@ def test_a_vit_reads_its_patches_through_thinner_convolutions(tmp_path):
 def test_a_layer_that_gains_nothing_is_left_alone(source, tmp_path):
     settings = FactorizeSettings(method="tucker", energy=1.0)
     ctx = harness.run(Factorize(), settings, source, tmp_path / "out", images.TASK)
-    assert ctx.facts["ranks"] == {}
-    assert ctx.facts["operations_after"] == ctx.facts["operations_before"]
-    assert "saves no operations" in next(iter(ctx.facts["left_alone"].values()))
+    assert ctx.details["ranks"] == {}
+    assert ctx.details["flops_after"] == ctx.details["flops_before"]
+    assert "saves no operations" in next(iter(ctx.details["left_alone"].values()))
     assert ctx.warnings[0].code == "no-rank-saves"
     assert "6" in ctx.warnings[0].message
 
@@ -178,7 +178,7 @@ def test_what_does_not_go_together_is_refused():
     with invalid("settings-conflict"):
         FactorizeSettings(rank="vbmf")
     with invalid("unused-setting"):
-        FactorizeSettings(method="cp", budget={"parameters": 0.5})
+        FactorizeSettings(method="cp", parameter_budget=0.5)
     for settings, family in ((FactorizeSettings(method="cp"), "bert"), (FactorizeSettings(), "resnet")):
         (found,), _ = Factorize.check_model(settings, {"model_type": family})
         assert (found.setting, found.code) == ("method", "does-not-fit-model")

@@ -15,8 +15,8 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.planned import plan_layers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.vocabulary.settings import VocabularySettings
-from smelt.compress.vocabulary.stage import Vocabulary
+from smelt.compress.vocabulary.settings import TrimVocabularySettings
+from smelt.compress.vocabulary.stage import TrimVocabulary
 from smelt.core.data import Example, Split
 from smelt.core.messages import codes
 from smelt.core.stage import needs_of
@@ -32,7 +32,7 @@ EVERY = sorted(every_family.OF_TEXTS)
 
 def thin(family, out, layers=3, **settings):
     """A model of a family with its embedding as a pair, and what the step said."""
-    chosen = FactorizeSettings(what="embeddings", **{"by_frequency": False} | settings)
+    chosen = FactorizeSettings(targets="embeddings", **{"frequency_weighted": False} | settings)
     ctx = every_family.run(Factorize(), chosen, every_family.of_layers(family, layers), family, out)
     return load_model(ctx.out)[0], ctx
 
@@ -53,7 +53,7 @@ def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_p
     tied = tied is not None and tied.weight is matrix
     u, sigma, vt = torch.linalg.svd(matrix.detach(), full_matrices=False)
     error = float(sigma[9:].norm() / sigma.norm())
-    assert list(ctx.facts["relative_error"].values()) == [pytest.approx(error, abs=1e-4)]
+    assert list(ctx.details["relative_error"].values()) == [pytest.approx(error, abs=1e-4)]
     with torch.no_grad():
         matrix.copy_((u[:, :9] * sigma[:9]) @ vt[:9])
     near = tmp_path / "near"
@@ -67,7 +67,7 @@ def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_p
         assert head.up.weight is table_of(made).table.weight
     words, width = matrix.shape
     saved = words * width - 9 * (words + width * (2 if tied else 1))
-    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == saved > 0
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == saved > 0
 
 
 def test_rows_are_those_of_a_truncated_svd(tmp_path):
@@ -85,12 +85,12 @@ def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
     rows = whole.get_input_embeddings().weight.detach()
     lost = {}
     for word in (False, True):
-        made, ctx = thin("marian", tmp_path / str(word), rank=9, by_frequency=word)
+        made, ctx = thin("marian", tmp_path / str(word), rank=9, frequency_weighted=word)
         with torch.no_grad():
             lost[word] = (table_of(made)(torch.arange(len(rows))) - rows).square().sum(dim=1)
     model, _ = load_model(every_family.of_layers("marian", 3))
     counts = _counted_by_hand(model, tmp_path)
-    assert ctx.facts["calibration"]["rows"] > 0
+    assert ctx.details["calibration"]["rows"] > 0
     dropped = torch.linalg.svdvals((counts + 1).sqrt().unsqueeze(1) * rows)[9:].square().sum()
     assert float((counts + 1) @ lost[True]) == pytest.approx(float(dropped), rel=1e-4)
     assert float((counts + 1) @ lost[False]) > 1.03 * float(dropped)
@@ -100,26 +100,26 @@ def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
 def test_tokens_of_all_rows_are_counted_unless_the_recipe_says_how_many(tmp_path):
     rows = [Example(tiny.SENTENCES[i % len(tiny.SENTENCES)], ("x",)) for i in range(300)]
     data = {"train": Split("rows", tuple(rows))}
-    for more, counted in (({}, 300), ({"rows": 40}, 40)):
-        settings = FactorizeSettings(what="embeddings", rank=7, **more)
+    for more, counted in (({}, 300), ({"calibration_samples": 40}, 40)):
+        settings = FactorizeSettings(targets="embeddings", rank=7, **more)
         out = tmp_path / str(counted)
         ctx = harness.run(Factorize(), settings, tiny.marian(tmp_path / f"m{counted}"), out, data=data)
-        assert ctx.facts["calibration"]["rows"] == counted
+        assert ctx.details["calibration"]["rows"] == counted
 
 
 def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
     source = every_family.of_layers("bert", 3)
     made = {}
-    for word, settings in (("unsaid", {}), ("meant", {"by_frequency": False})):
-        chosen = FactorizeSettings(what="embeddings", rank=7, **settings)
+    for word, settings in (("unsaid", {}), ("meant", {"frequency_weighted": False})):
+        chosen = FactorizeSettings(targets="embeddings", rank=7, **settings)
         ctx = harness.run(Factorize(), chosen, source, tmp_path / word, "text-classification", {})
         made[word] = load_model(ctx.out)[0], ctx.warnings
     assert "no-calibration-data" in codes(made["unsaid"][1])
     assert not made["meant"][1]
     assert torch.equal(*(harness.logits(model) for model, _ in made.values()))
-    assert needs_of(Factorize, FactorizeSettings(what="embeddings"), ["train"]) == {"train"}
-    assert needs_of(Factorize, FactorizeSettings(what="embeddings")) == frozenset()
-    assert needs_of(Factorize, FactorizeSettings(what="embeddings", by_frequency=True)) == {"train"}
+    assert needs_of(Factorize, FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
+    assert needs_of(Factorize, FactorizeSettings(targets="embeddings")) == frozenset()
+    assert needs_of(Factorize, FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {"train"}
 
 
 def _counted_by_hand(model, space):
@@ -161,7 +161,7 @@ def test_a_graph_holds_the_table_once(target, family, tmp_path):
 
 def test_of_a_head_that_stays_float_the_table_stays_so_in_it(tmp_path):
     model, _ = thin("qwen2", tmp_path / "out", rank=9)
-    planned = {layer.name: layer.scheme for layer in plan_layers(model, QuantizeSettings(head=False))}
+    planned = {layer.name: layer.scheme for layer in plan_layers(model, QuantizeSettings(output_layer=False))}
     assert {"lm_head.down", "model.embed_tokens.table", "model.embed_tokens.up"} <= set(planned)
     assert "lm_head.up" not in planned
 
@@ -170,8 +170,8 @@ def test_of_a_head_that_stays_float_the_table_stays_so_in_it(tmp_path):
 def test_later_stages_cut_through_a_pair(family, later, tmp_path):
     _, ctx = thin(family, tmp_path / "thin", rank=9)
     stage, settings = {
-        "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
-        "prune": (Prune(), PruneSettings(importance="taylor", rows=4)),
+        "vocabulary": (TrimVocabulary(), TrimVocabularySettings(coverage=0.8)),
+        "prune": (Prune(), PruneSettings(importance="taylor", calibration_samples=4)),
     }[later]
     again = every_family.run(stage, settings, ctx.out, family, tmp_path / "later")
     model, _ = load_model(again.out)
@@ -201,10 +201,10 @@ def _size(model, axis):
 # 54 x 32: below 20.1; 299 x 64, which is the head too: below 44.8, and not 52.7
 @pytest.mark.parametrize(("family", "rank"), [("bert", 21), ("gpt2", 46)])
 def test_where_no_value_is_saved_the_embedding_is_left_alone(family, rank, tmp_path):
-    settings = FactorizeSettings(what="embeddings", rank=rank, by_frequency=False)
+    settings = FactorizeSettings(targets="embeddings", rank=rank, frequency_weighted=False)
     source = every_family.of_layers(family, 3)
     ctx = every_family.run(Factorize(), settings, source, family, tmp_path / "out")
-    (said,) = ctx.facts["left_alone"].values()
+    (said,) = ctx.details["left_alone"].values()
     assert "saves nothing" in said
     assert "no-rank-saves" in codes(ctx.warnings)
     assert not (ctx.out / "structure.json").exists()
@@ -217,14 +217,14 @@ def test_energy_and_ratio_say_the_rank(tmp_path):
     model, _ = thin("llama", tmp_path / "energy", energy=0.6)
     rank = table_of(model).rank
     assert float(squares[:rank].sum()) >= 0.6 * float(squares.sum()) > float(squares[: rank - 1].sum())
-    model, _ = thin("llama", tmp_path / "ratio", ratio=0.5)
+    model, _ = thin("llama", tmp_path / "ratio", keep_ratio=0.5)
     assert table_of(model).rank == rows.numel() // (2 * sum(rows.shape))
     assert isinstance(model.get_output_embeddings(), torch.nn.Linear)  # a matrix of its own
 
 
 def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
     _, ctx = thin("bert", tmp_path / "out", rank=9)
-    settings = FactorizeSettings(what="embeddings", rank=4)
+    settings = FactorizeSettings(targets="embeddings", rank=4)
     again = every_family.run(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
     assert table_of(harness.model_of(again)).rank == 9
     (said,) = (one for one in again.warnings if one.code == "already-factorized")
@@ -234,9 +234,9 @@ def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"what": "embeddings", "method": "svd", "aim": "size"}, "aim and method"),
-        ({"what": "embeddings", "budget": {"parameters": 0.5}}, "budget"),
-        ({"by_frequency": False}, "by_frequency"),
+        ({"targets": "embeddings", "method": "svd", "optimize_for": "size"}, "method and optimize_for"),
+        ({"targets": "embeddings", "parameter_budget": 0.5}, "parameter_budget"),
+        ({"frequency_weighted": False}, "frequency_weighted"),
     ],
 )
 def test_settings_of_something_else_are_refused(settings, named):
@@ -246,13 +246,12 @@ def test_settings_of_something_else_are_refused(settings, named):
 
 
 def test_a_recipe_of_layers_has_the_key_that_it_had():
-    assert not {"what", "by_frequency"} & set(FactorizeSettings().model_dump(mode="json"))
-    given = FactorizeSettings(what="embeddings", rank=8)
-    assert FactorizeSettings.model_validate(given.model_dump(mode="json")) == given
+    for given in (FactorizeSettings(targets="embeddings", rank=8), FactorizeSettings(rank=8)):
+        assert FactorizeSettings.model_validate(given.meant()) == given
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 def test_a_model_of_images_has_no_words(family):
-    settings = FactorizeSettings(what="embeddings", rank=4)
+    settings = FactorizeSettings(targets="embeddings", rank=4)
     (found,), _ = Factorize.check_model(settings, {"model_type": family})
-    assert (found.setting, found.code) == ("what", "does-not-fit-model")
+    assert (found.setting, found.code) == ("targets", "does-not-fit-model")

@@ -68,7 +68,7 @@ def test_a_budget_below_one_rank_each_is_refused_with_the_least_that_works():
     layers = layers_of((16, 16, 1), (16, 16, 1))
     with refused("budget-too-small", InputError) as caught:
         shared_budget(layers, 0.1)
-    assert caught.value.setting == "budget.parameters"
+    assert caught.value.setting == "parameter_budget"
     assert "0.125" in str(caught.value)
     assert shared_budget(layers, 0.125) == {"layer0": 1, "layer1": 1}
 

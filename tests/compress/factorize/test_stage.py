@@ -63,14 +63,14 @@ def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(
         source,
-        FactorizeSettings(method="svd", aim="size", rank=18, exclude=["lm_head", "model.decoder.*"]),
+        FactorizeSettings(method="svd", optimize_for="size", rank=18, exclude=["lm_head", "model.decoder.*"]),
         ctx,
     )
     # 32 x 32 breaks even at 16, 64 x 32 at 21.3
     chosen = {f"model.encoder.layers.{i}.{n}" for i in (0, 1) for n in ("fc1", "fc2")}
-    assert ctx.facts["ranks"] == dict.fromkeys(chosen, 18)
-    assert "rank 18 of 32 x 32" in ctx.facts["left_alone"]["model.encoder.layers.0.self_attn.q_proj"]
-    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == 4 * (64 * 32 - 18 * 96)
+    assert ctx.details["ranks"] == dict.fromkeys(chosen, 18)
+    assert "rank 18 of 32 x 32" in ctx.details["left_alone"]["model.encoder.layers.0.self_attn.q_proj"]
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == 4 * (64 * 32 - 18 * 96)
     assert ctx.warnings == []
     model, edits = load_model(ctx.out)
     assert {e["module"] for e in edits} == chosen
@@ -92,8 +92,8 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
     )
     pairs = {f"model.encoder.layers.{n}.fc1" for n in range(2)}
     pairs |= {f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in "kv"}
-    assert ctx.facts["ranks"] == dict.fromkeys(pairs, 36)
-    told = ctx.facts["left_alone"]
+    assert ctx.details["ranks"] == dict.fromkeys(pairs, 36)
+    told = ctx.details["left_alone"]
     assert told["model.decoder.layers.0.fc1"] == (
         "rank 36 of 256 x 128 would be slower in int8, as every rank would"
     )
@@ -102,7 +102,7 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
         *(f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in ("q", "out")),
     }
     wide = FactorizeSettings(method="svd", rank=76, include=include)
-    told = harness.run(Factorize(), wide, folder, tmp_path / "wide").facts["left_alone"]
+    told = harness.run(Factorize(), wide, folder, tmp_path / "wide").details["left_alone"]
     # (0.9 * 256 * 128 - 5000) / 384 = 63.8; 256 * 128 / 384 = 85.3; 128 * 128 / 256 = 64
     assert told["model.encoder.layers.0.fc1"] == (
         "rank 76 of 256 x 128 would be slower in int8; it would have to be below 63.8"
@@ -115,22 +115,22 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
 def test_nothing_that_is_faster_is_a_warning_that_names_the_other_aim(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(source, FactorizeSettings(method="svd", rank=15, include=["model.decoder.*.fc1"]), ctx)
-    assert ctx.facts["ranks"] == {}
+    assert ctx.details["ranks"] == {}
     [warning] = ctx.warnings
     assert warning.code == "no-rank-saves"
     assert "int8" in warning.message
-    assert "aim: size" in warning.message
+    assert "optimize_for: size" in warning.message
 
 
 def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
     ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(method="svd", aim="size", rank=8), ctx)
+    Factorize()(source, FactorizeSettings(method="svd", optimize_for="size", rank=8), ctx)
     again = context(tmp_path / "out")
     made = Artifact(ctx.out, source.manifest)
     Factorize()(made, FactorizeSettings(method="svd", rank=4), again)
     (told,) = again.warnings
     assert told.code == "already-factorized"
-    assert f" {len(ctx.facts['ranks'])} layers" in told.message
+    assert f" {len(ctx.details['ranks'])} layers" in told.message
     assert (again.out / "structure.json").read_text() == (ctx.out / "structure.json").read_text()
     nothing = FactorizeSettings(method="svd", rank=4, include=["*.nowhere"])
     with refused("no-layer-selected", InputError):
@@ -139,8 +139,8 @@ def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
 
 def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path):
     ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(method="svd", aim="size", energy=1.0), ctx)
-    assert ctx.facts["ranks"] == {}
+    Factorize()(source, FactorizeSettings(method="svd", optimize_for="size", energy=1.0), ctx)
+    assert ctx.details["ranks"] == {}
     assert codes(ctx.warnings) == ["no-rank-saves"]
     assert " 32 layers" in ctx.warnings[0].message
     assert not (ctx.out / "structure.json").exists()
@@ -165,7 +165,11 @@ def rows(tmp_path_factory):
 
 def run(marian, split, tmp_path, **settings):
     return harness.run(
-        Factorize(), FactorizeSettings(**({"aim": "size"} | settings)), marian, tmp_path / "out", data=split
+        Factorize(),
+        FactorizeSettings(**({"optimize_for": "size"} | settings)),
+        marian,
+        tmp_path / "out",
+        data=split,
     )
 
 
@@ -180,7 +184,7 @@ def change(marian, ctx):
 
 def test_looking_at_rows_loses_less_on_them_than_looking_at_weights(marian, rows, tmp_path):
     changes = {
-        method: change(marian, run(marian, rows, tmp_path / method, method=method, ratio=0.5))
+        method: change(marian, run(marian, rows, tmp_path / method, method=method, keep_ratio=0.5))
         for method in ("whitened-svd", "asvd", "svd")
     }
     assert changes["whitened-svd"] < 0.8 * changes["svd"]
@@ -188,7 +192,7 @@ def test_looking_at_rows_loses_less_on_them_than_looking_at_weights(marian, rows
 
 
 def test_the_whitened_error_is_that_of_the_layers_outputs(marian, rows, tmp_path):
-    ctx = run(marian, rows, tmp_path, ratio=0.5)
+    ctx = run(marian, rows, tmp_path, keep_ratio=0.5)
     name = "model.encoder.layers.0.fc1"
     whole = load_model(marian)[0]
     batches = calibration_rows(whole, tiny.artifact(marian), 256, ctx, "test")
@@ -198,7 +202,7 @@ def test_the_whitened_error_is_that_of_the_layers_outputs(marian, rows, tmp_path
     with torch.no_grad():
         x = torch.cat(seen)
         lost, all_of_it = (mine(x) - right(x)).norm(), (right(x) - right(x).mean(dim=0)).norm()
-    assert ctx.facts["relative_error"][name] == pytest.approx(float(lost / all_of_it), rel=0.25)
+    assert ctx.details["relative_error"][name] == pytest.approx(float(lost / all_of_it), rel=0.25)
 
 
 def test_the_loss_weighs_inputs_by_fwsvd(marian, rows, tmp_path):
@@ -207,25 +211,25 @@ def test_the_loss_weighs_inputs_by_fwsvd(marian, rows, tmp_path):
     name = "model.encoder.layers.0.fc1"
     mine, other = (harness.model_of(c).get_submodule(name) for c in (ctx, plain))
     assert not torch.allclose(mine.up.weight @ mine.down.weight, other.up.weight @ other.down.weight)
-    assert ctx.facts["calibration"]["rows"] == len(rows)
+    assert ctx.details["calibration"]["rows"] == len(rows)
 
 
-@pytest.mark.parametrize("by", ["error", "damage"])
-def test_one_budget_gives_ranks_that_stay_within_it(marian, rows, tmp_path, by):
-    ctx = run(marian, rows, tmp_path, budget={"parameters": 0.5, "by": by})
+@pytest.mark.parametrize("objective", ["error", "sensitivity"])
+def test_one_budget_gives_ranks_that_stay_within_it(marian, rows, tmp_path, objective):
+    ctx = run(marian, rows, tmp_path, parameter_budget=0.5, objective=objective)
     sizes = {n: m.weight for n, m in load_model(marian)[0].named_modules() if isinstance(m, torch.nn.Linear)}
     sizes.pop("lm_head")
     spent = sum(
-        ctx.facts["ranks"][name] * sum(w.shape) if name in ctx.facts["ranks"] else w.numel()
+        ctx.details["ranks"][name] * sum(w.shape) if name in ctx.details["ranks"] else w.numel()
         for name, w in sizes.items()
     )
     assert 0.45 < spent / sum(w.numel() for w in sizes.values()) <= 0.5
-    assert len(set(ctx.facts["ranks"].values())) > 1
-    assert ("damage" in ctx.facts) == (by == "damage")
+    assert len(set(ctx.details["ranks"].values())) > 1
+    assert ("sensitivity" in ctx.details) == (objective == "sensitivity")
 
 
 def test_few_tokens_are_said(marian, rows, tmp_path):
-    ctx = run(marian, rows, tmp_path, ratio=0.5, rows=1)
+    ctx = run(marian, rows, tmp_path, keep_ratio=0.5, calibration_samples=1)
     assert ctx.warnings[0].code == "few-calibration-tokens"
 
 
@@ -239,5 +243,5 @@ def test_it_needs_rows_where_it_looks_at_them():
     assert needs(FactorizeSettings(method="svd"), ["train"]) == frozenset()
     assert needs(FactorizeSettings(), ["train"]) == {"train"}
     assert needs(FactorizeSettings(), ["train", "calibration"]) == {"calibration"}
-    by_damage = FactorizeSettings(method="svd", budget={"parameters": 0.5, "by": "damage"})
-    assert needs(by_damage, ["train"]) == {"train"}
+    by_sensitivity = FactorizeSettings(method="svd", parameter_budget=0.5, objective="sensitivity")
+    assert needs(by_sensitivity, ["train"]) == {"train"}

@@ -44,12 +44,17 @@ def test_scores_of_layers_are_divided_by_their_length():
 def test_a_budget_over_the_model_is_met_and_the_model_is_read_again(importance, tmp_path):
     source = every_family.of_layers("t5", 3)
     settings = PruneSettings(
-        what=["heads", "ffn"], keep=0.5, scope="global", importance=importance, rows=4, compensate=False
+        targets=["heads", "ffn"],
+        keep_ratio=0.5,
+        scope="global",
+        importance=importance,
+        calibration_samples=4,
+        reconstruct=False,
     )
     ctx = every_family.run(Prune(), settings, source, "t5", tmp_path / "out")
     model, _ = load_model(ctx.out)
     whole, _ = load_model(source)
-    for name, kept in (("heads", ctx.facts["kept_heads"]), ("neurons", ctx.facts["kept_neurons"])):
+    for name, kept in (("heads", ctx.details["kept_heads"]), ("neurons", ctx.details["kept_neurons"])):
         before = sum(_sizes(whole, name))
         assert sum(kept.values()) == sum(_sizes(model, name))
         assert sum(kept.values()) == pytest.approx(before / 2, abs=4)
@@ -71,10 +76,12 @@ def test_a_layer_that_does_nothing_gives_up_all_but_a_step(tmp_path):
     idle = tmp_path / "idle"
     idle.mkdir()
     save_model(model, edits, idle, source)
-    settings = PruneSettings(keep=0.5, scope="global", importance="fisher", rows=4, compensate=False)
+    settings = PruneSettings(
+        keep_ratio=0.5, scope="global", importance="fisher", calibration_samples=4, reconstruct=False
+    )
     ctx = every_family.run(Prune(), settings, idle, "llama", tmp_path / "out")
-    first, middle, last = ctx.facts["kept_neurons"].values()
-    assert middle == settings.round_to
+    first, middle, last = ctx.details["kept_neurons"].values()
+    assert middle == settings.multiple_of
     assert first + middle + last == pytest.approx(1.5 * model.config.intermediate_size, abs=4)
 
 
@@ -86,12 +93,24 @@ def test_a_layer_of_larger_weights_keeps_no_more_by_magnitude(tmp_path):
     large = tmp_path / "large"
     large.mkdir()
     save_model(model, edits, large, source)
-    settings = PruneSettings(keep=0.5, scope="global", importance="magnitude", compensate=False)
+    settings = PruneSettings(keep_ratio=0.5, scope="global", importance="magnitude", reconstruct=False)
     kept = [
-        every_family.run(Prune(), settings, folder, "llama", tmp_path / f"out-{at}").facts["kept_neurons"]
+        every_family.run(Prune(), settings, folder, "llama", tmp_path / f"out-{at}").details["kept_neurons"]
         for at, folder in enumerate((source, large))
     ]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("target", "other"), [("heads", "kept_neurons"), ("ffn", "kept_heads")])
+def test_the_ratio_of_one_target_leaves_the_other_as_it_is(tmp_path, target, other):
+    source = every_family.of_layers("bert", 2)
+    settings = PruneSettings(
+        keep_ratio={target: 0.5}, scope="global", importance="magnitude", reconstruct=False
+    )
+    ctx = every_family.run(Prune(), settings, source, "bert", tmp_path / "out")
+    mine = {"heads": "kept_heads", "ffn": "kept_neurons"}[target]
+    assert ctx.details[mine]
+    assert not ctx.details.get(other)
 
 
 def test_random_units_are_drawn_by_the_seed(tmp_path):

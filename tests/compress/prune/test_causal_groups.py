@@ -34,18 +34,18 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
     ctx = _prune(
         folder,
         tmp_path / "out",
-        what=["heads", "ffn"],
-        keep=0.5,
+        targets=["heads", "ffn"],
+        keep_ratio=0.5,
         importance=importance,
-        rows=6,
-        compensate=False,
+        calibration_samples=6,
+        reconstruct=False,
     )
     small, edits = load_model(ctx.out)
     whole, _ = load_model(folder)
     attentions, blocks = find_groups(whole)
     cut = find_groups(small)
     keys = 2 if whole.config.model_type != "gpt2" else 4
-    assert list(ctx.facts["kept_heads"].values()) == [keys // 2] * 2
+    assert list(ctx.details["kept_heads"].values()) == [keys // 2] * 2
     with torch.no_grad():
         for group, after in zip([*attentions, *blocks], [*cut[0], *cut[1]], strict=True):
             name = getattr(group.parts, "out", None) or group.parts.down
@@ -63,7 +63,7 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
 def test_feed_forward_width_is_said_in_the_config_when_all_layers_agree(folder, tmp_path):
     import transformers
 
-    ctx = _prune(folder, tmp_path / "out", what=["ffn"], keep=0.5, importance="magnitude")
+    ctx = _prune(folder, tmp_path / "out", targets=["ffn"], keep_ratio=0.5, importance="magnitude")
     assert not (ctx.out / "structure.json").exists()
     plain = transformers.AutoModelForCausalLM.from_pretrained(ctx.out).eval()
     torch.testing.assert_close(harness.logits(plain), harness.logits(load_model(ctx.out)[0]))

@@ -23,7 +23,7 @@ from smelt.runtime.models.structure import read_edits
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}
-TRAIN = {"max_steps": 2, "batch_size": 4, "evals": 0, "precision": "fp32"}
+TRAIN = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -38,7 +38,9 @@ def basic(tmp_path_factory):
 
 def run(source, out, **settings):
     rows = images.split(images.rows(out.parent / "rows.jsonl"))
-    said = PruneSettings.model_validate({"what": ["channels"], "rows": 8, "round_to": 4, **settings})
+    said = PruneSettings.model_validate(
+        {"targets": ["channels"], "calibration_samples": 8, "multiple_of": 4, **settings}
+    )
     return harness.run(Prune(), said, source, out, images.TASK, {"train": rows})
 
 
@@ -61,25 +63,25 @@ def test_channels_whose_outputs_are_zero_leave_the_outputs_the_same(source, tmp_
             one.normalization.bias[::2] = 0
     (tmp_path / "idle").mkdir()
     save_model(model, edits, tmp_path / "idle", source)
-    ctx = run(tmp_path / "idle", tmp_path / "out", keep=0.5, round_to=1, importance="magnitude")
+    ctx = run(tmp_path / "idle", tmp_path / "out", keep_ratio=0.5, multiple_of=1, importance="magnitude")
     left, _ = load_model(ctx.out)
     assert torch.allclose(logits(left), logits(model), atol=1e-5)
     assert all(
         torch.equal(new.normalization.running_var, old.normalization.running_var[1::2])
         for (new, _), (old, _) in zip(free(left), free(model), strict=True)
     )
-    assert ctx.facts["kept_channels"] == {g.name: g.count(model) // 2 for g in find_channels(model)}
-    assert ctx.facts["parameters_after"] < 0.7 * ctx.facts["parameters_before"]
-    assert ctx.facts["operations_after"] < 0.8 * ctx.facts["operations_before"]
+    assert ctx.details["kept_channels"] == {g.name: g.count(model) // 2 for g in find_channels(model)}
+    assert ctx.details["parameters_after"] < 0.7 * ctx.details["parameters_before"]
+    assert ctx.details["flops_after"] < 0.8 * ctx.details["flops_before"]
 
 
 def test_it_cuts_what_torch_pruning_cuts(source, tmp_path):
     """torch-pruning follows the graph from the first convolution's outputs to all that is coupled."""
-    ctx = run(source, tmp_path / "out", keep=0.5, importance="magnitude")
+    ctx = run(source, tmp_path / "out", keep_ratio=0.5, importance="magnitude")
     model, _ = load_model(source)
     scores = magnitude_of_filters(model, find_channels(model))
     for group in find_channels(model):
-        kept = scores[group.name].topk(ctx.facts["kept_channels"][group.name]).indices.tolist()
+        kept = scores[group.name].topk(ctx.details["kept_channels"][group.name]).indices.tolist()
         gone = sorted(set(range(group.count(model))) - set(kept))
         graph = torch_pruning.DependencyGraph().build_dependency(model, torch.zeros(1, 3, 16, 16))
         first = model.get_submodule(group.first)
@@ -124,34 +126,34 @@ def test_taylor_is_the_mean_squared_slope_of_a_gate_behind_the_norm(basic):
 
 @pytest.mark.parametrize("importance", ["taylor", "fisher", "random"])
 def test_each_importance_leaves_what_was_asked(importance, basic, tmp_path):
-    ctx = run(basic, tmp_path / "out", importance=importance, keep=0.5)
-    assert set(ctx.facts["kept_channels"].values()) == {8, 12}
+    ctx = run(basic, tmp_path / "out", importance=importance, keep_ratio=0.5)
+    assert set(ctx.details["kept_channels"].values()) == {8, 12}
 
 
 def test_layers_compete_where_the_scope_is_global(basic, tmp_path):
-    ctx = run(basic, tmp_path / "out", scope="global", keep=0.5)
-    assert sum(ctx.facts["kept_channels"].values()) == (16 + 24 + 24) // 2
-    assert min(ctx.facts["kept_channels"].values()) >= 4
+    ctx = run(basic, tmp_path / "out", scope="global", keep_ratio=0.5)
+    assert sum(ctx.details["kept_channels"].values()) == (16 + 24 + 24) // 2
+    assert min(ctx.details["kept_channels"].values()) >= 4
 
 
 def test_it_is_distilled_pruned_again_and_exported(basic, tmp_path):
-    once = run(basic, tmp_path / "once", keep=0.75).out
+    once = run(basic, tmp_path / "once", keep_ratio=0.75).out
     rows = {"train": images.split(images.rows(tmp_path / "more.jsonl"))}
     whole = {"ancestors": {"model": tiny.artifact(basic, images.TASK)}}
     settings = DistillSettings.model_validate(TRAIN)
     taught = harness.run(Distill(), settings, once, tmp_path / "taught", images.TASK, rows, **whole)
-    twice = run(taught.out, tmp_path / "twice", keep=0.5)
-    assert set(twice.facts["kept_channels"].values()) == {8, 12}
+    twice = run(taught.out, tmp_path / "twice", keep_ratio=0.5)
+    assert set(twice.details["kept_channels"].values()) == {8, 12}
     onnx = harness.run(Onnx(), OnnxSettings(), twice.out, tmp_path / "onnx", images.TASK)
-    assert onnx.facts["parity"]
+    assert onnx.details["parity"]
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])
 def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
     thin = harness.run(
-        Factorize(), FactorizeSettings(method=method, ratio=0.5), basic, tmp_path / "thin", images.TASK
+        Factorize(), FactorizeSettings(method=method, keep_ratio=0.5), basic, tmp_path / "thin", images.TASK
     )
-    ctx = run(thin.out, tmp_path / "out", keep=0.5, importance="magnitude")
+    ctx = run(thin.out, tmp_path / "out", keep_ratio=0.5, importance="magnitude")
     left, _ = load_model(ctx.out)
     assert torch.isfinite(logits(left)).all()
     whole, _ = load_model(thin.out)
@@ -166,15 +168,15 @@ def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
     "wrong",
     [
         {"importance": "activation"},
-        {"what": ["channels", "ffn"]},
+        {"targets": ["channels", "ffn"]},
         {"budget": {"parameters": 0.5}},
-        {"compensate": True},
-        {"keep_ffn": 0.5},
+        {"reconstruct": True},
+        {"keep_ratio": {"ffn": 0.5}},
     ],
 )
 def test_what_means_nothing_to_channels_is_refused(wrong):
     with pytest.raises(ValidationError):
-        PruneSettings.model_validate({"what": ["channels"]} | wrong)
+        PruneSettings.model_validate({"targets": ["channels"]} | wrong)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +184,12 @@ def test_what_means_nothing_to_channels_is_refused(wrong):
     [(["channels"], "vit"), (["channels"], "bert"), (["ffn"], "resnet"), (["width"], "resnet")],
 )
 def test_the_plan_says_which_units_a_family_has(what, kind):
-    settings = PruneSettings.model_validate({"what": what})
+    settings = PruneSettings.model_validate({"targets": what})
     [found], _ = Prune.check_model(settings, {"model_type": kind})
-    assert (found.setting, found.code) == ("what", "does-not-fit-model")
+    assert (found.setting, found.code) == ("targets", "does-not-fit-model")
 
 
 def test_nothing_goes_where_there_are_few_channels_and_a_warning_says_so(basic, tmp_path):
-    ctx = run(basic, tmp_path / "out", keep=0.75, round_to=32, importance="magnitude")
+    ctx = run(basic, tmp_path / "out", keep_ratio=0.75, multiple_of=32, importance="magnitude")
     assert read_edits(ctx.out) == []
     assert "nothing-to-remove" in codes(ctx.warnings)

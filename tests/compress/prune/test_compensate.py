@@ -11,7 +11,7 @@ from smelt.compress.calibration.statistics import empty_statistics
 from smelt.compress.prune import compensate
 from smelt.compress.prune.compensate import refit
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import codes
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
@@ -98,7 +98,7 @@ def test_inputs_that_were_never_there_leave_the_plain_cut():
 
 def pruned(source, family, out, **settings):
     settings = PruneSettings(
-        **({"what": ["heads", "ffn"], "importance": "magnitude", "keep": 0.5} | settings)
+        **({"targets": ["heads", "ffn"], "importance": "magnitude", "keep_ratio": 0.5} | settings)
     )
     return every_family.run(Prune(), settings, source, family, out)
 
@@ -107,12 +107,12 @@ def pruned(source, family, out, **settings):
 def test_a_model_stays_nearer_to_what_it_was(family, tmp_path):
     source = every_family.of_layers(family, 2)
     wanted = harness.logits(load_model(source)[0])
-    plain = pruned(source, family, tmp_path / "plain", compensate=False)
+    plain = pruned(source, family, tmp_path / "plain", reconstruct=False)
     fit = pruned(source, family, tmp_path / "fit")
-    assert plain.facts["left_after_refit"] == {}
-    assert plain.facts["kept_neurons"] == fit.facts["kept_neurons"]
-    left = fit.facts["left_after_refit"]
-    assert len(left) == len(fit.facts["kept_heads"]) + len(fit.facts["kept_neurons"])
+    assert plain.details["reconstruction_error"] == {}
+    assert plain.details["kept_neurons"] == fit.details["kept_neurons"]
+    left = fit.details["reconstruction_error"]
+    assert len(left) == len(fit.details["kept_heads"]) + len(fit.details["kept_neurons"])
     assert all(0 <= part < 1 for part in left.values())
     if family != "t5":  # on other ids than those of the rows, of which a random T5 has few
         away = [float((harness.logits(harness.model_of(c)) - wanted).square().mean()) for c in (plain, fit)]
@@ -121,9 +121,11 @@ def test_a_model_stays_nearer_to_what_it_was(family, tmp_path):
 
 def test_a_shared_layer_is_cut_once_and_fitted_on_all_of_its_uses(tmp_path):
     source = every_family.of_layers("bert", 2)
-    shared = every_family.run(Share(), ShareSettings(what=["ffn"]), source, "bert", tmp_path / "shared").out
-    ctx = pruned(shared, "bert", tmp_path / "fit", what=["ffn"])
-    assert list(ctx.facts["left_after_refit"]) == ["bert.encoder.layer.0.output.dense"]
+    shared = every_family.run(
+        ShareWeights(), ShareWeightsSettings(targets=["ffn"]), source, "bert", tmp_path / "shared"
+    ).out
+    ctx = pruned(shared, "bert", tmp_path / "fit", targets=["ffn"])
+    assert list(ctx.details["reconstruction_error"]) == ["bert.encoder.layer.0.output.dense"]
     model = harness.model_of(ctx)
     first, second = (block.output.dense for block in model.bert.encoder.layer)
     assert first is second
@@ -132,16 +134,18 @@ def test_a_shared_layer_is_cut_once_and_fitted_on_all_of_its_uses(tmp_path):
 
 def test_without_rows_nothing_is_fitted_and_that_is_said(tmp_path):
     source = every_family.of_layers("bert", 1)
-    settings = {"importance": "magnitude", "keep": 0.5}
+    settings = {"importance": "magnitude", "keep_ratio": 0.5}
     task = "text-classification"
     told = harness.run(Prune(), PruneSettings(**settings), source, tmp_path / "a", task)
-    meant = harness.run(Prune(), PruneSettings(**settings, compensate=False), source, tmp_path / "b", task)
+    meant = harness.run(Prune(), PruneSettings(**settings, reconstruct=False), source, tmp_path / "b", task)
     assert codes(w for w in told.warnings if w not in meant.warnings) == ["no-calibration-data"]
     a, b = (harness.model_of(ctx).state_dict() for ctx in (told, meant))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_fewer_tokens_than_inputs_are_told(tmp_path):
-    ctx = pruned(every_family.of_layers("bert", 1), "bert", tmp_path / "out", rows=1, what=["ffn"])
+    ctx = pruned(
+        every_family.of_layers("bert", 1), "bert", tmp_path / "out", calibration_samples=1, targets=["ffn"]
+    )
     (told,) = [w for w in ctx.warnings if w.code == "few-calibration-tokens"]
     assert "32 inputs" in told.message

@@ -21,11 +21,11 @@ def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):
 def test_the_message_says_why_and_what_to_write():
     config = {"model_type": "mpnet"}
     [found] = check_units(["heads"], config)
-    assert (found.setting, found.code) == ("what", "fixed-heads")
+    assert (found.setting, found.code) == ("targets", "fixed-heads")
     assert "[ffn]" in found.message
     with refused("fixed-heads", InputError) as caught:
         heads_that_stay(["heads"], config)
-    assert caught.value.setting == "what"
+    assert caught.value.setting == "targets"
     assert "mpnet" in str(caught.value)
 
 

@@ -50,7 +50,7 @@ def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path)
     model = build()
     attentions, blocks = find_groups(model)
     scores = magnitude_scores(model, attentions, blocks)
-    settings = PruneSettings(keep_heads=0.5, keep_ffn=0.25)
+    settings = PruneSettings(keep_ratio={"heads": 0.5, "ffn": 0.25})
     heads = {g.name: (g, scores.heads[g.name].argsort()[:2].tolist()) for g in attentions}
     neurons = {
         b.name: (
@@ -97,7 +97,7 @@ def test_pruning_units_without_outgoing_weights_changes_nothing():
     batch = batch_for(model)
     scores = taylor_scores(model, attentions, blocks, [batch], loss_of)
     assert all((s[[1, 3]] == 0).all() and (s[[0, 2]] > 0).all() for s in scores.heads.values())
-    settings = PruneSettings(keep=0.5, round_to=1)
+    settings = PruneSettings(keep_ratio=0.5, multiple_of=1)
     edits = []
     for group in attentions:
         cut_heads(
@@ -118,7 +118,7 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
             model,
             [],
             group,
-            best(scores.heads[group.name], heads_kept(group.count(model), PruneSettings(keep=0.75))),
+            best(scores.heads[group.name], heads_kept(group.count(model), PruneSettings(keep_ratio=0.75))),
         )
     batch = {k: v for k, v in batch_for(model).items() if k != "decoder_input_ids"}
     with_cache, without = (
@@ -130,21 +130,27 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
 
 def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
     said = PruneSettings()
-    assert (said.what, said.keep, said.compensate) == (["ffn"], 0.75, True)
-    for more in ({"budget": {"parameters": 0.8}}, {"keep_heads": 0.5}, {"keep_heads": 0.5, "keep_ffn": 0.5}):
-        assert PruneSettings.model_validate(more).what == ["heads", "ffn"]
-    assert PruneSettings(what=["ffn"], budget={"parameters": 0.8}).what == ["ffn"]
-    assert PruneSettings(keep_ffn=0.5, importance="magnitude").what == ["ffn"]
+    assert (said.targets, said.keep_ratio, said.reconstruct) == (["ffn"], 0.75, True)
+    for more in ({"budget": {"parameters": 0.8}}, {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}):
+        assert PruneSettings.model_validate(more).targets == ["heads", "ffn"]
+    assert PruneSettings(keep_ratio={"heads": 0.5}).targets == ["heads"]
+    assert PruneSettings(targets=["ffn"], budget={"parameters": 0.8}).targets == ["ffn"]
+    assert PruneSettings(keep_ratio={"ffn": 0.5}, importance="magnitude").targets == ["ffn"]
 
 
 def test_counts_that_stay():
-    assert heads_kept(4, PruneSettings(keep=0.1)) == 1
-    assert heads_kept(8, PruneSettings(keep=0.5, keep_heads=0.75)) == 6
-    assert [heads_kept(n, PruneSettings(keep=0.5)) for n in (1, 3, 5, 7)] == [1, 2, 3, 4]  # a half counts up
-    assert neurons_kept(1024, PruneSettings(keep=0.3)) == 304
-    assert neurons_kept(1024, PruneSettings(keep=0.001)) == 8
-    assert neurons_kept(6, PruneSettings(keep=0.9)) == 6
-    assert neurons_kept(40, PruneSettings(keep=0.5)) == 24
+    assert heads_kept(4, PruneSettings(keep_ratio=0.1)) == 1
+    assert heads_kept(8, PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5})) == 6
+    assert [heads_kept(n, PruneSettings(keep_ratio=0.5)) for n in (1, 3, 5, 7)] == [
+        1,
+        2,
+        3,
+        4,
+    ]  # a half counts up
+    assert neurons_kept(1024, PruneSettings(keep_ratio=0.3)) == 304
+    assert neurons_kept(1024, PruneSettings(keep_ratio=0.001)) == 8
+    assert neurons_kept(6, PruneSettings(keep_ratio=0.9)) == 6
+    assert neurons_kept(40, PruneSettings(keep_ratio=0.5)) == 24
 
 
 def run(folder, out, data=None, task="translation", **settings):
@@ -154,30 +160,32 @@ def run(folder, out, data=None, task="translation", **settings):
 
 def test_units_too_few_to_be_divided_are_told(tmp_path):
     folder = causal.model(tmp_path / "llama", "llama")  # two key-value heads
-    magnitude = {"importance": "magnitude", "compensate": False, "task": "language-modeling"}
-    ctx = run(folder, tmp_path / "a", what=["heads"], keep=0.75, **magnitude)
-    assert set(ctx.facts["kept_heads"].values()) == {2}
+    magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
+    ctx = run(folder, tmp_path / "a", targets=["heads"], keep_ratio=0.75, **magnitude)
+    assert set(ctx.details["kept_heads"].values()) == {2}
     assert codes(ctx.warnings) == ["nothing-to-remove"]
-    assert "keep_heads: 0.5" in ctx.warnings[0].message
-    assert run(folder, tmp_path / "b", what=["heads"], keep=0.5, **magnitude).warnings == []
-    assert run(folder, tmp_path / "c", what=["heads"], keep=1.0, **magnitude).warnings == []
-    (warning,) = run(folder, tmp_path / "d", what=["ffn"], keep=0.9, round_to=48, **magnitude).warnings
+    assert "keep_ratio: {heads: 0.5}" in ctx.warnings[0].message
+    assert run(folder, tmp_path / "b", targets=["heads"], keep_ratio=0.5, **magnitude).warnings == []
+    assert run(folder, tmp_path / "c", targets=["heads"], keep_ratio=1.0, **magnitude).warnings == []
+    (warning,) = run(
+        folder, tmp_path / "d", targets=["ffn"], keep_ratio=0.9, multiple_of=48, **magnitude
+    ).warnings
     assert warning.code == "nothing-to-remove"
-    assert all(number in warning.message for number in ("0.9", "96", "48", "keep_ffn: 0.5"))
-    one = run(folder, tmp_path / "e", what=["ffn"], keep=0.9, round_to=96, **magnitude)
+    assert all(number in warning.message for number in ("0.9", "96", "48", "keep_ratio: {ffn: 0.5}"))
+    one = run(folder, tmp_path / "e", targets=["ffn"], keep_ratio=0.9, multiple_of=96, **magnitude)
     assert one.warnings[0].code == "nothing-to-remove"
     assert "2 of 2" in one.warnings[0].message
-    assert "keep_ffn" not in one.warnings[0].message
+    assert "ffn:" not in one.warnings[0].message
 
 
 def test_more_than_was_asked_for_is_told(tmp_path):
     folder = causal.model(tmp_path / "llama", "llama")
-    magnitude = {"importance": "magnitude", "compensate": False, "task": "language-modeling"}
-    few = run(folder, tmp_path / "few", what=["heads", "ffn"], keep=0.01, **magnitude)
+    magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
+    few = run(folder, tmp_path / "few", targets=["heads", "ffn"], keep_ratio=0.01, **magnitude)
     assert codes(few.warnings) == ["minimum-kept"] * 2
     numbers = [re.findall(r"[\d.]+", told.message.rstrip(".")) for told in few.warnings]
     assert numbers == [["0.01", "2", "1", "2", "2"], ["0.01", "96", "8", "2", "2"]]
-    assert run(folder, tmp_path / "more", what=["ffn"], keep=0.05, **magnitude).warnings == []
+    assert run(folder, tmp_path / "more", targets=["ffn"], keep_ratio=0.05, **magnitude).warnings == []
 
 
 def rows():
@@ -202,7 +210,7 @@ def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
     )
     source = tiny.bert(tmp_path / "m")
     run(
-        source, tmp_path / "a", {"train": rows()}, "text-classification", device="cuda", compensate=False
+        source, tmp_path / "a", {"train": rows()}, "text-classification", device="cuda", reconstruct=False
     )  # fmt: skip
     assert asked == ["cuda"]
     monkeypatch.undo()
@@ -218,7 +226,7 @@ def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
     kept = []
     for device in ("cpu", "cuda"):
         data = {"train": rows()}
-        ctx = run(folder, tmp_path / device, data, "text-classification", device=device, compensate=False)
+        ctx = run(folder, tmp_path / device, data, "text-classification", device=device, reconstruct=False)
         kept.append(load_model(ctx.out)[0].state_dict())
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
 
@@ -227,9 +235,9 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
     taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
     assert needs_of(Prune, magnitude, ()) == set()
     assert needs_of(Prune, magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
-    alone = PruneSettings(importance="magnitude", compensate=False)
+    alone = PruneSettings(importance="magnitude", reconstruct=False)
     assert needs_of(Prune, alone, {"train"}) == set()
-    asked = PruneSettings(importance="magnitude", compensate=True)  # said, and not only the default
+    asked = PruneSettings(importance="magnitude", reconstruct=True)  # said, and not only the default
     assert needs_of(Prune, asked, ()) == {"train"}
     assert needs_of(Prune, taylor, ()) == {"train"}
     assert needs_of(Prune, taylor, {"train", "calibration"}) == {"calibration"}
@@ -256,10 +264,10 @@ def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
     marian().save_pretrained(tmp_path / "model")
-    ctx = run(tmp_path / "model", tmp_path / "out", what=["ffn"], keep=0.5, importance="magnitude")
+    ctx = run(tmp_path / "model", tmp_path / "out", targets=["ffn"], keep_ratio=0.5, importance="magnitude")
     assert not (ctx.out / "structure.json").exists()
     plain = AutoModelForSeq2SeqLM.from_pretrained(ctx.out).eval()
     ours, edits = load_model(ctx.out)
     assert (edits, plain.config.encoder_ffn_dim, plain.config.decoder_ffn_dim) == ([], 32, 24)
     torch.testing.assert_close(outputs(plain), outputs(ours))
-    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)

@@ -21,7 +21,7 @@ from smelt.runtime.models import streamed
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import read_edits
 
-GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "rows": 6}
+GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
 
 
 def quantize(family, folder, **settings):
@@ -37,7 +37,7 @@ def large(monkeypatch):
 
 # head and embedding are two matrices, or one; an encoder is read before the decoder
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "t5", "bart"])
-@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "nearest"])
+@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "rtn"])
 def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypatch):
     whole = quantize(family, tmp_path / "whole", **settings)
     monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
@@ -45,7 +45,7 @@ def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypa
     assert len(list(parts.out.glob("*.safetensors"))) > 2
     assert read_edits(parts.out) == read_edits(whole.out)
     told, expected = (  # but for the headers of several files, and the name of the rows
-        json.dumps([ctx.facts | {"bytes_after": 0}, as_json(ctx.warnings)]).replace("parts.", "whole.")
+        json.dumps([ctx.details | {"bytes_after": 0}, as_json(ctx.warnings)]).replace("parts.", "whole.")
         for ctx in (parts, whole)
     )
     assert told == expected
@@ -56,7 +56,7 @@ def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypa
     loaded = load_model(parts.out)[0]
     assert (
         sum(is_quantized(m) for m in loaded.modules())
-        == whole.facts["linear_layers"] + whole.facts["embeddings"]
+        == whole.details["linear_layers"] + whole.details["embeddings"]
     )
 
 
@@ -87,9 +87,9 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
         ("llama", {"scheme": "int4", "group_size": 16, "method": "awq"}),
         ("llama", {"scheme": "int4", "group_size": 16, "method": "awq-gptq"}),
         ("llama", {"scheme": "int8-static"}),
-        ("llama", {"scheme": "int8-dynamic", "skip": ["auto"]}),
-        ("llama", {"scheme": "int4", "group_size": 16, "low_rank": {"rank": 2}}),
-        ("llama", {"bits": {"budget": 4.5}}),
+        ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
+        ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),
+        ("llama", {"mixed_precision": {"target_bits": 4.5}}),
         ("bert", GPTQ),  # its pooler is behind the blocks, and no output layer
         ("gpt2", {"scheme": "int4", "group_size": 16}),  # its layers lie turned around in the file
     ],
@@ -107,7 +107,7 @@ def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, 
     assert asked == [None]
 
 
-@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "nearest"])
+@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "rtn"])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
 def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
     source = every_family.of_layers("llama", 2)
@@ -124,7 +124,7 @@ def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
-@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "nearest"])
+@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "rtn"])
 @pytest.mark.parametrize("size", [2e-7, 1e-9])  # few digits, and none
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
 def test_weights_that_float16_scales_do_not_hold_are_warned_of(
@@ -143,4 +143,4 @@ def test_weights_that_float16_scales_do_not_hold_are_warned_of(
         found = [one.message for one in told if one.code == "scale-underflow"]
         assert len(found) == count, told
         assert all(f"{name}: " in text and f" {size:g}," in text for text in found)
-        assert all(f'skip: ["{name}"]' in text for text in found)
+        assert all(f'exclude: ["{name}"]' in text for text in found)

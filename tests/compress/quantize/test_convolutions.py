@@ -1,4 +1,4 @@
-"""Convolutions of int8 codes: what torch computes, what is stored, trained and exported."""
+"""Convolutions of int8 qat: what torch computes, what is stored, trained and exported."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ from smelt.runtime.models.stored_dtype import weight_bytes
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 1]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}
-STATIC = {"scheme": "int8-static", "rows": 8, "damage_rows": 2}
+STATIC = {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 2}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -64,16 +64,16 @@ def test_codes_are_near_the_floats_and_a_quarter_of_their_size(source, tmp_path)
     assert float((whole - coded).std() / whole.std()) < 0.1
     model = harness.model_of(ctx)
     convs = [m for m in load_model(source)[0].modules() if isinstance(m, nn.Conv2d)]
-    assert ctx.facts["convolutions"] == len(convs)
+    assert ctx.details["convolutions"] == len(convs)
     assert not any(isinstance(m, nn.BatchNorm2d | nn.Conv2d) for m in model.modules())
     weights = sum(conv.weight.numel() for conv in convs)
     assert weight_bytes(ctx.out) < weight_bytes(source) - 2.5 * weights
-    assert ctx.facts["bits_per_weight"] < 9
+    assert ctx.details["bits_per_weight"] < 9
 
 
 def test_a_layer_computes_what_its_formula_says(basic, tmp_path):
     """By hand: codes of what comes in, products of codes, scales behind them; ReLU's outputs have no sign."""
-    ctx = run(basic, tmp_path / "out", range="minmax")
+    ctx = run(basic, tmp_path / "out", calibration_method="minmax")
     whole, _ = load_model(basic)
     fold_batch_norms(whole)
     model = harness.model_of(ctx)
@@ -129,7 +129,7 @@ def test_onnx_runtime_keeps_codes_from_one_convolution_to_the_next(basic, tmp_pa
     assert found.count("QLinearConv") == convolutions
     assert not {"Conv", "FusedConv"} & set(found)
     assert found.count("QLinearAdd") == 2  # the last sum is read by the mean of all places, in floats
-    assert ctx.facts["parity"]["model"]["exact"]["largest"] < 1e-3
+    assert ctx.details["parity"]["model"]["exact"]["largest"] < 1e-3
     x = pixels(8)
     with open_folder(ctx.out, "onnx", "ort-cpu", 1, "cpu") as runner:
         [got] = runner.backend.call("model", {"pixel_values": x.numpy()}).values()
@@ -145,14 +145,14 @@ def test_each_target_agrees_with_torch(kind, target, tmp_path):
     out = run(source, tmp_path / "out").out
     settings = OnnxSettings.model_validate({"target": target})
     rows = {"train": images.split(images.rows(tmp_path / "more.jsonl"))}
-    assert harness.run(Onnx(), settings, out, tmp_path / "onnx", images.TASK, rows).facts["parity"]
+    assert harness.run(Onnx(), settings, out, tmp_path / "onnx", images.TASK, rows).details["parity"]
 
 
-@pytest.mark.parametrize("codes", [{}, {"codes": {"scales": "lsq"}}])
+@pytest.mark.parametrize("codes", [{}, {"qat": {"scales": "lsq"}}])
 def test_it_trains_through_its_codes(codes, basic, tmp_path):
     rows = {"train": images.split(images.rows(tmp_path / "more.jsonl", 32))}
     coded = run(basic, tmp_path / "out").out
-    settings = {"epochs": 3, "batch_size": 8, "evals": 0, "precision": "fp32", "learning_rate": 1e-3}
+    settings = {"epochs": 3, "batch_size": 8, "num_evals": 0, "precision": "fp32", "learning_rate": 1e-3}
     said = FinetuneSettings.model_validate(settings | codes)
     ctx = harness.run(Finetune(), said, coded, tmp_path / "tuned", images.TASK, rows)
     before, model = load_model(coded)[0], harness.model_of(ctx)
@@ -172,7 +172,7 @@ def test_training_begins_at_the_folded_floats(basic, tmp_path):
     ctx = harness.context(tmp_path / "tuned", images.TASK, ancestors={"model": whole})
     made = replace(made, manifest=made.manifest.model_copy(update=said))
     model, _ = load_trainable(made, ctx)
-    assert ctx.facts["latent_weights"] == "model"
+    assert ctx.details["latent_weights"] == "model"
     folded, _ = load_model(basic)
     fold_batch_norms(folded)
     for name, layer in model.named_modules():
@@ -182,22 +182,24 @@ def test_training_begins_at_the_folded_floats(basic, tmp_path):
 
 @pytest.mark.parametrize("skip", [["*embedder*", "*.shortcut.*", "classifier.*"], ["*.layer.1.*", "auto"]])
 def test_layers_that_stay_float_are_exported_beside_the_others(skip, basic, tmp_path):
-    ctx = run(basic, tmp_path / "out", skip=skip)
+    ctx = run(basic, tmp_path / "out", exclude=skip)
     model = harness.model_of(ctx)
     assert any(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules())
-    assert harness.run(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK).facts["parity"]
+    assert harness.run(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK).details["parity"]
 
 
 @pytest.mark.parametrize(("method", "floats"), [("tucker", 0), ("cp", 32)])
 def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic, tmp_path):
-    said = FactorizeSettings(method=method, ratio=0.6)
+    said = FactorizeSettings(method=method, keep_ratio=0.6)
     thin = harness.run(Factorize(), said, basic, tmp_path / "thin", images.TASK).out
     ctx = run(thin, tmp_path / "out")
     model = harness.model_of(ctx)
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == floats
     assert ("convolutions-kept-float" in codes(ctx.warnings)) == bool(floats)
     rows = {"train": images.split(images.rows(tmp_path / "more.jsonl"))}
-    assert harness.run(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK, rows).facts["parity"]
+    assert harness.run(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK, rows).details[
+        "parity"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -205,10 +207,10 @@ def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic
     [
         ({"scheme": "int8-dynamic"}, "scheme"),
         ({"scheme": "int4"}, "scheme"),
-        ({"bits": {"budget": 5}}, "bits"),
+        ({"mixed_precision": {"target_bits": 5}}, "mixed_precision"),
         ({"scheme": "int8-static", "method": "gptq"}, "method"),
-        ({"scheme": "int8-static", "smooth": 0.5}, "smooth"),
-        ({"scheme": "int8-static", "low_rank": {"rank": 4}}, "low_rank"),
+        ({"scheme": "int8-static", "smoothquant_alpha": 0.5}, "smoothquant_alpha"),
+        ({"scheme": "int8-static", "low_rank_correction": {"rank": 4}}, "low_rank_correction"),
     ],
 )
 def test_the_plan_refuses_what_is_of_linear_layers(wrong, setting):

@@ -9,7 +9,7 @@ from refusals import refused
 
 from smelt.compress.quantize.decided import decide
 from smelt.compress.quantize.planned import plan_layers
-from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
@@ -37,7 +37,7 @@ def put_to_sleep(part):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"scheme": "int8-static", "damage_rows": 0},
+        {"scheme": "int8-static", "sensitivity_samples": 0},
         {"scheme": "int4", "method": "gptq"},
         {"scheme": "int4", "method": "awq"},
         {"scheme": "int4", "method": "awq-gptq"},
@@ -55,12 +55,16 @@ def test_layers_that_no_row_reaches_are_told_once(settings, tmp_path):
 
 
 @pytest.mark.parametrize("error", ["inputs", "outputs"])
-@pytest.mark.parametrize("method", ["nearest", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_the_pair_of_a_layer_that_no_row_reaches_is_nearest_to_its_weights(method, error, tmp_path):
-    made = {"scheme": "int4", "method": method, "low_rank": LowRank(rank=2, error=error)}
+    made = {
+        "scheme": "int4",
+        "method": method,
+        "low_rank_correction": LowRankCorrection(rank=2, objective=error),
+    }
     found, _ = decided(tmp_path, put_to_sleep, **made)
     weight = next(layer.weight for layer in found.layers if layer.name == ASLEEP)
-    if method == "nearest":
+    if method == "rtn":
         assert bool(found.pairs[weight].product.isfinite().all())
     else:
         assert weight not in found.pairs
@@ -71,8 +75,8 @@ def test_the_pair_of_a_layer_that_no_row_reaches_is_nearest_to_its_weights(metho
     [
         {"scheme": "int8-static"},
         {"scheme": "int4", "method": "gptq"},
-        {"scheme": "int4", "low_rank": LowRank(rank=2, error="inputs")},
-        {"scheme": "int4", "low_rank": LowRank(rank=2, error="outputs")},
+        {"scheme": "int4", "low_rank_correction": LowRankCorrection(rank=2, objective="inputs")},
+        {"scheme": "int4", "low_rank_correction": LowRankCorrection(rank=2, objective="outputs")},
     ],
     ids=["static", "gptq", "inputs", "outputs"],
 )
@@ -86,14 +90,14 @@ def test_what_is_fed_numbers_that_are_none_is_refused_by_name(settings, tmp_path
 
 
 def test_damage_is_told_with_the_rows_that_there_were(tmp_path):
-    _, ctx = decided(tmp_path, lambda part: None, scheme="int8-static", damage_rows=64)
-    assert 0 < ctx.facts["damage_rows"] <= ctx.facts["calibration"]["rows"] < 64
+    _, ctx = decided(tmp_path, lambda part: None, scheme="int8-static", sensitivity_samples=64)
+    assert 0 < ctx.details["sensitivity_samples"] <= ctx.details["calibration"]["rows"] < 64
 
 
 @pytest.mark.parametrize(
-    "settings", [{"scheme": "int8-dynamic"}, {"scheme": "int4", "skip": "auto"}], ids=str
+    "settings", [{"scheme": "int8-dynamic"}, {"scheme": "int4", "exclude": "auto"}], ids=str
 )
 def test_what_compares_or_smooths_measures_damage(settings, tmp_path):
-    smooth = {} if "skip" in settings else {"smooth": 0.5}
+    smooth = {} if "exclude" in settings else {"smoothquant_alpha": 0.5}
     _, ctx = decided(tmp_path, lambda part: None, **settings, **smooth)
-    assert ctx.facts["damage"]
+    assert ctx.details["sensitivity"]

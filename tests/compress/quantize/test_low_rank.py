@@ -16,10 +16,10 @@ from smelt.compress.factorize.svd import Metric
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.coding import round_to_nearest
 from smelt.compress.quantize.low_rank import joint, metric_of, pairs_that_save_nothing, values_of
-from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.quantize.through_codes import put_latent
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import codes
 from smelt.core.stage import needs_of
 from smelt.runtime.layers.adapted import AdaptedLinear
@@ -30,7 +30,7 @@ from smelt.runtime.schemes.registry import defaults, find
 
 INT4 = {"scheme": "int4", "group_size": 16}
 # what else moves the outputs: codes of head and tables, activations in int8 blocks
-FLOAT_BESIDE = {"head": False, "embeddings": False, "accuracy_level": 0}
+FLOAT_BESIDE = {"output_layer": False, "embeddings": False, "accuracy_level": 0}
 
 
 def drawn(outputs=24, inputs=64):
@@ -45,7 +45,7 @@ def made(weight, metric=None, scheme="int4", **settings):
         weight,
         lambda left: round_to_nearest(left, kind, options),
         lambda codes: values_of(codes, kind, options, weight),
-        LowRank(**settings),
+        LowRankCorrection(**settings),
         metric or Metric(),
     )
 
@@ -61,18 +61,18 @@ def truncated(matrix, rank):
     return (u[:, :rank] * s[:rank]) @ vt[:rank]
 
 
-@pytest.mark.parametrize("begin", ["codes", "pair"])
-def test_codes_and_pair_alternate_as_in_algorithm_1_of_loftq_and_errors_fall(begin):
+@pytest.mark.parametrize("init", ["quantize", "svd"])
+def test_codes_and_pair_alternate_as_in_algorithm_1_of_loftq_and_errors_fall(init):
     weight = drawn()
     exact, pair = weight.double().numpy(), np.zeros(weight.shape)
-    if begin == "pair":  # SVDQuant takes the largest directions away before anything is coded
+    if init == "svd":  # SVDQuant takes the largest directions away before anything is coded
         pair = truncated(exact, 6)
     errors = []
     for _ in range(4):
         codes = rounded(exact - pair)
         pair = truncated(exact - codes, 6)
         errors.append(((exact - codes - pair) ** 2).sum())
-    found = made(weight, rank=6, iterations=4, begin=begin)
+    found = made(weight, rank=6, iterations=4, init=init)
     whole = ((exact - rounded(exact)) ** 2).sum()
     np.testing.assert_allclose(found.left, np.array(errors) / whole, rtol=1e-3)
     assert errors[3] < errors[2] < errors[1] < errors[0] < whole
@@ -119,7 +119,7 @@ def test_error_of_inputs_is_the_formula_of_lqer():
     s = a / np.sqrt(a.min() * a.max())
     off = weight.double().numpy() - rounded(weight)
     wanted = truncated(off * s, 5) / s
-    found = made(weight, metric_of(LowRank(error="inputs"), seen), rank=5)
+    found = made(weight, metric_of(LowRankCorrection(objective="inputs"), seen), rank=5)
     np.testing.assert_allclose(found.product.double().numpy(), wanted, atol=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_error_of_outputs_is_the_theorem_of_qera():
     root, back = vectors * values**0.5 @ vectors.T, vectors * values**-0.5 @ vectors.T
     off = weight.double().numpy() - rounded(weight)
     wanted = truncated(off @ root, 5) @ back
-    found = made(weight, metric_of(LowRank(error="outputs"), seen), rank=5)
+    found = made(weight, metric_of(LowRankCorrection(objective="outputs"), seen), rank=5)
     np.testing.assert_allclose(found.product.double().numpy(), wanted, atol=1e-4)
 
     def lost(pair):
@@ -143,20 +143,20 @@ def test_error_of_outputs_is_the_theorem_of_qera():
 
 def quantized(family, out, low_rank, **more):
     source = every_family.of_layers(family, 2)
-    settings = QuantizeSettings(**INT4, **more, low_rank=low_rank)
+    settings = QuantizeSettings(**INT4, **more, low_rank_correction=low_rank)
     return source, every_family.run(Quantize(), settings, source, family, out)
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_at_full_rank_the_model_is_the_float_one_but_for_head_and_tables(family, tmp_path):
-    source, ctx = quantized(family, tmp_path / "out", LowRank(rank=999), **FLOAT_BESIDE)
+    source, ctx = quantized(family, tmp_path / "out", LowRankCorrection(rank=999), **FLOAT_BESIDE)
     model, whole = harness.model_of(ctx), load_model(source)[0]
     torch.testing.assert_close(harness.logits(model), harness.logits(whole), atol=2e-3, rtol=1e-3)
-    facts = ctx.facts["low_rank"]
+    details = ctx.details["low_rank_correction"]
     pairs = [m for m in model.modules() if isinstance(m, AdaptedLinear)]
-    assert facts["layers"] == len(pairs) == len([e for e in read_edits(ctx.out) if e["op"] == "adapter"])
-    assert facts["weights"] == sum(p.numel() for m in pairs for p in m.adapter.parameters())
-    assert all(left[0] < 1e-6 for left in facts["error_left"].values())
+    assert details["layers"] == len(pairs) == len([e for e in read_edits(ctx.out) if e["op"] == "adapter"])
+    assert details["weights"] == sum(p.numel() for m in pairs for p in m.adapter.parameters())
+    assert all(left[0] < 1e-6 for left in details["error_left"].values())
     assert "no-size-reduction" in codes(ctx.warnings)
 
 
@@ -170,86 +170,93 @@ def test_bits_a_weight_have_the_pairs_as_the_file_does(dtype, bytes_each, tmp_pa
     copy_tokenizer(source, half)
     plain, pairs = (
         every_family.run(
-            Quantize(), QuantizeSettings(**INT4, low_rank=low_rank), half, "bart", tmp_path / name
+            Quantize(), QuantizeSettings(**INT4, low_rank_correction=low_rank), half, "bart", tmp_path / name
         )
-        for name, low_rank in {"plain": None, "pairs": LowRank(rank=3)}.items()
+        for name, low_rank in {"plain": None, "pairs": LowRankCorrection(rank=3)}.items()
     )
     with safe_open(pairs.out / "model.safetensors", "pt") as file:
         thin = [file.get_slice(name) for name in file.keys() if ".adapter." in name]  # noqa: SIM118
         taken = bytes_each * sum(math.prod(part.get_shape()) for part in thin)
     matrices = [module for module in harness.model_of(pairs).modules() if isinstance(module, Matrix)]
     weights = sum(len(matrix.codes) * matrix.width for matrix in matrices)
-    added = pairs.facts["bits_per_weight"] - plain.facts["bits_per_weight"]
+    added = pairs.details["bits_per_weight"] - plain.details["bits_per_weight"]
     assert added == pytest.approx(8 * taken / weights, abs=2e-3)
 
 
 def test_no_rank_is_plain_and_the_key_is_that_of_before(tmp_path):
-    source, ctx = quantized("bert", tmp_path / "none", LowRank(rank=0))
+    source, ctx = quantized("bert", tmp_path / "none", LowRankCorrection(rank=0))
     plain = every_family.run(Quantize(), QuantizeSettings(**INT4), source, "bert", tmp_path / "plain")
     assert (ctx.out / "model.safetensors").read_bytes() == (plain.out / "model.safetensors").read_bytes()
-    assert "low_rank" not in ctx.facts
-    assert "low_rank" not in QuantizeSettings(**INT4).model_dump()
+    assert "low_rank_correction" not in ctx.details
 
 
 def test_what_is_made_is_saved_exported_and_trained_from_what_the_pair_leaves(tmp_path):
-    source, ctx = quantized("bert", tmp_path / "made", LowRank(rank=4, iterations=2))
+    source, ctx = quantized("bert", tmp_path / "made", LowRankCorrection(rank=4, iterations=2))
     what_follows.saved_is_the_same(ctx.out, tmp_path / "saved")
     what_follows.graphs_agree(ctx.out, "bert", tmp_path / "graphs")
-    assert ctx.facts["float_linear_layers"] == []
+    assert ctx.details["float_linear_layers"] == []
     model, floats = harness.model_of(ctx), load_model(source)[0]
     put_latent(model, floats)
     layer = model.bert.encoder.layer[0].output.dense
     pair = layer.adapter.up.weight @ layer.adapter.down.weight
     own = floats.bert.encoder.layer[0].output.dense.weight
     torch.testing.assert_close(layer.coded.weight + pair, own)
-    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     trained = every_family.run(Finetune(), settings, ctx.out, "bert", tmp_path / "trained")
     assert read_edits(trained.out) == read_edits(ctx.out)
 
 
-@pytest.mark.parametrize("method", ["nearest", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_errors_of_outputs_look_at_rows_and_are_smaller_there(method, tmp_path):
     source = every_family.of_layers("gpt2", 2)
     whole = harness.logits(load_model(source)[0])
 
     def off(name, low_rank):
         looks = low_rank is not None or method == "gptq"
-        more = FLOAT_BESIDE | ({"rows": 8} if looks else {})
-        settings = QuantizeSettings(**INT4, **more, method=method, low_rank=low_rank)
+        more = FLOAT_BESIDE | ({"calibration_samples": 8} if looks else {})
+        settings = QuantizeSettings(**INT4, **more, method=method, low_rank_correction=low_rank)
         ctx = every_family.run(Quantize(), settings, source, "gpt2", tmp_path / name)
         return float((harness.logits(harness.model_of(ctx)) - whole).square().mean()), ctx
 
     plain, _ = off("plain", None)
-    of_outputs, ctx = off("outputs", LowRank(rank=8, error="outputs"))
+    of_outputs, ctx = off("outputs", LowRankCorrection(rank=8, objective="outputs"))
     assert of_outputs < 0.8 * plain
-    assert ctx.facts["calibration"]["tokens"] > 0
-    assert set(ctx.facts["low_rank"]["error_left"]) == {
+    assert ctx.details["calibration"]["tokens"] > 0
+    assert set(ctx.details["low_rank_correction"]["error_left"]) == {
         n for n, m in load_model(source)[0].named_modules() if type(m) is torch.nn.Linear and n != "lm_head"
     }
 
 
 @pytest.mark.parametrize("error", ["weights", "inputs", "outputs"])
 def test_a_pair_that_is_nearest_on_next_to_nothing_is_told(error, tmp_path):
-    source, low_rank = every_family.of_layers("bert", 1), LowRank(rank=2, error=error)
-    rows = {"rows": 1} if error != "weights" else {}
-    settings = QuantizeSettings(**INT4, low_rank=low_rank, **rows)
+    source, low_rank = every_family.of_layers("bert", 1), LowRankCorrection(rank=2, objective=error)
+    rows = {"calibration_samples": 1} if error != "weights" else {}
+    settings = QuantizeSettings(**INT4, low_rank_correction=low_rank, **rows)
     ctx = every_family.run(Quantize(), settings, source, "bert", tmp_path / "few")
     told = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
     assert len(told) == (error != "weights"), ctx.warnings
     assert all(" 8 " in text for text in told)
     if error != "weights":
         many = every_family.run(
-            Quantize(), settings.model_copy(update={"rows": 8}), source, "bert", tmp_path / "many"
+            Quantize(),
+            settings.model_copy(update={"calibration_samples": 8}),
+            source,
+            "bert",
+            tmp_path / "many",
         )
-        assert many.facts["calibration"]["tokens"] >= 32
+        assert many.details["calibration"]["tokens"] >= 32
         assert "few-calibration-tokens" not in codes(many.warnings)
 
 
 def test_layers_that_stand_in_several_places_have_one_pair(tmp_path):
     shared = every_family.run(
-        Share(), ShareSettings(what=["ffn"]), every_family.of_layers("bert", 2), "bert", tmp_path / "shared"
+        ShareWeights(),
+        ShareWeightsSettings(targets=["ffn"]),
+        every_family.of_layers("bert", 2),
+        "bert",
+        tmp_path / "shared",
     ).out
-    settings = QuantizeSettings(**INT4, low_rank=LowRank(rank=3))
+    settings = QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(rank=3))
     model = harness.model_of(every_family.run(Quantize(), settings, shared, "bert", tmp_path / "codes"))
     one, other = (layer.output.dense for layer in model.bert.encoder.layer)
     assert isinstance(one, AdaptedLinear)
@@ -258,12 +265,14 @@ def test_layers_that_stand_in_several_places_have_one_pair(tmp_path):
 
 def test_rows_are_asked_for_where_the_pair_is_measured_by_them():
     def needs(**low_rank):
-        return needs_of(Quantize, QuantizeSettings(**INT4, low_rank=LowRank(**low_rank)), {"train"})
+        return needs_of(
+            Quantize, QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(**low_rank)), {"train"}
+        )
 
-    assert needs(error="outputs") == needs(error="inputs") == {"train"}
-    assert needs() == needs(rank=0, error="outputs") == frozenset()
+    assert needs(objective="outputs") == needs(objective="inputs") == {"train"}
+    assert needs() == needs(rank=0, objective="outputs") == frozenset()
     with invalid("unused-setting"):
-        QuantizeSettings(**INT4, low_rank=LowRank(), rows=4)
+        QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(), calibration_samples=4)
 
 
 def test_a_pair_that_takes_what_codes_save_is_warned_of():
@@ -284,10 +293,10 @@ def test_a_pair_that_takes_what_codes_save_is_warned_of():
 def test_an_output_layer_of_its_own_gets_no_pair(tmp_path):
     source = every_family.of_layers("llama", 1)
     assert not load_model(source)[0].config.tie_word_embeddings
-    settings = QuantizeSettings(**INT4, low_rank=LowRank(rank=2))
+    settings = QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(rank=2))
     ctx = every_family.run(Quantize(), settings, source, "llama", tmp_path / "out")
-    assert ctx.facts["low_rank"]["layers"] == 7
-    assert "lm_head" not in ctx.facts["low_rank"]["error_left"]
+    assert ctx.details["low_rank_correction"]["layers"] == 7
+    assert "lm_head" not in ctx.details["low_rank_correction"]["error_left"]
 
 
 def test_what_was_smoothed_is_looked_at_anew(tmp_path, monkeypatch):
@@ -299,13 +308,16 @@ def test_what_was_smoothed_is_looked_at_anew(tmp_path, monkeypatch):
 
     monkeypatch.setattr(low_rank, "kept_statistics", kept)
     settings = QuantizeSettings(
-        scheme="int8-dynamic", smooth=0.5, low_rank=LowRank(rank=2, error="outputs"), rows=4
+        scheme="int8-dynamic",
+        smoothquant_alpha=0.5,
+        low_rank_correction=LowRankCorrection(rank=2, objective="outputs"),
+        calibration_samples=4,
     )
     ctx = every_family.run(
         Quantize(), settings, every_family.of_layers("llama", 1), "llama", tmp_path / "out"
     )
-    assert ctx.facts["smoothed"]
-    assert ctx.facts["low_rank"]["layers"]
+    assert ctx.details["smoothed"]
+    assert ctx.details["low_rank_correction"]["layers"]
 
 
 def test_what_codes_save_is_told_of_the_type_that_weights_are_stored_in(tmp_path):
@@ -315,7 +327,7 @@ def test_what_codes_save_is_told_of_the_type_that_weights_are_stored_in(tmp_path
         stored = tmp_path / kind
         load_model(source)[0].to(getattr(torch, kind)).save_pretrained(stored)
         copy_tokenizer(source, stored)
-        settings = QuantizeSettings(**INT4, low_rank=LowRank(rank=12))
+        settings = QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(rank=12))
         ctx = every_family.run(Quantize(), settings, stored, "bert", tmp_path / f"{kind}-out")
         said[kind] = [one for one in ctx.warnings if one.code == "no-size-reduction"]
     assert len(said["float16"]) == 1

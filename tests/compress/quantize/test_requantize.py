@@ -27,23 +27,23 @@ GROUPED = {"group_size": GROUP}
 CODES = {
     "int8-dynamic": {"scheme": "int8-dynamic"},
     "one scale": {"scheme": "int8-dynamic", "granularity": "tensor"},
-    "int8-static": {"scheme": "int8-static", "rows": 4, "damage_rows": 0},
+    "int8-static": {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0},
     "int8-groupwise": {"scheme": "int8-groupwise", "symmetric": False, **GROUPED},
     "int4": {"scheme": "int4", **GROUPED},
     "int4, zero points": {"scheme": "int4", "symmetric": False, **GROUPED},
     "int3": {"scheme": "int3", **GROUPED},
     "int2": {"scheme": "int2", **GROUPED},
-    "kmeans4": {"scheme": "kmeans4", "codebook_inputs": 128},
+    "kmeans4": {"scheme": "kmeans4", "group_size": 128},
     "pow2": {"scheme": "pow2", **GROUPED},
     "ternary": {"scheme": "ternary", **GROUPED},
-    "ternary rows": {"scheme": "ternary", "granularity": "row", **GROUPED},
+    "ternary rows": {"scheme": "ternary", "granularity": "channel", **GROUPED},
     "binary": {"scheme": "binary", **GROUPED},
     "bnb-nf4": {"scheme": "bnb-nf4"},
     "bnb-int8": {"scheme": "bnb-int8"},
-    "gptq": {"scheme": "int4", "method": "gptq", "rows": 4, **GROUPED},
-    "awq": {"scheme": "int4", "method": "awq", "rows": 4, **GROUPED},
+    "gptq": {"scheme": "int4", "method": "gptq", "calibration_samples": 4, **GROUPED},
+    "awq": {"scheme": "int4", "method": "awq", "calibration_samples": 4, **GROUPED},
     "hqq": {"scheme": "int4", "method": "hqq", **GROUPED},
-    "pair": {"scheme": "int4", "low_rank": {"rank": 2}, **GROUPED},
+    "pair": {"scheme": "int4", "low_rank_correction": {"rank": 2}, **GROUPED},
 }
 UP = "bert.encoder.layer.{}.intermediate.dense"
 DOWN = "bert.encoder.layer.{}.output.dense"
@@ -115,7 +115,7 @@ def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_pat
     assert not {edit["op"] for edit in edits} & {"quantize", "scale", "adapter"}
     edits = codes.put_back(model, edits, ctx)
     save_model(model, edits, ctx.out, src.path)
-    assert ctx.facts["codes_kept"] == 1
+    assert ctx.details["codes_kept"] == 1
     before, after = (load_model(folder)[0].state_dict() for folder in (src.path, ctx.out))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -145,8 +145,8 @@ def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quanti
         assert torch.equal(new.dequantize(), values), layer
         for part in ("input_scale",):
             assert not old.has(part) or torch.equal(old.tensor(part), new.tensor(part))
-    assert ctx.facts["codes_kept"] == 1
-    assert "requantized_layers" not in ctx.facts
+    assert ctx.details["codes_kept"] == 1
+    assert "requantized_layers" not in ctx.details
 
 
 @pytest.mark.parametrize(("name", "behind"), [("int4", "floats"), ("gptq", "codes"), ("awq", "codes")])
@@ -168,8 +168,8 @@ def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind
     new = coded(model)[down].matrix
     assert torch.equal(new.tensor("scales"), grid["scales"])
     assert torch.equal(new.decided().codes, scheme.nearest(groups, grid, options))
-    assert down in ctx.facts["requantized_layers"]
-    assert UP.format(0) not in ctx.facts["requantized_layers"]  # rows go with their scales
+    assert down in ctx.details["requantized_layers"]
+    assert UP.format(0) not in ctx.details["requantized_layers"]  # rows go with their scales
 
 
 def test_a_refit_that_rounding_undoes_is_left_out(tmp_path):
@@ -210,7 +210,7 @@ def test_a_refit_takes_back_what_a_cut_of_codes_costs(name, quantized, data, tmp
     whole, off = load_model(src.path)[0], {}
     for compensate in (False, True):
         ctx = context(tmp_path / str(compensate), data, first, src)
-        settings = PruneSettings(keep=0.5, importance="magnitude", compensate=compensate)
+        settings = PruneSettings(keep_ratio=0.5, importance="magnitude", reconstruct=compensate)
         Prune()(src, settings, ctx)
         found = harness.logits(load_model(ctx.out)[0], texts=32)
         off[compensate] = float((found - harness.logits(whole, texts=32)).pow(2).mean())
@@ -221,7 +221,7 @@ def test_a_refit_takes_back_what_a_cut_of_codes_costs(name, quantized, data, tmp
 def test_zeros_are_codes_and_scales_stay(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    Sparsify()(src, SparsifySettings(method="wanda", pattern="2:4", rows=4), ctx)
+    Sparsify()(src, SparsifySettings(method="wanda", pattern="2:4", calibration_samples=4), ctx)
     model = load_model(ctx.out)[0]
     before, after = coded(load_model(src.path)[0]), coded(model)
     masked = {layer for layer, module in after.items() if keeps_zeros(module)}
@@ -245,9 +245,9 @@ def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, t
         (ctx.out / LATENTS).unlink()
     sparse = artifact(ctx.out, "c", "sparsify", parent="b")
     ctx = context(tmp_path / "out", data, first, src)
-    settings = FinetuneSettings(max_steps=3, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    settings = FinetuneSettings(max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     Finetune()(sparse, settings, ctx)
-    assert ctx.facts["latent_weights"] == ("kept" if kept else "codes")
+    assert ctx.details["latent_weights"] == ("kept" if kept else "codes")
     before, after = coded(load_model(sparse.path)[0]), coded(load_model(ctx.out)[0])
     for layer, module in before.items():
         if keeps_zeros(module):
@@ -260,16 +260,16 @@ def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, t
 def test_float_weights_that_a_training_kept_are_cut_with_their_codes(quantized, data, tmp_path):
     first, src = quantized("ternary")
     ctx = context(tmp_path / "trained", data, first, src)
-    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     Finetune()(src, settings, ctx)
     trained = artifact(ctx.out, "c", "finetune", parent="b")
     ctx = context(tmp_path / "cut", data, first, src)
-    Prune()(trained, PruneSettings(keep=0.5, importance="magnitude", compensate=False), ctx)
-    assert ctx.facts["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
+    Prune()(trained, PruneSettings(keep_ratio=0.5, importance="magnitude", reconstruct=False), ctx)
+    assert ctx.details["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
     cut = artifact(ctx.out, "d", "prune", parent="c")
     ctx = context(tmp_path / "again", data, first, src)
     Finetune()(cut, settings, ctx)
-    assert ctx.facts["latent_weights"] == "kept"
+    assert ctx.details["latent_weights"] == "kept"
     assert not {"master-weights-mismatch", "master-weights-outdated"} & set(codes(ctx.warnings))
 
 
@@ -285,14 +285,14 @@ def test_codes_that_cannot_be_zero_are_refused_with_what_can(name, chain, quanti
 
 
 @pytest.mark.parametrize(
-    ("name", "codes"), [("ternary", {"split": True}), ("binary", {"activations": "one-bit"})]
+    ("name", "codes"), [("ternary", {"weight_splitting": True}), ("binary", {"activations": "one-bit"})]
 )
 def test_layers_that_cannot_be_cut_are_refused_with_the_chain_that_does_it(
     name, codes, quantized, data, tmp_path
 ):
     first, src = quantized(name)
     ctx = context(tmp_path / "trained", data, first, src)
-    training = {"max_steps": 1, "batch_size": 4, "evals": 0, "precision": "fp32", "codes": codes}
+    training = {"max_steps": 1, "batch_size": 4, "num_evals": 0, "precision": "fp32", "qat": codes}
     Finetune()(src, FinetuneSettings.model_validate(training), ctx)
     trained = artifact(ctx.out, "c", "finetune", parent="b")
     for stage, settings in (

@@ -15,7 +15,7 @@ from smelt.core.messages import codes
 from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES
 
-STATIC = {"scheme": "int8-static", "smooth": 0.5}
+STATIC = {"scheme": "int8-static", "smoothquant_alpha": 0.5}
 READS = ("q_proj", "k_proj", "v_proj")
 FORMULA = {"llama": 0.5, "gpt2": 0.8, "gemma": 0.5, "phi3": 0.3}
 
@@ -31,7 +31,7 @@ def rows_of(*batches):
 def smoothed(model, tmp_path, alpha=0.5, kind=torch.float32, **settings):
     """Smooth `model` by its own batch; return what the stage would tell."""
     ctx = context(tmp_path)
-    layers = plan_layers(model, QuantizeSettings(**(STATIC | {"smooth": alpha} | settings)))
+    layers = plan_layers(model, QuantizeSettings(**(STATIC | {"smoothquant_alpha": alpha} | settings)))
     smooth(model, layers, rows_of(family_models.batch_for(model)), alpha, lambda names: kind, ctx)
     return ctx
 
@@ -74,10 +74,10 @@ def test_norms_and_columns_have_the_scales_of_the_formula(family, alpha, tmp_pat
             )
         if f"{feed.norm}.bias" in before:
             torch.testing.assert_close(after[f"{feed.norm}.bias"] * s, before[f"{feed.norm}.bias"])
-        facts = ctx.facts["smoothed"][feed.norm]
+        details = ctx.details["smoothed"][feed.norm]
         for word, values in (("outliers_before", x), ("outliers_after", x / s)):
             channels = values.abs().amax(0)
-            assert facts[word] == pytest.approx(float(channels.max() / channels.median()), rel=1e-2)
+            assert details[word] == pytest.approx(float(channels.max() / channels.median()), rel=1e-2)
 
 
 @pytest.mark.parametrize("family", family_models.NAMES)
@@ -90,7 +90,7 @@ def test_the_float_model_computes_what_it_did(family, tmp_path):
         ctx = smoothed(model, tmp_path)
         torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
     changed = {name for name, w in kept.items() if not w.equal(model.get_submodule(name).weight)}
-    assert changed == set(ctx.facts["smoothed"])
+    assert changed == set(ctx.details["smoothed"])
     assert {feed.norm for feed in first_norms(model)} <= changed
     stays = [feed.norm for feed in norm_feeds(model) if feed.readers and feed.norm not in changed]
     assert set(codes(ctx.warnings)) <= {"norms-not-smoothed"}
@@ -104,7 +104,7 @@ def test_norms_of_post_norm_blocks_are_left_with_a_warning(tmp_path):
     assert "model.encoder.layers.0.self_attn_layer_norm" in sums.message
     assert "model.decoder.layers.1.final_layer_norm" in tied.message
     # the encoder's last norm feeds the decoder's cross-attentions alone
-    assert list(ctx.facts["smoothed"]) == ["model.encoder.layers.1.final_layer_norm"]
+    assert list(ctx.details["smoothed"]) == ["model.encoder.layers.1.final_layer_norm"]
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", torch.float16), ("gemma", torch.bfloat16)])
@@ -117,7 +117,7 @@ def test_what_half_precision_rounds_off_a_norm_goes_into_its_readers(family, kin
             weight.copy_(weight.to(kind))
         before = family_models.run(model, batch).logits
         ctx = smoothed(model, tmp_path, kind=kind)
-        for name in ctx.facts["smoothed"]:
+        for name in ctx.details["smoothed"]:
             weight = model.get_submodule(name).weight
             assert weight.equal(weight.to(kind).float())
         torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
@@ -148,7 +148,7 @@ def test_products_that_stay_float_follow_and_do_not_count(tmp_path):
     layer = model.model.layers[0]
     x = given(model, "model.layers.0.input_layernorm").abs().amax(0)
     before = {name: layer.self_attn.get_submodule(name).weight.detach().clone() for name in READS}
-    smoothed(model, tmp_path, skip=["*.q_proj"])
+    smoothed(model, tmp_path, exclude=["*.q_proj"])
     w = torch.cat([before["k_proj"], before["v_proj"]]).abs().amax(0)
     s = (x / w) ** 0.5
     for name in READS:
@@ -167,13 +167,13 @@ def test_the_first_half_of_a_factorized_reader_is_what_reads(tmp_path):
         before = family_models.run(model, batch).logits
         ctx = smoothed(model, tmp_path)
         torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
-    assert "model.layers.0.post_attention_layernorm" in ctx.facts["smoothed"]
+    assert "model.layers.0.post_attention_layernorm" in ctx.details["smoothed"]
 
 
 def test_only_norms_that_feed_a_quantized_product_are_looked_at(tmp_path):
     model = family_models.load("llama")
-    ctx = smoothed(model, tmp_path, skip=["*.layers.0.mlp.*", "*.layers.1.*"], vocabulary="int4")
-    assert list(ctx.facts["smoothed"]) == ["model.layers.0.input_layernorm"]
+    ctx = smoothed(model, tmp_path, exclude=["*.layers.0.mlp.*", "*.layers.1.*"], embedding_scheme="int4")
+    assert list(ctx.details["smoothed"]) == ["model.layers.0.input_layernorm"]
     assert ctx.warnings == []
 
 
@@ -208,11 +208,19 @@ def test_a_model_whose_norms_are_unknown_is_left_with_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "code", "named"),
     [
-        (STATIC | {"smooth": 1.1}, "less_than_equal", "1"),
-        (STATIC | {"smooth": -0.1}, "greater_than_equal", "0"),
-        (STATIC | {"smooth": True}, "float_type", ""),
-        ({"scheme": "int4", "smooth": 0.5}, "unused-setting", "(int8-dynamic, int8-static), and int4"),
-        ({"scheme": "int4", "vocabulary": "int8-static", "smooth": 0.5}, "unused-setting", "int4"),
+        (STATIC | {"smoothquant_alpha": 1.1}, "less_than_equal", "1"),
+        (STATIC | {"smoothquant_alpha": -0.1}, "greater_than_equal", "0"),
+        (STATIC | {"smoothquant_alpha": True}, "float_type", ""),
+        (
+            {"scheme": "int4", "smoothquant_alpha": 0.5},
+            "unused-setting",
+            "int8-dynamic, int8-static",
+        ),
+        (
+            {"scheme": "int4", "embedding_scheme": "int8-static", "smoothquant_alpha": 0.5},
+            "unused-setting",
+            "int4",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, code, named):

@@ -49,12 +49,12 @@ def test_quantize_covers_linears_factors_embeddings_and_head(marian, tmp_path):
     ctx = run(marian, tmp_path / "out")
     model, _ = load_model(tmp_path / "out")
     # encoder: 2 x 6 linears, one of them two factors; decoder: 2 x 10; the head
-    assert ctx.facts["linear_layers"] == 13 + 20 + 1
-    assert ctx.facts["float_linear_layers"] == []
+    assert ctx.details["linear_layers"] == 13 + 20 + 1
+    assert ctx.details["float_linear_layers"] == []
     assert isinstance(model.model.encoder.layers[0].fc1, LowRankLinear)
     assert isinstance(model.model.encoder.layers[0].fc1.up, QuantizedLinear)
     assert model.lm_head.matrix is model.model.decoder.embed_tokens.matrix is model.model.shared.matrix
-    assert ctx.facts["bytes_after"] < ctx.facts["bytes_before"] / 2
+    assert ctx.details["bytes_after"] < ctx.details["bytes_before"] / 2
 
 
 def test_quantized_model_survives_the_disk_and_stays_close(marian, tmp_path):
@@ -69,7 +69,7 @@ def test_one_scale_for_each_matrix_survives_the_disk_and_the_default_is_not_writ
     for name, given in (("rows", {}), ("whole", {"granularity": "tensor"})):
         run(marian, tmp_path / name, **given)
         edits = [e for e in read_json(tmp_path / name / "structure.json")["edits"] if e["op"] == "quantize"]
-        assert all(set(e) == {"op", "module", "scheme", *given} for e in edits)
+        assert all(set(e) == {"op", "module", "scheme", "granularity"} for e in edits)
         model, _ = load_model(tmp_path / name)
         scales = [m.scales for m in model.modules() if isinstance(m, Matrix) and len(m.scales) > 1]
         assert len(scales) > 30
@@ -90,9 +90,9 @@ def test_codes_of_tied_matrices_are_stored_once(marian, tmp_path):
 
 
 def test_skip_embeddings_and_head_stay_float(marian, tmp_path):
-    ctx = run(marian, tmp_path / "out", skip=["*.fc2", "*.nothing"], embeddings=False, head=False)
+    ctx = run(marian, tmp_path / "out", exclude=["*.fc2", "*.nothing"], embeddings=False, output_layer=False)
     model, _ = load_model(tmp_path / "out")
-    assert ctx.facts["embeddings"] == 0
+    assert ctx.details["embeddings"] == 0
     assert type(model.lm_head) is torch.nn.Linear
     assert type(model.model.decoder.layers[1].fc2) is torch.nn.Linear
     assert model.lm_head.weight is model.model.shared.weight
@@ -120,7 +120,7 @@ def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
     with refused("already-quantized", InputError):
         run(tmp_path / "out", tmp_path / "again")
     with refused("no-layer-selected", InputError):
-        run(marian, tmp_path / "none", skip=["*"])
+        run(marian, tmp_path / "none", exclude=["*"])
 
 
 def test_codes_that_take_what_the_weights_took_are_told(marian, tmp_path):
@@ -128,7 +128,7 @@ def test_codes_that_take_what_the_weights_took_are_told(marian, tmp_path):
     told = {}
     for scheme in ("int8-dynamic", "kmeans4"):
         skip = [] if scheme == "int8-dynamic" else ["*q_proj", "*k_proj", "*v_proj", "*out_proj", "*fc2"]
-        ctx = run(marian, tmp_path / scheme, scheme=scheme, skip=skip)
+        ctx = run(marian, tmp_path / scheme, scheme=scheme, exclude=skip)
         told[scheme] = [one.message for one in ctx.warnings if one.code == "no-size-reduction"]
     assert told["int8-dynamic"] == []
     (text,) = told["kmeans4"]

@@ -36,7 +36,7 @@ def quantized(src, out, task="translation", data=ROWS, **settings):
 
 def exported(contexts, task="translation"):
     Onnx()(tiny.artifact(contexts[0].out, task), OnnxSettings(), contexts[1])
-    return contexts[1].facts
+    return contexts[1].details
 
 
 def test_stage_leaves_embeddings_and_output_layer_int8(tmp_path):
@@ -46,20 +46,20 @@ def test_stage_leaves_embeddings_and_output_layer_int8(tmp_path):
     assert scheme_of(model.bert.embeddings.word_embeddings) == "int8-dynamic"
     assert scheme_of(model.classifier) == "int8-dynamic"
     assert scheme_of(model.bert.pooler.dense) == "binary"
-    assert ctx.facts["linear_layers"] == 2 * 6 + 2
-    assert ctx.facts["padded_layers"] == []
+    assert ctx.details["linear_layers"] == 2 * 6 + 2
+    assert ctx.details["padded_layers"] == []
 
 
 def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
     src = tiny.marian(tmp_path / "model", d_model=256, encoder_ffn_dim=1024, decoder_ffn_dim=1024)
-    ctx, _ = quantized(src, tmp_path / "out", head=False, embeddings=False)
-    assert ctx.facts["bits_per_weight"] == 1 + 16 / 64
+    ctx, _ = quantized(src, tmp_path / "out", output_layer=False, embeddings=False)
+    assert ctx.details["bits_per_weight"] == 1 + 16 / 64
     model, _ = load_model(ctx.out)
     binary = [m for m in model.modules() if scheme_of(m) == "binary"]
     weights = sum(m.in_features * m.out_features for m in binary)
     rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
     floats = sum(p.numel() for p in rest)
-    predicted = weights * ctx.facts["bits_per_weight"] / 8 + 4 * floats
+    predicted = weights * ctx.details["bits_per_weight"] / 8 + 4 * floats
     assert (ctx.out / "model.safetensors").stat().st_size == pytest.approx(predicted, rel=0.05)
     assert count_parameters(ctx.out) == pytest.approx(weights + floats, rel=0.001)
 
@@ -82,12 +82,12 @@ def test_codes_survive_the_disk_bit_by_bit(tmp_path):
 def test_translator_computes_in_onnx_runtime_what_it_computes_in_torch(tmp_path):
     """Binary layers, and one 4-bit matrix that embeddings and head share."""
     src = tiny.marian(tmp_path / "model")
-    facts = exported(quantized(src, tmp_path / "out", group_size=32, vocabulary="int4"))
-    decoder = facts["graphs"]["decoder_with_past_model"]["operators"]
+    details = exported(quantized(src, tmp_path / "out", group_size=32, embedding_scheme="int4"))
+    decoder = details["graphs"]["decoder_with_past_model"]["operators"]
     assert decoder["MatMulNBits"] == 2 * 6 + 1
     assert "MatMul" not in decoder
-    assert facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
-    assert facts["parity"]["encoder_model"]["mean"] < 0.01
+    assert details["parity"]["decoder_with_past_model"]["mean"] < 0.01
+    assert details["parity"]["encoder_model"]["mean"] < 0.01
     graph = onnx.load(tmp_path / "out" / "onnx" / "decoder_with_past_model.onnx").graph
     shapes = [tuple(t.dims) for t in graph.initializer if t.data_type == onnx.TensorProto.UINT8]
     assert shapes.count((256, 2)) == 1  # the table
@@ -102,11 +102,11 @@ def test_real_translator_is_small_and_opens_in_a_plain_session(tmp_path):
 
     data = Split("x", tuple(Example(text) for text in ENGLISH))
     contexts = quantized(REAL, tmp_path / "out", data=data)
-    facts = exported(contexts)
-    assert contexts[0].facts["padded_layers"] == []
+    details = exported(contexts)
+    assert contexts[0].details["padded_layers"] == []
     # int8 embeddings and head have the int8 scheme's drift, 0.0098 on this model
-    assert facts["parity"]["decoder_with_past_model"]["mean"] < 0.02
-    assert facts["parity"]["encoder_model"]["mean"] < 0.005
+    assert details["parity"]["decoder_with_past_model"]["mean"] < 0.02
+    assert details["parity"]["encoder_model"]["mean"] < 0.005
     for path in (tmp_path / "out" / "onnx").glob("*.onnx"):
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         assert "input_ids" in [i.name for i in session.get_inputs()]

@@ -28,9 +28,9 @@ def marian(tmp_path_factory):
 @pytest.mark.parametrize("scheme", BITS)
 def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
     options, bits = BITS[scheme]
-    settings = QuantizeSettings(scheme=scheme, vocabulary=scheme, **options)
+    settings = QuantizeSettings(scheme=scheme, embedding_scheme=scheme, **options)
     ctx = harness.run(Quantize(), settings, marian, tmp_path / "out", "translation")
-    assert ctx.facts["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
+    assert ctx.details["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
     model, _ = load_model(tmp_path / "out")
     weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
     rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
@@ -45,7 +45,7 @@ def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_
     source = tiny.marian(tmp_path / "model")
     for scheme, named in (("int3", None), ("int2", None), ("ternary", None), ("int3", "int3")):
         vocabulary = named or "int4"
-        settings = QuantizeSettings(scheme=scheme, group_size=32, vocabulary=named)
+        settings = QuantizeSettings(scheme=scheme, group_size=32, embedding_scheme=named)
         out = tmp_path / f"{scheme}-{named}"
         harness.run(Quantize(), settings, source, out, "translation")
         model, _ = load_model(out)
@@ -57,7 +57,7 @@ def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_
 @pytest.mark.parametrize(("head", "kind"), [(True, "int4"), (False, None)])
 def test_the_last_layer_of_a_classifier_of_images_is_its_head(tmp_path, head, kind):
     source = images.model(tmp_path / "model")
-    settings = QuantizeSettings(scheme="int3", group_size=32, head=head)
+    settings = QuantizeSettings(scheme="int3", group_size=32, output_layer=head)
     harness.run(Quantize(), settings, source, tmp_path / "out", images.TASK)
     model, _ = load_model(tmp_path / "out")
     assert (scheme_of(model.classifier) if isinstance(model.classifier, QuantizedLinear) else None) == kind

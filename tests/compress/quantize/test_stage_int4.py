@@ -32,11 +32,11 @@ def quantized(src, out, task="translation", **settings):
 def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, tmp_path):
     ctx = quantized(marian, tmp_path / "out", group_size=64, symmetric=False)
     model, edits = load_model(tmp_path / "out")
-    assert ctx.facts["linear_layers"] == 2 * 6 + 2 * 10 + 1
-    assert ctx.facts["float_linear_layers"] == []
+    assert ctx.details["linear_layers"] == 2 * 6 + 2 * 10 + 1
+    assert ctx.details["float_linear_layers"] == []
     # d_model is 32: all but the second FFN matrix (64 inputs) have groups that are filled up
-    assert "model.encoder.layers.0.fc1" in ctx.facts["padded_layers"]
-    assert "model.encoder.layers.0.fc2" not in ctx.facts["padded_layers"]
+    assert "model.encoder.layers.0.fc1" in ctx.details["padded_layers"]
+    assert "model.encoder.layers.0.fc2" not in ctx.details["padded_layers"]
     assert scheme_of(model.model.shared) == "int4"
     assert model.lm_head.matrix is model.model.shared.matrix
     assert edits[0]["scheme"] == "int4"
@@ -44,7 +44,7 @@ def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, 
 
 
 def test_vocabulary_may_take_another_scheme(marian, tmp_path):
-    quantized(marian, tmp_path / "out", vocabulary="int8-dynamic")
+    quantized(marian, tmp_path / "out", embedding_scheme="int8-dynamic")
     model, _ = load_model(tmp_path / "out")
     assert scheme_of(model.model.shared) == "int8-dynamic"
     assert model.lm_head.matrix is model.model.shared.matrix
@@ -55,12 +55,12 @@ def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
     sizes = {"d_model": 256, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
     src = tiny.marian(tmp_path / "model", **sizes)
     ctx = quantized(src, tmp_path / "out", group_size=32)
-    assert ctx.facts["bits_per_weight"] == 4 + 16 / 32
+    assert ctx.details["bits_per_weight"] == 4 + 16 / 32
     model, _ = load_model(tmp_path / "out")
     weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
     rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
     floats = sum(p.numel() for p in rest)
-    predicted = weights * ctx.facts["bits_per_weight"] / 8 + 4 * floats
+    predicted = weights * ctx.details["bits_per_weight"] / 8 + 4 * floats
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == pytest.approx(predicted, rel=0.05)
     assert count_parameters(tmp_path / "out") == pytest.approx(weights + floats, rel=0.001)
 
@@ -72,8 +72,8 @@ def test_exported_graph_computes_what_torch_computes(tmp_path):
     quantized(src, tmp_path / "int4", task, symmetric=False, accuracy_level=0, group_size=16)
     ctx = context(tmp_path / "onnx", task)
     Onnx()(tiny.artifact(tmp_path / "int4", task), OnnxSettings(), ctx)
-    assert ctx.facts["parity"]["model"]["largest"] < 1e-4
-    found = ctx.facts["graphs"]["model"]["operators"]
+    assert ctx.details["parity"]["model"]["largest"] < 1e-4
+    found = ctx.details["graphs"]["model"]["operators"]
     # per layer packed queries, keys and values, out, two of the FFN; pooler and classifier
     assert found["MatMulNBits"] == 2 * 4 + 2
     assert "MatMul" not in found

@@ -1,4 +1,4 @@
-"""`quantize: {smooth: 0.5}`: planted outliers cost less, and what follows the stage goes on as before."""
+"""SmoothQuant in the stage: planted outliers cost less, and what follows the stage goes on as before."""
 
 import causal
 import harness
@@ -54,14 +54,14 @@ def data(tmp_path_factory):
 
 def run(source, out, data, scheme="int8-static", **settings):
     """Quantize; where rows are looked at, no damage is measured unless a test wants it."""
-    looks = scheme == "int8-static" or "smooth" in settings
-    settings = QuantizeSettings(scheme=scheme, **({"damage_rows": 0} if looks else {}) | settings)
+    looks = scheme == "int8-static" or "smoothquant_alpha" in settings
+    settings = QuantizeSettings(scheme=scheme, **({"sensitivity_samples": 0} if looks else {}) | settings)
     return harness.run(Quantize(), settings, source, out, TASK, data)
 
 
 def error(source, out, data, **settings):
     """The change of the logits by `quantize` of the blocks' products, in parts of their spread."""
-    ctx = run(source, out, data, embeddings=False, head=False, **settings)
+    ctx = run(source, out, data, embeddings=False, output_layer=False, **settings)
     whole, codes = harness.logits(load_model(source)[0]), harness.logits(harness.model_of(ctx))
     return float((codes - whole).square().mean().sqrt() / whole.std())
 
@@ -69,31 +69,31 @@ def error(source, out, data, **settings):
 @pytest.mark.parametrize("scheme", ["int8-static", "int8-dynamic"])
 def test_outliers_cost_clearly_less_and_without_them_it_stays(llama, planted, data, scheme, tmp_path):
     without = error(planted, tmp_path / "planted", data, scheme=scheme)
-    helped = error(planted, tmp_path / "helped", data, scheme=scheme, smooth=0.5)
+    helped = error(planted, tmp_path / "helped", data, scheme=scheme, smoothquant_alpha=0.5)
     control = error(llama, tmp_path / "control", data, scheme=scheme)
-    same = error(llama, tmp_path / "same", data, scheme=scheme, smooth=0.5)
+    same = error(llama, tmp_path / "same", data, scheme=scheme, smoothquant_alpha=0.5)
     assert helped < 0.4 * without
     assert 0.6 * control < same < 1.4 * control
 
 
 def test_the_report_says_what_was_smoothed_and_by_how_much(planted, data, tmp_path):
-    ctx = run(planted, tmp_path / "out", data, smooth=0.5)
+    ctx = run(planted, tmp_path / "out", data, smoothquant_alpha=0.5)
     norms = [f"model.layers.0.{name}" for name in READERS]
-    assert list(ctx.facts["smoothed"]) == [*norms, "model.norm"]
+    assert list(ctx.details["smoothed"]) == [*norms, "model.norm"]
     for name in norms:
-        told = ctx.facts["smoothed"][name]
+        told = ctx.details["smoothed"][name]
         assert told["outliers_before"] > 20
         assert told["outliers_after"] < 0.3 * told["outliers_before"]
     assert ctx.warnings == []
-    assert ctx.facts["calibration"]["rows"] > 0
+    assert ctx.details["calibration"]["rows"] > 0
 
 
 def test_without_smooth_nothing_is_told_of_it(planted, data, tmp_path):
-    assert "smoothed" not in run(planted, tmp_path / "out", data).facts
+    assert "smoothed" not in run(planted, tmp_path / "out", data).details
 
 
 def test_what_was_smoothed_is_saved_and_read_again(planted, data, tmp_path):
-    saved_is_the_same(run(planted, tmp_path / "made", data, smooth=0.5).out, tmp_path / "again")
+    saved_is_the_same(run(planted, tmp_path / "made", data, smoothquant_alpha=0.5).out, tmp_path / "again")
 
 
 @pytest.mark.parametrize("dtype", ["keep", "fp16"])
@@ -103,7 +103,7 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
     start = tmp_path / "float"
     start.mkdir()
     save_model(model, edits, start, planted, dtype)
-    made = run(start, tmp_path / "made", data, smooth=0.5).out
+    made = run(start, tmp_path / "made", data, smoothquant_alpha=0.5).out
     kept = {
         name: m.matrix.codes.clone() for name, m in load_model(made)[0].named_modules() if is_quantized(m)
     }
@@ -117,7 +117,7 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
     ctx = harness.context(tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step})
     model, _ = load_trainable(step, ctx)
     settle(model, ctx)
-    assert ctx.facts == {"latent_weights": "model", "codes_changed": 0.0}
+    assert ctx.details == {"latent_weights": "model", "codes_changed": 0.0}
     for name, module in model.named_modules():
         if is_quantized(module):
             assert module.matrix.codes.equal(kept.pop(name))
@@ -134,7 +134,7 @@ def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
     from smelt.export.stage.settings import OnnxSettings
 
     found = []
-    for word, more in (("plain", {}), ("smooth", {"smooth": 0.5})):
+    for word, more in (("plain", {}), ("smooth", {"smoothquant_alpha": 0.5})):
         made = run(planted, tmp_path / f"{word}-codes", data, **more).out
         settings = OnnxSettings(target=target)
         ctx = harness.run(Onnx(), settings, made, tmp_path / word, TASK, data)
@@ -145,15 +145,17 @@ def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
 
 
 def test_smooth_needs_rows_under_every_scheme(planted, tmp_path):
-    settings = QuantizeSettings(smooth=0.5)
+    settings = QuantizeSettings(smoothquant_alpha=0.5)
     assert needs_of(Quantize, settings, ["train"]) == {"train"}
     assert needs_of(Quantize, settings, ["train", "calibration"]) == {"calibration"}
     with refused("no-calibration-data", InputError):
-        run(planted, tmp_path / "none", {}, scheme="int8-dynamic", smooth=0.5)
+        run(planted, tmp_path / "none", {}, scheme="int8-dynamic", smoothquant_alpha=0.5)
 
 
 def test_few_tokens_are_a_warning_that_fits_the_scheme(planted, data, tmp_path):
     few = Split("few.txt", data.examples, data.windows)
-    ctx = run(planted, tmp_path / "out", few, scheme="int8-dynamic", smooth=0.5, rows=1)
+    ctx = run(
+        planted, tmp_path / "out", few, scheme="int8-dynamic", smoothquant_alpha=0.5, calibration_samples=1
+    )
     assert codes(ctx.warnings) == ["few-calibration-tokens"]
     assert "few.txt" in ctx.warnings[0].message

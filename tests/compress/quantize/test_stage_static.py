@@ -8,7 +8,7 @@ import torch
 from refusals import invalid, refused
 
 from smelt.compress.quantize.sensitivity.damage import sensitive
-from smelt.compress.quantize.sensitivity.settings import Budget
+from smelt.compress.quantize.sensitivity.settings import MaxExcluded
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
@@ -34,7 +34,7 @@ def linears(ctx):
 def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_path):
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
-    ctx = run(marian, tmp_path / "out", range="minmax", damage_rows=0)
+    ctx = run(marian, tmp_path / "out", calibration_method="minmax", sensitivity_samples=0)
     model, tokenizer = load_model(marian)[0], load_tokenizer(marian)
     largest = 0.0
 
@@ -50,12 +50,12 @@ def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_
         with torch.no_grad():
             model(input_ids=ids, labels=labels)
     assert float(linears(ctx)[name].matrix.input_scale) * 127 == pytest.approx(largest, rel=1e-4)
-    assert ctx.facts["calibration"]["rows"] == len(tiny.SENTENCES)
-    assert "damage" not in ctx.facts
+    assert ctx.details["calibration"]["rows"] == len(tiny.SENTENCES)
+    assert "sensitivity" not in ctx.details
 
 
 def test_layers_of_one_input_and_the_tied_head_have_ranges(marian, tmp_path):
-    found = linears(run(marian, tmp_path / "out", damage_rows=0))
+    found = linears(run(marian, tmp_path / "out", sensitivity_samples=0))
     attention = "model.encoder.layers.0.self_attn."
     scales = {float(found[f"{attention}{part}_proj"].matrix.input_scale) for part in "qkv"}
     assert len(scales) == 1
@@ -64,32 +64,34 @@ def test_layers_of_one_input_and_the_tied_head_have_ranges(marian, tmp_path):
 
 
 def test_rows_and_seed_decide_and_nothing_else(marian, tmp_path):
-    first, again = (linears(run(marian, tmp_path / name, rows=3, damage_rows=0)) for name in "ab")
+    first, again = (
+        linears(run(marian, tmp_path / name, calibration_samples=3, sensitivity_samples=0)) for name in "ab"
+    )
     ranges = [[float(m.matrix.input_scale) for m in found.values()] for found in (first, again)]
     assert ranges[0] == ranges[1]
 
 
 def test_damage_is_told_worst_first_and_the_model_is_what_it_was(marian, tmp_path):
-    ctx = run(marian, tmp_path / "out", damage_rows=2)
-    values = list(ctx.facts["damage"].values())
+    ctx = run(marian, tmp_path / "out", sensitivity_samples=2)
+    values = list(ctx.details["sensitivity"].values())
     assert values == sorted(values, reverse=True)
-    assert len(values) == ctx.facts["linear_layers"]
+    assert len(values) == ctx.details["linear_layers"]
     assert 0 < values[0] < 0.1
-    assert ctx.facts["damage_rows"] == 2
+    assert ctx.details["sensitivity_samples"] == 2
 
 
 def test_the_most_damaging_layers_stay_float_under_the_budget(marian, tmp_path):
-    ctx = run(marian, tmp_path / "out", skip="auto", budget={"layers": 2}, damage_rows=2)
-    worst = list(ctx.facts["damage"])[:2]
-    assert sorted(ctx.facts["float_linear_layers"]) == sorted(worst)
+    ctx = run(marian, tmp_path / "out", exclude="auto", max_excluded={"layers": 2}, sensitivity_samples=2)
+    worst = list(ctx.details["sensitivity"])[:2]
+    assert sorted(ctx.details["float_linear_layers"]) == sorted(worst)
 
 
 def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
-    settings = QuantizeSettings(scheme="int4", skip=["auto", "*.fc1"], budget={"layers": 1})
+    settings = QuantizeSettings(scheme="int4", exclude=["auto", "*.fc1"], max_excluded={"layers": 1})
     ctx = harness.run(Quantize(), settings, marian, tmp_path / "out", data=ROWS)
-    worst = next(iter(ctx.facts["damage"]))
-    assert worst in ctx.facts["float_linear_layers"]
-    assert not any(".fc1" in name for name in ctx.facts["damage"])
+    worst = next(iter(ctx.details["sensitivity"]))
+    assert worst in ctx.details["float_linear_layers"]
+    assert not any(".fc1" in name for name in ctx.details["sensitivity"])
     assert ctx.warnings == []
 
 
@@ -99,21 +101,21 @@ def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
         ({}, ["a"]),  # a tenth of four layers, at least one
         ({"layers": 0}, []),
         ({"layers": 2}, ["a", "b"]),
-        ({"damage": 0.5}, ["a"]),
-        ({"damage": 0.2}, ["a", "b"]),
-        ({"damage": 0.2, "layers": 1}, ["a"]),
+        ({"sensitivity": 0.5}, ["a"]),
+        ({"sensitivity": 0.2}, ["a", "b"]),
+        ({"sensitivity": 0.2, "layers": 1}, ["a"]),
     ],
 )
 def test_a_budget_counts_layers_and_damage(budget, stay):
     damage = {"a": 6.0, "b": 3.0, "c": 0.9, "d": 0.1}
-    assert sensitive(damage, Budget(**budget)) == stay
+    assert sensitive(damage, MaxExcluded(**budget)) == stay
 
 
 def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
     with refused("no-calibration-data", InputError):
         run(marian, tmp_path / "none", data={})
     few = Split("few.jsonl", ROWS.examples[:1])
-    ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, damage_rows=0)
+    ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, sensitivity_samples=0)
     (told,) = ctx.warnings
     assert told.code == "few-calibration-tokens"
     assert "few.jsonl" in told.message
@@ -123,18 +125,22 @@ def test_the_plan_knows_which_rows_are_needed():
     static = QuantizeSettings(scheme="int8-static")
     assert needs_of(Quantize, static, ["train"]) == {"train"}
     assert needs_of(Quantize, static, ["train", "calibration"]) == {"calibration"}
-    assert needs_of(Quantize, QuantizeSettings(skip="auto"), []) == {"train"}
+    assert needs_of(Quantize, QuantizeSettings(exclude="auto"), []) == {"train"}
     assert needs_of(Quantize, QuantizeSettings(), []) == frozenset()
 
 
 @pytest.mark.parametrize(
     ("settings", "code", "named"),
     [
-        ({"range": "mse"}, "unused-setting", "range"),
-        ({"rows": 3}, "unused-setting", "rows"),
-        ({"scheme": "int8-static", "range": "mse", "percentile": 99.0}, "unused-setting", "percentile"),
-        ({"scheme": "int8-static", "budget": {"layers": 1}}, "unused-setting", "budget"),
-        ({"skip": "auto", "damage_rows": 0}, "too-few-rows", "damage_rows"),
+        ({"calibration_method": "mse"}, "unused-setting", "calibration_method"),
+        ({"calibration_samples": 3}, "unused-setting", "calibration_samples"),
+        (
+            {"scheme": "int8-static", "calibration_method": "mse", "calibration_percentile": 99.0},
+            "unused-setting",
+            "calibration_percentile",
+        ),
+        ({"scheme": "int8-static", "max_excluded": {"layers": 1}}, "unused-setting", "max_excluded"),
+        ({"exclude": "auto", "sensitivity_samples": 0}, "too-few-rows", "sensitivity_samples"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, code, named):
@@ -147,7 +153,7 @@ def test_settings_that_mean_nothing_are_refused(settings, code, named):
 @pytest.mark.parametrize("family", ["t5", "gpt2", "modernbert", "bert"])
 def test_families_of_every_kind_are_calibrated(family, tmp_path):
     made = every_family.run(
-        Quantize(), QuantizeSettings(scheme="int8-static", range="mse", damage_rows=1),
+        Quantize(), QuantizeSettings(scheme="int8-static", calibration_method="mse", sensitivity_samples=1),
         every_family.of_layers(family, 1), family, tmp_path / "out",
     )  # fmt: skip
     ranges = [float(layer.matrix.input_scale) for layer in linears(made).values()]
@@ -159,7 +165,7 @@ def test_half_precision_around_codes_is_refused(marian, tmp_path):
     from smelt.export.onnx_stage import Onnx
     from smelt.export.stage.settings import OnnxSettings
 
-    made = run(marian, tmp_path / "codes", damage_rows=0)
+    made = run(marian, tmp_path / "codes", sensitivity_samples=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")
     with refused("unsupported-dtype", InputError) as caught:
         harness.run(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)

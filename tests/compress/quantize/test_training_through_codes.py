@@ -27,7 +27,7 @@ from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.quantized import QuantizedEmbedding, scheme_of
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
-SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "evals": 0, "dropout": 0.0}
+SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "num_evals": 0, "dropout": 0.0}
 
 
 def artifact(folder, key, stage, parent, task):
@@ -70,15 +70,15 @@ def translations(tmp_path_factory):
 def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translations, scheme, rate):
     vocabulary = "int8-dynamic" if scheme == "binary" else "int4"
     first, second = quantized(
-        tmp_path, "marian", "translation", scheme=scheme, group_size=32, vocabulary=vocabulary
+        tmp_path, "marian", "translation", scheme=scheme, group_size=32, embedding_scheme=vocabulary
     )
     ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second}, translations)
     alone = {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": 1.0}
     Distill()(second, DistillSettings(max_steps=50, **(SETTINGS | alone | {"learning_rate": rate})), ctx)
     teacher, _ = load_model(first.path)
     assert distance(tmp_path / "out", teacher) < 0.8 * distance(second.path, teacher)
-    assert ctx.facts["latent_weights"] == "model"
-    assert 0 < ctx.facts["codes_changed"] < 0.7
+    assert ctx.details["latent_weights"] == "model"
+    assert 0 < ctx.details["codes_changed"] < 0.7
     same = [(folder / "structure.json").read_bytes() for folder in (second.path, tmp_path / "out")]
     assert same[0] == same[1]
     before, after = (load_model(f)[0].state_dict() for f in (second.path, tmp_path / "out"))
@@ -97,7 +97,7 @@ def test_an_int8_classifier_learns_its_labels(tmp_path):
     rows = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 4)))
     ctx = context(tmp_path / "out", task, {"model": first, "quantize": second}, {"train": rows})
     Finetune()(second, FinetuneSettings(max_steps=30, **(SETTINGS | {"learning_rate": 1e-3})), ctx)
-    assert ctx.facts["training"]["train_loss"] < 0.6
+    assert ctx.details["training"]["train_loss"] < 0.6
     model, edits = load_model(tmp_path / "out")
     assert {scheme_of(m) for m in model.modules()} == {None, "int8-dynamic"}
     assert len(edits) == len(load_model(second.path)[1])
@@ -115,7 +115,7 @@ def test_nothing_changes_when_nothing_was_trained(tmp_path):
     expected, _ = load_model(first.path)
     assert model.model.encoder.layers[0].fc1.weight.equal(expected.model.encoder.layers[0].fc1.weight)
     settle(model, ctx)
-    assert ctx.facts["codes_changed"] == 0
+    assert ctx.details["codes_changed"] == 0
     before = load_model(second.path)[0].state_dict()
     after = model.state_dict()
     assert all(after[name].equal(before[name]) for name in before)
@@ -123,7 +123,13 @@ def test_nothing_changes_when_nothing_was_trained(tmp_path):
 
 def test_latent_layers_compute_what_the_codes_will(tmp_path):
     _, second = quantized(
-        tmp_path, "marian", "translation", scheme="binary", group_size=32, accuracy_level=0, vocabulary="int4"
+        tmp_path,
+        "marian",
+        "translation",
+        scheme="binary",
+        group_size=32,
+        accuracy_level=0,
+        embedding_scheme="int4",
     )
     model, _ = load_model(second.path)
     ids = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -199,7 +205,7 @@ def test_without_its_parent_training_starts_from_the_codes(tmp_path):
     _, second = quantized(tmp_path, "bert", "text-classification", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "text-classification", {})
     model, _ = load_trainable(second, ctx)
-    assert ctx.facts["latent_weights"] == "codes"
+    assert ctx.details["latent_weights"] == "codes"
     stored, _ = load_model(second.path)
     assert model.bert.pooler.dense.weight.equal(stored.bert.pooler.dense.matrix.dequantize())
 
@@ -209,20 +215,20 @@ def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(t
     """GPTQ's integers are not those nearest to the float weights, from which the training goes on."""
     first = artifact(tiny.marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
-    settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, rows=16)
+    settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, calibration_samples=16)
     Quantize()(first, settings, context(tmp_path / "quantized", "translation", {}, translations))
     second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
     data = {**translations, "validation": translations["train"]}
     ctx = context(tmp_path / "trained", "translation", {"model": first, "quantized": second}, data)
-    chosen = SETTINGS | {"learning_rate": rate, "evals": 2, "max_steps": 4, "label_smoothing": 0.0}
+    chosen = SETTINGS | {"learning_rate": rate, "num_evals": 2, "max_steps": 4, "label_smoothing": 0.0}
     Finetune()(second, FinetuneSettings(**chosen), ctx)
     came, trained = (
         load_model(folder)[0].eval() for folder in (tmp_path / "quantized", tmp_path / "trained")
     )
-    training = ctx.facts["training"]
+    training = ctx.details["training"]
     if rate == 0.5:
         assert training["kept_step"] == 0
-        assert ctx.facts["codes_changed"] == 0
+        assert ctx.details["codes_changed"] == 0
         for name, value in came.state_dict().items():
             assert torch.equal(value, trained.state_dict()[name]), name
     elif training["kept_step"]:  # the nearest integers may be better or worse than GPTQ's: the loss decides
@@ -233,7 +239,7 @@ def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(t
 def test_what_came_is_computed_with_its_own_integers(tmp_path, translations):
     first = artifact(tiny.marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
-    settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, rows=16)
+    settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, calibration_samples=16)
     Quantize()(first, settings, context(tmp_path / "quantized", "translation", {}, translations))
     second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
     model, _ = load_trainable(second, context(tmp_path / "out", "translation", {"model": first}))

@@ -13,8 +13,8 @@ from refusals import invalid, refused
 from safetensors.torch import load_file
 from sharing import folder_of, products
 
-from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.depth.stage import Depth
+from smelt.compress.depth.settings import DropLayersSettings
+from smelt.compress.depth.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -22,8 +22,8 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share.difference import divided
-from smelt.compress.share.layers import Share, share_layers
-from smelt.compress.share.settings import ShareSettings
+from smelt.compress.share.layers import ShareWeights, share_layers
+from smelt.compress.share.settings import ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.vocabulary.rows import keep_rows
 from smelt.core.errors import InputError
@@ -37,11 +37,13 @@ from smelt.runtime.models.structure import keeps_zeros, read_edits
 
 
 def settings(rank=4, **more):
-    return ShareSettings.model_validate({"difference": {"rank": rank, **more.pop("also", {})}, **more})
+    return ShareWeightsSettings.model_validate(
+        {"low_rank_delta": {"rank": rank, **more.pop("also", {})}, **more}
+    )
 
 
 def shared(family, out, rank=4, **more):
-    return every_family.run(Share(), settings(rank, **more), folder_of(family), family, out)
+    return every_family.run(ShareWeights(), settings(rank, **more), folder_of(family), family, out)
 
 
 def drawn(count=3, rows=10, columns=14):
@@ -92,7 +94,7 @@ def test_at_full_rank_the_model_is_what_it_was_and_what_is_shared_is_stored_once
             assert type(model.get_submodule(third)) is torch.nn.Linear
             assert len({f"{first}.shared.weight", f"{second}.shared.weight"} & names) == 1
     assert ctx.warnings == []
-    assert max(ctx.facts["lost"].values()) < 1e-10
+    assert max(ctx.details["lost"].values()) < 1e-10
 
 
 def test_rank_and_bytes_are_those_that_were_asked_for(tmp_path):
@@ -112,11 +114,11 @@ def test_rank_and_bytes_are_those_that_were_asked_for(tmp_path):
         for blocks in products(plain).values()
         for a, _, _ in zip(*blocks, strict=True)
     )
-    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == saved
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == saved
 
 
 def test_a_graph_holds_what_is_shared_once(tmp_path):
-    made = shared("bert", tmp_path / "made", rank=3, what=["ffn"]).out
+    made = shared("bert", tmp_path / "made", rank=3, targets=["ffn"]).out
 
     def matrices(folder, name):
         ctx = every_family.run(Onnx(), OnnxSettings(), folder, "bert", tmp_path / name)
@@ -130,7 +132,7 @@ def test_a_graph_holds_what_is_shared_once(tmp_path):
 
 def test_both_train(tmp_path):
     made = shared("bert", tmp_path / "made")
-    train = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    train = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     trained = every_family.run(Finetune(), train, made.out, "bert", tmp_path / "trained").out
     after = load_file(trained / "model.safetensors")
     before = load_file(made.out / "model.safetensors")
@@ -142,7 +144,7 @@ def test_both_train(tmp_path):
 def test_adapters_zeros_and_pairs_reach_the_parts(tmp_path):
     pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
     made = shared("bert", tmp_path / "made").out
-    lora = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", lora={"rank": 2})
+    lora = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", lora={"rank": 2})
     trained = every_family.run(Finetune(), lora, made, "bert", tmp_path / "lora").out
     assert read_edits(trained) == read_edits(made)
     sparse = every_family.run(
@@ -151,7 +153,11 @@ def test_adapters_zeros_and_pairs_reach_the_parts(tmp_path):
     layer = harness.model_of(sparse).bert.encoder.layer[0].output.dense
     assert all(keeps_zeros(m) for m in (layer.shared, layer.difference.down, layer.difference.up))
     pairs = every_family.run(
-        Factorize(), FactorizeSettings(method="svd", aim="size", rank=6), made, "bert", tmp_path / "pairs"
+        Factorize(),
+        FactorizeSettings(method="svd", optimize_for="size", rank=6),
+        made,
+        "bert",
+        tmp_path / "pairs",
     )
     first, second, _ = harness.model_of(pairs).bert.encoder.layer
     assert first.output.dense.shared is second.output.dense.shared
@@ -162,7 +168,9 @@ def test_adapters_zeros_and_pairs_reach_the_parts(tmp_path):
 def test_where_the_layer_that_owned_it_goes_the_next_one_owns_it(tmp_path):
     made = shared("bert", tmp_path / "made").out
     whole, _ = load_model(made)
-    shorter = every_family.run(Depth(), DepthSettings(layers=[1, 2]), made, "bert", tmp_path / "shorter")
+    shorter = every_family.run(
+        DropLayers(), DropLayersSettings(layers=[1, 2]), made, "bert", tmp_path / "shorter"
+    )
     kept = harness.model_of(shorter).bert.encoder.layer[0].output.dense
     own = whole.bert.encoder.layer[1].output.dense
     assert torch.equal(kept.shared.weight, own.shared.weight)
@@ -187,19 +195,15 @@ def test_heads_cannot_be_cut_and_pairs_and_differences_have_none(tmp_path):
     assert set(codes(notes)) == {"already-shared"}
     assert len(edits) == known
     again, _ = load_model(made)
-    share_layers(again, [], ShareSettings())  # without difference they become one, with the difference
+    share_layers(again, [], ShareWeightsSettings())  # without difference they become one, with the difference
     assert again.bert.encoder.layer[0].output.dense is again.bert.encoder.layer[1].output.dense
     pairs = every_family.run(
-        Factorize(), FactorizeSettings(method="svd", aim="size", rank=4), folder_of("bert"), "bert",
+        Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=4), folder_of("bert"), "bert",
         tmp_path / "pairs",
     ).out  # fmt: skip
     model, edits = load_model(pairs)
     _, notes = share_layers(model, edits, settings())
     assert notes[0].code == "already-factorized"
-
-
-def test_keys_of_steps_without_a_difference_are_those_of_before():
-    assert "difference" not in ShareSettings().model_dump()
     with invalid("greater_than_equal"):
         settings(0)
 

@@ -12,7 +12,7 @@ from sharing import assert_first_two_are_one, folder_of, products, share
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.share.layers import Share, ShareSettings, grouped, share_layers
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings, grouped, share_layers
 from smelt.core.errors import InputError
 from smelt.core.messages import codes
 from smelt.families.walk import blocks_of
@@ -30,20 +30,20 @@ def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(fami
             target = plain.get_submodule(second)
             target.load_state_dict(plain.get_submodule(first).state_dict())
             saved += sum(t.numel() * t.element_size() for t in target.state_dict().values())
-    ctx = every_family.run(Share(), ShareSettings(), source, family, tmp_path / "out")
+    ctx = every_family.run(ShareWeights(), ShareWeightsSettings(), source, family, tmp_path / "out")
     model, _ = load_model(ctx.out)
     assert_first_two_are_one(model)
     assert torch.equal(harness.logits(model), harness.logits(plain))
     before, after = (load_file(f / "model.safetensors") for f in (source, ctx.out))
     assert sum(t.nbytes for t in before.values()) - sum(t.nbytes for t in after.values()) == saved
-    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == saved // 4
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == saved // 4
     assert ctx.warnings == []
 
 
 def test_gradient_of_shared_layers_is_the_sum_of_both():
     plain, _ = load_model(folder_of("bert"))
     model, edits = load_model(folder_of("bert"))
-    share_layers(model, edits, ShareSettings(what=["ffn"], groups=1))
+    share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], groups=1))
     ups = [block.feed_forward.up for block in blocks_of(plain)]
     for name in products(plain)["layers", "ffn", 0][1:]:
         for first, other in zip(products(plain)["layers", "ffn", 0][0], name, strict=True):
@@ -64,7 +64,7 @@ def test_mean_is_the_mean_and_last_the_last():
         "first": [own[0].weight, own[0].bias],
     }.items():
         model, edits = load_model(folder_of("bert"))
-        share_layers(model, edits, ShareSettings(take=take, groups=1))
+        share_layers(model, edits, ShareWeightsSettings(init_from=take, groups=1))
         found = model.get_submodule(name.format(1))
         torch.testing.assert_close(found.weight, wanted[0])
         torch.testing.assert_close(found.bias, wanted[1])
@@ -72,10 +72,10 @@ def test_mean_is_the_mean_and_last_the_last():
 
 def test_only_what_is_named_is_shared():
     model, edits = load_model(folder_of("marian"))
-    share_layers(model, edits, ShareSettings(what=["ffn"], stacks=["encoder_layers"]))
+    share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], stacks=["encoder_layers"]))
     assert [e["module"] for e in edits] == ["model.encoder.layers.1.fc1", "model.encoder.layers.1.fc2"]
     model, edits = load_model(folder_of("marian"))
-    share_layers(model, edits, ShareSettings(what=["attention"], stacks=["decoder_layers"]))
+    share_layers(model, edits, ShareWeightsSettings(targets=["attention"], stacks=["decoder_layers"]))
     assert len(edits) == 8
     assert {e["module"].split(".")[4] for e in edits} == {"self_attn", "encoder_attn"}
     norms = [layer.final_layer_norm for layer in model.model.decoder.layers]
@@ -84,28 +84,28 @@ def test_only_what_is_named_is_shared():
 
 @pytest.mark.parametrize(("layers", "settings", "wanted"), [
     (6, {}, [[0, 1], [2, 3], [4, 5]]),
-    (7, {"every": 3}, [[0, 1, 2], [3, 4, 5], [6]]),
+    (7, {"group_size": 3}, [[0, 1, 2], [3, 4, 5], [6]]),
     (6, {"groups": 2}, [[0, 1, 2], [3, 4, 5]]),
     (7, {"groups": 3}, [[0, 1, 2], [3, 4], [5, 6]]),
-    (6, {"groups": 1, "keep_ends": True}, [[0], [1, 2, 3, 4], [5]]),
-    (2, {"keep_ends": True}, [[0], [1]]),
+    (6, {"groups": 1, "exclude_first_and_last": True}, [[0], [1, 2, 3, 4], [5]]),
+    (2, {"exclude_first_and_last": True}, [[0], [1]]),
     (1, {"groups": 4}, [[0]]),
     (3, {"groups": 9}, [[0], [1], [2]]),
 ])  # fmt: skip
 def test_groups_are_neighbours(layers, settings, wanted):
-    assert grouped(layers, ShareSettings(**settings)) == wanted
+    assert grouped(layers, ShareWeightsSettings(**settings)) == wanted
 
 
 def test_groups_and_every_together_are_refused():
     with invalid("settings-conflict"):
-        ShareSettings(groups=2, every=2)
+        ShareWeightsSettings(groups=2, group_size=2)
 
 
 def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
     model, edits = load_model(folder_of("bert"))
     first = model.bert.encoder.layer[0]
     first.intermediate.dense, first.output.dense = torch.nn.Linear(32, 40), torch.nn.Linear(40, 32)
-    shared, notes = share_layers(model, edits, ShareSettings())
+    shared, notes = share_layers(model, edits, ShareWeightsSettings())
     assert codes(notes) == ["shape-mismatch"]
     for number, size in ((0, "[40, 32]"), (1, "[64, 32]")):
         assert f"bert.encoder.layer.{number}.intermediate.dense" in notes[0].message
@@ -117,17 +117,19 @@ def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
 def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
     pairs = every_family.run(
         Factorize(),
-        FactorizeSettings(method="svd", aim="size", rank=4),
+        FactorizeSettings(method="svd", optimize_for="size", rank=4),
         folder_of("bert"),
         "bert",
         tmp_path / "pairs",
     ).out
     model, edits = load_model(pairs)
     known = len(edits)
-    _, notes = share_layers(model, edits, ShareSettings(take="mean"))
+    _, notes = share_layers(model, edits, ShareWeightsSettings(init_from="mean"))
     assert codes(notes) == ["already-factorized"] * 2
     assert len(edits) == known
-    shared = every_family.run(Share(), ShareSettings(take="last"), pairs, "bert", tmp_path / "shared").out
+    shared = every_family.run(
+        ShareWeights(), ShareWeightsSettings(init_from="last"), pairs, "bert", tmp_path / "shared"
+    ).out
     again, _ = load_model(shared)
     assert_first_two_are_one(again)
     assert torch.equal(
@@ -137,7 +139,7 @@ def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
 
 def test_nothing_to_share_is_said():
     model, edits = load_model(folder_of("bert"))
-    shared, notes = share_layers(model, edits, ShareSettings(groups=3))
+    shared, notes = share_layers(model, edits, ShareWeightsSettings(groups=3))
     assert (shared, edits) == ({"layers": []}, [])
     assert codes(notes) == ["single-layer-groups"]
     assert "3 layers" in notes[0].message
@@ -146,7 +148,7 @@ def test_nothing_to_share_is_said():
 def test_layers_without_a_part_in_common_stay_apart_and_say_so():
     model, edits = load_model(every_family.of_layers("bert", 2))
     edits += [skip(model, "bert.encoder.layer.0", 0), skip(model, "bert.encoder.layer.1", 1)]
-    groups, notes = share_layers(model, edits, ShareSettings())
+    groups, notes = share_layers(model, edits, ShareWeightsSettings())
     assert groups == {"layers": [[0, 1]]}
     assert codes(notes) == ["no-part-in-common"]
     assert "0, 1" in notes[0].message
@@ -154,9 +156,9 @@ def test_layers_without_a_part_in_common_stay_apart_and_say_so():
 
 
 def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():
-    settings = ShareSettings(stacks=["decoder_layers"])
+    settings = ShareWeightsSettings(stacks=["decoder_layers"])
     model, edits = load_model(folder_of("bert"))
-    found, after = Share.check_model(settings, model.config.to_dict())
+    found, after = ShareWeights.check_model(settings, model.config.to_dict())
     assert [(one.setting, one.code) for one in found] == [("stacks", "unknown-stack")]
     assert after == model.config.to_dict()
     with refused("unknown-stack", InputError) as caught:
@@ -169,14 +171,16 @@ def test_quantized_layers_are_refused(tmp_path):
         Quantize(), QuantizeSettings(), folder_of("bert"), "bert", tmp_path / "codes"
     ).out
     with refused("behind-quantize", InputError):
-        every_family.run(Share(), ShareSettings(), codes, "bert", tmp_path / "shared")
+        every_family.run(ShareWeights(), ShareWeightsSettings(), codes, "bert", tmp_path / "shared")
 
 
 def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
     once = share("bert", tmp_path / "once")
-    twice = every_family.run(Share(), ShareSettings(groups=1), once, "bert", tmp_path / "twice").out
+    twice = every_family.run(
+        ShareWeights(), ShareWeightsSettings(groups=1), once, "bert", tmp_path / "twice"
+    ).out
     model, _ = load_model(twice)
     assert len({model.get_submodule(names[0]) for names in products(model)["layers", "ffn", 0]}) == 1
-    same = every_family.run(Share(), ShareSettings(), once, "bert", tmp_path / "same")
+    same = every_family.run(ShareWeights(), ShareWeightsSettings(), once, "bert", tmp_path / "same")
     assert "already-shared" in codes(same.warnings)
-    assert same.facts["parameters_after"] == same.facts["parameters_before"]
+    assert same.details["parameters_after"] == same.details["parameters_before"]

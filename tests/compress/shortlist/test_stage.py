@@ -30,7 +30,7 @@ def words(shortlist, source):
 
 
 def test_a_word_brings_its_likeliest_words_and_itself():
-    found = learned(ROWS, CONFIG, [0, 1], ShortlistSettings(per_token=1, frequent=2))
+    found = learned(ROWS, CONFIG, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2))
     assert found.always.tolist() == [0, 1, 4]  # 0 and 4 come most often; 0 and 1 were told
     assert words(found, 4) == [0, 1, 4, 5]
     assert words(found, 6) == [0, 1, 4, 6]
@@ -40,7 +40,9 @@ def test_a_word_brings_its_likeliest_words_and_itself():
 
 @pytest.mark.parametrize("other", [{"decoder_vocab_size": 9}, {"share_encoder_decoder_embeddings": False}])
 def test_where_numbers_mean_other_words_nothing_is_copied(other):
-    found = learned(ROWS, CONFIG | other, [0, 1], ShortlistSettings(per_token=1, frequent=2))
+    found = learned(
+        ROWS, CONFIG | other, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
+    )
     assert words(found, 3) == [0, 1, 4]
     assert words(found, 4) == [0, 1, 4, 5]
 
@@ -59,7 +61,9 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shortlist")
     source = tiny.marian(folder / "model")
     split = read_split(str(tiny.pairs(folder / "rows.jsonl", 20)), "translation", Columns(), folder)
-    return harness.run(ShortlistStage(), ShortlistSettings(frequent=4), source, folder / "out", data=split)
+    return harness.run(
+        ShortlistStage(), ShortlistSettings(frequent_tokens=4), source, folder / "out", data=split
+    )
 
 
 def test_the_model_stays_and_facts_say_what_the_list_covers(made):
@@ -73,23 +77,23 @@ def test_the_model_stays_and_facts_say_what_the_list_covers(made):
     shortlist = read_shortlist(made.out, config)
     tokenizer = load_tokenizer(made.out)
     assert {tokenizer.eos_token_id, tokenizer.unk_token_id} <= set(shortlist.always.tolist())
-    facts = made.facts
-    assert facts["rows"] == 20
-    assert facts["always"] == len(shortlist.always)
-    assert facts["size_bytes"] == shortlist.table.nbytes + shortlist.always.nbytes
+    details = made.details
+    assert details["rows"] == 20
+    assert details["always"] == len(shortlist.always)
+    assert details["size_bytes"] == shortlist.table.nbytes + shortlist.always.nbytes
     # with 20 words for each of a row's tokens nothing that was seen is missing
-    assert facts["validation"]["covered"] == 1.0
-    assert facts["validation"]["words"] < facts["vocabulary"] == 62
+    assert details["validation"]["covered"] == 1.0
+    assert details["validation"]["words"] < details["vocabulary"] == 62
 
 
 def test_every_stage_behind_it_keeps_the_list(made, tmp_path):
-    training = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32")
+    training = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32")
     folder = made.out
     for stage, settings in (
         (Finetune(), training),
-        (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
+        (Prune(), PruneSettings(keep_ratio=0.5, importance="magnitude")),
         (Quantize(), QuantizeSettings()),
-        (Onnx(), OnnxSettings(loop=False)),
+        (Onnx(), OnnxSettings(generation_graph=False)),
     ):
         folder = every_family.run(stage, settings, folder, "marian", tmp_path / stage.name).out
         assert (folder / FILE).read_bytes() == (made.out / FILE).read_bytes(), stage.name
@@ -108,9 +112,9 @@ def test_what_is_missing_is_said(made, tmp_path):
     train = Split("made", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES[:2]))
     other = Split("made", tuple(Example(s, references=(tiny.SENTENCES[5],)) for s in tiny.SENTENCES[6:]))
     data = {"train": train, "validation": other}
-    settings = ShortlistSettings(per_token=1, frequent=2)
+    settings = ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
     ctx = harness.run(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
-    covered = ctx.facts["validation"]["covered"]
+    covered = ctx.details["validation"]["covered"]
     assert covered < 0.9
     few, lacks = ctx.warnings
     assert (few.code, lacks.code) == ("limited-rows", "tokens-not-covered")
@@ -125,11 +129,13 @@ def test_what_is_missing_is_said(made, tmp_path):
 def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
     data = made.data
     source = made.out.parent / "model"
-    some = harness.run(ShortlistStage(), ShortlistSettings(rows=5), source, tmp_path / "some", data=data)
-    assert some.facts["rows"] == 5
+    some = harness.run(
+        ShortlistStage(), ShortlistSettings(max_train_samples=5), source, tmp_path / "some", data=data
+    )
+    assert some.details["rows"] == 5
     monkeypatch.setattr("smelt.compress.shortlist.stage._MOST_PAIRS", 1000)
     few = harness.run(ShortlistStage(), ShortlistSettings(), source, tmp_path / "few", data=data)
-    assert 0 < few.facts["rows"] < 20
+    assert 0 < few.details["rows"] < 20
     assert few.warnings[0].code == "rows-left-out"
 
 

@@ -12,7 +12,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.train.lora import Adapters
 from smelt.compress.train.settings import LoraSettings
@@ -23,7 +23,7 @@ from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import read_edits
 
 TRAIN = FinetuneSettings(
-    max_steps=3, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1
+    max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1
 )
 
 
@@ -51,9 +51,9 @@ def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path)
     found = products(model)
     for name, weight in found.items():
         assert abs(float((weight == 0).float().mean()) - 0.5) < 0.02, name
-        assert ctx.facts["sparsity_by_layer"][name] == pytest.approx(0.5, abs=0.02)
+        assert ctx.details["sparsity_by_layer"][name] == pytest.approx(0.5, abs=0.02)
     zeros = sum(int((w == 0).sum()) for w in found.values())
-    assert ctx.facts["zeros"] == zeros
+    assert ctx.details["zeros"] == zeros
     before = load_model(source)[0].state_dict()
     masked = {f"{name}.weight" for name in found}
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items() if n not in masked)
@@ -62,7 +62,7 @@ def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path)
 def test_two_of_each_four_stay(sparse):
     for weight in products(harness.model_of(sparse)).values():
         assert ((weight.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
-    assert sparse.facts["sparsity"] == 0.5
+    assert sparse.details["sparsity"] == 0.5
     (told,) = [w for w in sparse.warnings if w.code == "zeros-not-faster"]
     assert all(value in told.message for value in ("50.0%", "12 layers"))
 
@@ -98,7 +98,7 @@ def test_adapters_keep_zeros_zero_and_are_merged_as_they_were_trained(sparse, tm
 
 
 def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
-    settings = PruneSettings(keep=0.5, importance="magnitude")
+    settings = PruneSettings(keep_ratio=0.5, importance="magnitude")
     ctx = every_family.run(Prune(), settings, sparse.out, "bert", tmp_path / "out")
     assert len([edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]) == 12
     model = harness.model_of(ctx)
@@ -111,7 +111,10 @@ def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
 
 @pytest.mark.parametrize(
     ("stage", "settings"),
-    [(Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)), (Quantize(), QuantizeSettings())],
+    [
+        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
+        (Quantize(), QuantizeSettings()),
+    ],
 )
 def test_other_matrices_have_no_masks(stage, settings, sparse, tmp_path):
     ctx = every_family.run(stage, settings, sparse.out, "bert", tmp_path / "out")
@@ -128,9 +131,9 @@ def test_a_sparse_model_is_made_sparser_and_keeps_its_zeros(sparse, tmp_path):
 
 def test_shared_layers_are_made_sparse_once(tmp_path):
     source = every_family.of_layers("bert", 2)
-    shared = every_family.run(Share(), ShareSettings(), source, "bert", tmp_path / "shared").out
+    shared = every_family.run(ShareWeights(), ShareWeightsSettings(), source, "bert", tmp_path / "shared").out
     ctx = every_family.run(Sparsify(), SparsifySettings(), shared, "bert", tmp_path / "out")
-    assert len(ctx.facts["sparsity_by_layer"]) == 6
+    assert len(ctx.details["sparsity_by_layer"]) == 6
     assert {edit["op"] for edit in read_edits(ctx.out)} == {"share", "mask"}
 
 
@@ -138,7 +141,7 @@ def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
     source = every_family.of_layers("bert", 1)  # 32 and 64 inputs
     settings = SparsifySettings(method="magnitude", pattern="1:64")
     ctx = every_family.run(Sparsify(), settings, source, "bert", tmp_path / "a")
-    assert list(ctx.facts["sparsity_by_layer"]) == ["bert.encoder.layer.0.output.dense"]
+    assert list(ctx.details["sparsity_by_layer"]) == ["bert.encoder.layer.0.output.dense"]
     (told,) = [w for w in ctx.warnings if w.code == "pattern-does-not-fit"]
     assert all(value in told.message for value in ("5 layers", "64"))
     settings = SparsifySettings(method="magnitude", pattern="2:7")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.sparsify.while_training import Gradual, Masked
 from smelt.compress.sparsify.while_training_settings import SparsitySettings
@@ -22,7 +22,7 @@ from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import read_edits
 
-SHORT = {"max_steps": 12, "batch_size": 4, "learning_rate": 3e-3, "precision": "fp32", "evals": 2}
+SHORT = {"max_steps": 12, "batch_size": 4, "learning_rate": 3e-3, "precision": "fp32", "num_evals": 2}
 
 
 def gradual(family="bert", **settings):
@@ -110,18 +110,18 @@ def test_what_is_stored_has_its_zeros_computes_what_was_validated_and_keeps_them
     settings = FinetuneSettings(**SHORT, sparsify={**asked, "end": 0.5})
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
     model, share = harness.model_of(ctx), asked.get("sparsity", 0.5)
-    by_layer = ctx.facts["sparsity_by_layer"]
+    by_layer = ctx.details["sparsity_by_layer"]
     assert all(found == pytest.approx(share, abs=0.01) for found in by_layer.values())
     zeros = zeros_of(model, by_layer)
-    assert sum(int(z.sum()) for z in zeros.values()) == ctx.facts["zeros"]
+    assert sum(int(z.sum()) for z in zeros.values()) == ctx.details["zeros"]
     assert {edit["module"] for edit in read_edits(ctx.out)} == set(by_layer)
-    validations = {v["step"]: v["loss"] for v in ctx.facts["training"]["validations"]}
-    kept = ctx.facts["training"]["kept_step"]
+    validations = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = ctx.details["training"]["kept_step"]
     assert kept in (6, 12)  # never the dense beginning
     assert "zeros-not-faster" in codes(ctx.warnings)
-    again = FinetuneSettings(**{**SHORT, "max_steps": 2, "evals": 1}, weight_decay=0.1)
+    again = FinetuneSettings(**{**SHORT, "max_steps": 2, "num_evals": 1}, weight_decay=0.1)
     later = harness.run(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    assert later.facts["training"]["validations"][0]["loss"] == pytest.approx(validations[kept], rel=1e-4)
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(validations[kept], rel=1e-4)
     for name, gone in zeros_of(harness.model_of(later), by_layer).items():
         assert bool((gone >= zeros[name]).all())
 
@@ -181,13 +181,15 @@ def test_a_training_that_was_finished_before_settles_with_all_zeros(tmp_path):
     masks, model = gradual(method="magnitude", sparsity=0.5)
     ctx = harness.context(tmp_path / "out")
     masks.settle(ctx)
-    assert ctx.facts["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert ctx.details["sparsity"] == pytest.approx(0.5, abs=0.01)
     assert harness.logits(model).isfinite().all()
 
 
 def test_a_layer_in_two_places_has_one_mask(tmp_path):
     source = every_family.of_layers("bert", 2)
-    ctx = every_family.run(Share(), ShareSettings(every=2), source, "bert", tmp_path / "shared")
+    ctx = every_family.run(
+        ShareWeights(), ShareWeightsSettings(group_size=2), source, "bert", tmp_path / "shared"
+    )
     model = harness.model_of(ctx)
     assert len(Gradual(model, SparsitySettings()).layers) == 6
 
@@ -198,7 +200,7 @@ def test_codes_are_refused(rows, tmp_path):
     settings = FinetuneSettings(**SHORT, sparsify={})
     with refused("behind-quantize", InputError) as caught:
         harness.run(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
-    short = FinetuneSettings(**(SHORT | {"max_steps": 1, "evals": 0}), lora={"rank": 2})
+    short = FinetuneSettings(**(SHORT | {"max_steps": 1, "num_evals": 0}), lora={"rank": 2})
     beside = harness.run(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
     assert "LatentLinear" in str(caught.value)
     with refused("behind-quantize", InputError) as caught:
@@ -214,7 +216,7 @@ def test_codes_are_refused(rows, tmp_path):
         ({"sparsify": {"method": "soft-movement", "sparsity": 0.5}}, "unused-setting", "sparsity"),
         ({"sparsify": {"threshold": 0.5}}, "unused-setting", "threshold"),
         ({"sparsify": {"pattern": "4:2"}}, "wrong-pattern", "4:2"),
-        ({"sparsify": {}, "lora": {}}, "settings-conflict", "lora, sparsify and masks"),
+        ({"sparsify": {}, "lora": {}}, "settings-conflict", "lora, sparsify and learned_masks"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wrong, code, named):

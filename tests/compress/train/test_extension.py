@@ -21,8 +21,8 @@ PLAIN = {
     "precision": "fp32",
     "max_steps": 3,
     "warmup": 0,
-    "schedule": "constant",
-    "evals": 0,
+    "lr_schedule": "constant",
+    "num_evals": 0,
 }
 
 
@@ -37,7 +37,7 @@ def run(model, tmp_path, extension, objective=None, score=None, **settings):
         model, ROWS, ROWS, objective=objective or label_objective(), ctx=ctx, score=score,
         extension=extension, settings=FinetuneSettings(**(PLAIN | {"learning_rate": 1e-3} | settings)),
     )  # fmt: skip
-    return ctx.facts["training"]
+    return ctx.details["training"]
 
 
 def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
@@ -53,7 +53,7 @@ def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
         scored.append(set(model.state_dict()))
         return float(len(scored))
 
-    run(model, tmp_path, Extension(modules={"scale": scale}), objective, score, evals=2)
+    run(model, tmp_path, Extension(modules={"scale": scale}), objective, score, num_evals=2)
     assert scale.weight.item() != before
     assert scored == [names] * 3, "a checkpoint was scored with what is not stored"
     assert set(model.state_dict()) == names
@@ -117,6 +117,6 @@ def test_hooks_are_told_the_number_of_the_update(model, tmp_path):
 def test_only_eligible_weights_are_kept_whatever_their_loss(model, tmp_path, monkeypatch):
     losses = iter([1.0, 2.0, 3.0, 2.5])
     monkeypatch.setattr(training_loop, "mean_loss", lambda *args: next(losses))
-    facts = run(model, tmp_path, Extension(eligible=lambda step: step >= 2), evals=3)
-    assert (facts["kept_step"], facts["validation_loss"]) == (3, 2.5)
-    assert [found["step"] for found in facts["validations"]] == [0, 1, 2, 3]
+    details = run(model, tmp_path, Extension(eligible=lambda step: step >= 2), num_evals=3)
+    assert (details["kept_step"], details["validation_loss"]) == (3, 2.5)
+    assert [found["step"] for found in details["validations"]] == [0, 1, 2, 3]

@@ -39,7 +39,7 @@ def same(one, other):
 
 
 def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None, extension=None, **settings):
-    """Train with validations that find `losses`; return facts, warnings and the weights at each of them."""
+    """Train with validations that find `losses`; return details, warnings and the weights at each of them."""
     seen, left = [], list(losses)
 
     def mean_loss(m, batches, objective, precision, device):
@@ -51,8 +51,8 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None
     ctx = dataclasses.replace(harness.context(out, "text-classification"), turned=frozenset(turned))
     values = iter(scores or ())
     chosen = FinetuneSettings(
-        **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "evals": 4}
-        | {"warmup": 0, "schedule": "constant"}
+        **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "num_evals": 4}
+        | {"warmup": 0, "lr_schedule": "constant"}
         | settings
     )
     run_training(
@@ -61,14 +61,14 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None
         probe=probe, extension=extension,
     )  # fmt: skip
     assert left == []
-    return ctx.facts["training"], ctx.warnings, seen
+    return ctx.details["training"], ctx.warnings, seen
 
 
 def test_random_weights_are_no_candidate(model, tmp_path, monkeypatch):
     """The loss of random weights may be the least although what was learned scores better."""
     extension = Extension(eligible=partial(_trained, Extension().eligible))
-    facts, _, seen = run(model, tmp_path, monkeypatch, [0.69, 0.74, 0.71, 0.75, 0.76], extension=extension)
-    assert facts["kept_step"] == 2
+    details, _, seen = run(model, tmp_path, monkeypatch, [0.69, 0.74, 0.71, 0.75, 0.76], extension=extension)
+    assert details["kept_step"] == 2
     assert same(weights(model), seen[2])
 
 
@@ -76,9 +76,9 @@ def test_random_weights_are_no_candidate(model, tmp_path, monkeypatch):
 def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monkeypatch, best, warned):
     found = iter([{"accuracy": value} for value in (52.5, 60.0, best, 51.0, 50.0)])
     losses = [0.69, 0.70, 0.71, 0.72, 0.73]
-    facts, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
-    assert facts["kept_step"] == 0
-    assert [found["beside"]["accuracy"] for found in facts["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
+    details, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
+    assert details["kept_step"] == 0
+    assert [found["beside"]["accuracy"] for found in details["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
     doubts = [
         one.message for one in warnings if one.code == "loss-disagrees"
     ]  # 2 rows: the limit is 50 points
@@ -97,42 +97,51 @@ def test_what_is_kept_of_random_weights_with_a_higher_loss_is_warned_of(model, t
 
 
 def test_the_weights_of_the_best_validation_come_out(model, tmp_path, monkeypatch):
-    facts, warnings, seen = run(model, tmp_path, monkeypatch, [3.0, 2.0, 1.0, 1.5, 2.5])
+    details, warnings, seen = run(model, tmp_path, monkeypatch, [3.0, 2.0, 1.0, 1.5, 2.5])
     assert not any(same(seen[at], seen[at + 1]) for at in range(4)), "the weights did not move"
     assert same(weights(model), seen[2])
-    assert (facts["kept_step"], facts["validation_loss"], warnings) == (2, 1.0, [])
-    assert facts["validations"] == [
+    assert (details["kept_step"], details["validation_loss"], warnings) == (2, 1.0, [])
+    assert details["validations"] == [
         {"step": step, "loss": loss} for step, loss in enumerate([3.0, 2.0, 1.0, 1.5, 2.5])
     ]
 
 
 def test_a_training_that_makes_it_worse_gives_back_what_it_got_and_says_so(model, tmp_path, monkeypatch):
     before = weights(model)
-    facts, warnings, seen = run(model, tmp_path, monkeypatch, [1.0, 1.5, 1.25, 2.0, 3.0])
+    details, warnings, seen = run(model, tmp_path, monkeypatch, [1.0, 1.5, 1.25, 2.0, 3.0])
     assert not same(seen[-1], before)
     assert same(weights(model), before)
-    assert (facts["kept_step"], facts["validation_loss"]) == (0, 1.0)
+    assert (details["kept_step"], details["validation_loss"]) == (0, 1.0)
     (warning,) = warnings
     assert warning.code == "no-improvement"
     assert re.findall(r"[\d.]*\d", warning.message)[:3] == ["1", "1.25", "2"]
 
 
 def test_without_validations_the_last_weights_come_out(model, tmp_path, monkeypatch):
-    facts, warnings, _ = run(model, tmp_path, monkeypatch, [], evals=0)
-    assert (facts["kept_step"], facts["validation_loss"], facts["validations"], warnings) == (4, None, [], [])
+    details, warnings, _ = run(model, tmp_path, monkeypatch, [], num_evals=0)
+    assert (details["kept_step"], details["validation_loss"], details["validations"], warnings) == (
+        4,
+        None,
+        [],
+        [],
+    )
 
 
 def test_a_score_decides_before_the_loss_and_equal_scores_by_it(model, tmp_path, monkeypatch):
     losses, scores = [0.1, 2.0, 3.0, 1.5, 0.5], [50.0, 80.0, 70.0, 80.0, 60.0]
-    facts, warnings, seen = run(model, tmp_path, monkeypatch, losses, scores, select="accuracy")
+    details, warnings, seen = run(
+        model, tmp_path, monkeypatch, losses, scores, metric_for_best_model="accuracy"
+    )
     assert same(weights(model), seen[3])
-    assert (facts["kept_step"], facts["validation_loss"], warnings) == (3, 1.5, [])
-    assert facts["validations"][1] == {"step": 1, "loss": 2.0, "score": 80.0}
+    assert (details["kept_step"], details["validation_loss"], warnings) == (3, 1.5, [])
+    assert details["validations"][1] == {"step": 1, "loss": 2.0, "score": 80.0}
 
 
 def test_the_warning_names_the_metric_that_decided(model, tmp_path, monkeypatch):
     scores = [50.0, 40.0, 45.0, 30.0, 20.0]
-    _, (warning,), _ = run(model, tmp_path, monkeypatch, [5.0, 4.0, 3.0, 2.0, 1.0], scores, select="f1")
+    _, (warning,), _ = run(
+        model, tmp_path, monkeypatch, [5.0, 4.0, 3.0, 2.0, 1.0], scores, metric_for_best_model="f1"
+    )
     assert warning.code == "no-improvement"
     assert re.findall(r"f1|[\d.]*\d", warning.message)[:4] == ["f1", "50", "45", "2"]
 
@@ -141,17 +150,23 @@ def test_a_metric_of_which_less_is_better_is_told_as_it_is(model, tmp_path, monk
     """A stage gets it with its sign turned round, so that more is better; people never see that."""
     scores = [-50.0, -70.0, -60.0, -80.0, -90.0]
     losses = [5.0, 4.0, 3.0, 2.0, 1.0]
-    facts, (warning,), _ = run(
-        model, tmp_path, monkeypatch, losses, scores, select="perplexity", turned={"perplexity"}
+    details, (warning,), _ = run(
+        model,
+        tmp_path,
+        monkeypatch,
+        losses,
+        scores,
+        metric_for_best_model="perplexity",
+        turned={"perplexity"},
     )
     assert warning.code == "no-improvement"
     assert re.findall(r"perplexity|[\d.]*\d", warning.message)[:4] == ["perplexity", "50", "60", "2"]
-    assert [found["score"] for found in facts["validations"]] == [50.0, 70.0, 60.0, 80.0, 90.0]
+    assert [found["score"] for found in details["validations"]] == [50.0, 70.0, 60.0, 80.0, 90.0]
 
 
 def test_the_averaged_weights_are_what_is_validated_and_kept(model, tmp_path, monkeypatch):
     before = weights(model)
-    _, _, seen = run(model, tmp_path, monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], ema=0.5, dropout=0.0)
+    _, _, seen = run(model, tmp_path, monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], ema_decay=0.5, dropout=0.0)
     assert same(seen[0], before)
     assert same(weights(model), seen[3])
     plain, _ = load_model(tmp_path / "model")
@@ -188,10 +203,10 @@ def test_the_last_good_weights_may_be_those_that_came(model):
 )
 def test_weights_are_random_until_a_stage_trains_them(tmp_path, chain, random):
     folder, found = tiny.bert(tmp_path / "m"), []
-    for number, facts in enumerate(chain, start=1):
+    for number, details in enumerate(chain, start=1):
         one = tiny.artifact(folder, "text-classification")
         parent = found[-1].key if found else None
-        changed = {"facts": facts, "key": f"{number:064x}", "parent": parent}
+        changed = {"details": details, "key": f"{number:064x}", "parent": parent}
         found.append(Artifact(one.path, one.manifest.model_copy(update=changed)))
     other = tiny.artifact(folder, "text-classification")  # a teacher from another branch, trained
     names = {f"s{n}": artifact for n, artifact in enumerate(found)} | {"teacher": other}

@@ -24,7 +24,7 @@ from smelt.core.data import Example, Split
 from smelt.core.labels import MULTI, REGRESSION
 from smelt.runtime.models.checkpoint import load_model
 
-PLAIN = {"precision": "fp32", "dropout": 0.0, "evals": 0, "schedule": "constant", "warmup": 0}
+PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0}
 MADE = {
     "marian": tiny.marian,
     "t5": seq2seq.t5,
@@ -113,7 +113,9 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind,
         objective = distill_objective(teacher, DistillSettings(losses={"logits": 0.7, "labels": 0.4}))
     if kind == "classes":  # a batch that is smaller than the others
         rows = rows[:-3]
-    small, _ = trained(model, rows, tmp_path / "4", objective, max_steps=1, batch_size=4, accumulate=4)
+    small, _ = trained(
+        model, rows, tmp_path / "4", objective, max_steps=1, batch_size=4, gradient_accumulation_steps=4
+    )
     whole, _ = trained(load_model(folder)[0], rows, tmp_path / "1", objective, max_steps=1, batch_size=16)
     wanted = flat(whole)
     assert float(wanted.norm()) > 1e-3
@@ -141,8 +143,10 @@ def test_the_last_update_counts_only_the_batches_that_are_left(tmp_path):
         return label_objective()(m, batch)
 
     settings = {"learning_rate": 1e-12, "weight_decay": 0.0, "batch_size": 4}
-    last, ctx = trained(model, rows, tmp_path / "a", objective, accumulate=2, epochs=1, **settings)
-    assert (ctx.facts["training"]["steps"], len(seen)) == (2, 3)
+    last, ctx = trained(
+        model, rows, tmp_path / "a", objective, gradient_accumulation_steps=2, epochs=1, **settings
+    )
+    assert (ctx.details["training"]["steps"], len(seen)) == (2, 3)
     fresh, _ = load_model(folder)
     label_objective()(fresh, seen[-1]).backward()
     del last["model.shared.weight"]  # Marian's row of pad is held where it is
@@ -153,10 +157,15 @@ def test_the_last_update_counts_only_the_batches_that_are_left(tmp_path):
 def test_train_loss_is_the_mean_over_tokens_not_over_batches(tmp_path):
     folder = tmp_path / "model"
     rows, model = rows_for("translator"), model_for("translator", folder)
-    settings = {"learning_rate": 1e-12, "weight_decay": 0.0, "batch_size": 4, "accumulate": 4}
+    settings = {
+        "learning_rate": 1e-12,
+        "weight_decay": 0.0,
+        "batch_size": 4,
+        "gradient_accumulation_steps": 4,
+    }
     _, ctx = trained(model, rows, tmp_path / "a", max_steps=1, **settings)
     whole = float(label_objective()(load_model(folder)[0], collate(rows, model.config)).detach())
-    assert ctx.facts["training"]["train_loss"] == pytest.approx(whole, rel=1e-5)
+    assert ctx.details["training"]["train_loss"] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.fixture
@@ -186,7 +195,7 @@ def test_learning_rates_rise_in_the_warm_up_and_then_follow_the_schedule(
     tmp_path, steps, schedule, after, warmup
 ):
     model = model_for("classes", tmp_path / "model")
-    settings = {"max_steps": 10, "schedule": schedule, "warmup": warmup, "learning_rate": 0.002}
+    settings = {"max_steps": 10, "lr_schedule": schedule, "warmup": warmup, "learning_rate": 0.002}
     trained(model, rows_for("classes"), tmp_path / "a", batch_size=4, **settings)
     expected = [0.002 * (at / 4 if at < 4 else after((at - 4) / 6)) for at in range(10)]
     assert [rate for rate, _ in steps] == pytest.approx(expected, abs=1e-9)

@@ -19,7 +19,7 @@ from smelt.compress.quantize.coding import coded_bits
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.quantize.through_codes import put_latent
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.compress.train.lora import Adapters, targets_of
 from smelt.compress.train.settings import LoraSettings
 from smelt.core import packages
@@ -86,10 +86,14 @@ def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
     ranks = changed(load_model(source)[0], harness.model_of(ctx))
     assert len(ranks) == 2 * 6 + 2 * 10  # four products of each attention, two of each feed-forward part
     assert set(ranks.values()) == {2}
-    facts = ctx.facts["lora"]
-    assert facts["layers"] == 32
-    assert facts["optimizer_bytes"] == 12 * facts["trained_weights"] < facts["optimizer_bytes_of_all_weights"]
-    start, *later = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    details = ctx.details["lora"]
+    assert details["layers"] == 32
+    assert (
+        details["optimizer_bytes"]
+        == 12 * details["trained_weights"]
+        < details["optimizer_bytes_of_all_weights"]
+    )
+    start, *later = [found["loss"] for found in ctx.details["training"]["validations"]]
     assert min(later) < 0.9 * start
 
 
@@ -111,18 +115,18 @@ def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
         return {"bleu": float(len(seen))}
 
     source = tiny.marian(tmp_path / "model")
-    settings = FinetuneSettings(**(SHORT | {"select": "bleu", "evals": 2, "max_steps": 2}))
+    settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 2, "max_steps": 2}))
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
     names = set(dict(load_model(source)[0].named_parameters()))
     assert seen == [names] * 3
-    assert ctx.facts["training"]["kept_step"] == 2
+    assert ctx.details["training"]["kept_step"] == 2
 
 
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (Share(), ShareSettings(what=["ffn"])),
-        (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
+        (ShareWeights(), ShareWeightsSettings(targets=["ffn"])),
+        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
     ],
 )
 def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage, settings):
@@ -138,7 +142,9 @@ def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage
 
 
 def test_a_layer_in_two_places_has_one_adapter(tmp_path, rows):
-    made = harness.run(Share(), ShareSettings(what=["ffn"]), tiny.marian(tmp_path / "model"), tmp_path / "a")
+    made = harness.run(
+        ShareWeights(), ShareWeightsSettings(targets=["ffn"]), tiny.marian(tmp_path / "model"), tmp_path / "a"
+    )
     model = harness.model_of(made)
     one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
     assert model.get_submodule(one) is model.get_submodule(other)
@@ -175,7 +181,7 @@ def coded(tmp_path, rows):
 
 
 def codes_of(model):
-    return {n: p.clone() for n, p in model.named_parameters() if n.endswith((".codes", ".scales"))}
+    return {n: p.clone() for n, p in model.named_parameters() if n.endswith((".qat", ".scales"))}
 
 
 @pytest.mark.parametrize("scheme", ["bnb-nf4", "int4"])
@@ -186,22 +192,22 @@ def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, c
         seen.append(harness.logits(load_model(artifact.path)[0]))
         return {"bleu": float(len(seen))}
 
-    settings = FinetuneSettings(**(SHORT | {"select": "bleu", "evals": 1}))
+    settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 1}))
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
     before, model = load_model(source)[0], harness.model_of(ctx)
-    assert ctx.facts["lora"]["beside_codes"] == ctx.facts["lora"]["layers"] == 32
-    assert "latent_weights" not in ctx.facts
+    assert ctx.details["lora"]["beside_codes"] == ctx.details["lora"]["layers"] == 32
+    assert "latent_weights" not in ctx.details
     pairs = [m.adapter for m in load_model(ctx.out)[0].modules() if isinstance(m, AdaptedLinear)]
     thin = sum(p.numel() for pair in pairs for p in pair.parameters())
     matrices = [m for m in load_model(source)[0].modules() if isinstance(m, Matrix)]
     weights = sum(len(m.codes) * m.width for m in matrices)
     codes = coded_bits(load_model(source)[0])
-    assert ctx.facts["bits_per_weight"] == pytest.approx(codes + 32 * thin / weights, abs=2e-3)
+    assert ctx.details["bits_per_weight"] == pytest.approx(codes + 32 * thin / weights, abs=2e-3)
     floats = sum(p.numel() for p in load_model(tmp_path / "model")[0].parameters())
-    kept = ctx.facts["lora"]["optimizer_bytes_of_all_weights"]
+    kept = ctx.details["lora"]["optimizer_bytes_of_all_weights"]
     assert 0.9 * 12 * floats < kept <= 12 * floats  # but for tables of positions, which never train
     assert [edit["op"] for edit in read_edits(ctx.out)].count("adapter") == 32
-    start, *_, last = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    start, *_, last = [found["loss"] for found in ctx.details["training"]["validations"]]
     assert last < 0.9 * start
     # what was scored last is what is stored, and what was scored first computes as the codes alone
     torch.testing.assert_close(seen[-1], harness.logits(model), rtol=1e-5, atol=1e-5)  # other kernels train
@@ -226,11 +232,11 @@ def test_a_second_training_adds_its_rank_and_one_through_the_codes_goes_on(tmp_p
     model = harness.model_of(again)
     ranks = {m.adapter.rank for m in model.modules() if isinstance(m, AdaptedLinear)}
     assert ranks == {4}
-    start = again.facts["training"]["validations"][0]["loss"]
+    start = again.details["training"]["validations"][0]["loss"]
     plain = {name: value for name, value in SHORT.items() if name != "lora"} | {"max_steps": 2}
     through = harness.run(Finetune(), FinetuneSettings(**plain), again.out, tmp_path / "c", data=rows)
-    assert through.facts["latent_weights"] == "codes"
-    assert through.facts["training"]["validations"][0]["loss"] < start
+    assert through.details["latent_weights"] == "codes"
+    assert through.details["training"]["validations"][0]["loss"] < start
     assert {m.adapter.rank for m in harness.model_of(through).modules() if isinstance(m, AdaptedLinear)} == {
         4
     }
@@ -255,7 +261,9 @@ def test_an_adapter_of_more_ranks_than_its_layer_is_stored_as_the_whole_product(
 
 def test_a_layer_of_codes_in_two_places_has_one_adapter(tmp_path, rows):
     source = tiny.marian(tmp_path / "model")
-    shared = harness.run(Share(), ShareSettings(what=["ffn"]), source, tmp_path / "a", data=rows).out
+    shared = harness.run(
+        ShareWeights(), ShareWeightsSettings(targets=["ffn"]), source, tmp_path / "a", data=rows
+    ).out
     quantized = harness.run(
         Quantize(), QuantizeSettings(scheme="int4"), shared, tmp_path / "b", data=rows
     ).out

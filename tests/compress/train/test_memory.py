@@ -75,7 +75,7 @@ def test_a_loss_that_becomes_no_number_names_the_step_and_the_last_good_checkpoi
         return loss * math.nan if sum(calls) == 4 else loss
 
     with refused("non-finite-loss", RunError) as caught:
-        _train(model, tmp_path, objective, max_steps=8, evals=4)
+        _train(model, tmp_path, objective, max_steps=8, num_evals=4)
     assert re.findall(r"\d+", str(caught.value))[:3] == ["4", "8", "2"]
 
 
@@ -89,7 +89,7 @@ def test_an_update_that_leaves_no_numbers_is_never_kept(model, tmp_path, monkeyp
         return loss
 
     with refused("non-finite-weights", RunError):
-        _train(model, tmp_path, objective, max_steps=1, evals=0)
+        _train(model, tmp_path, objective, max_steps=1, num_evals=0)
 
 
 def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkeypatch):
@@ -97,5 +97,5 @@ def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkey
     monkeypatch.setattr(
         training_loop, "require_training_memory", lambda model, device, **kept: asked.append(kept)
     )
-    _train(model, tmp_path, label_objective(), max_steps=1, evals=1, ema=0.9)
+    _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
     assert asked == [{"keeps_best": True, "averages": True}]

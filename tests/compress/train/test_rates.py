@@ -6,8 +6,8 @@ import harness
 import pytest
 import tiny
 
-from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.depth.stage import Depth
+from smelt.compress.depth.settings import DropLayersSettings
+from smelt.compress.depth.stage import DropLayers
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -19,7 +19,7 @@ from smelt.core.files import hash_of
 from smelt.core.rows.examples import read_split
 from smelt.families.registry import FAMILIES
 
-SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "evals": 0}
+SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
             stage, settings, source, tmp_path / name, data=rows,
             ancestors={"model": tiny.artifact(tmp_path / "model")},
         )  # fmt: skip
-        return ctx.facts["training"]["learning_rate"]
+        return ctx.details["training"]["learning_rate"]
 
     assert rate(Finetune(), FinetuneSettings(**SHORT), source, "whole") == pytest.approx(3.2e-4)
     assert rate(Finetune(), FinetuneSettings(**SHORT), eight.out, "whole-codes") == pytest.approx(3.2e-4)
@@ -92,7 +92,7 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     assert rate(Finetune(), FinetuneSettings(**SHORT), coded.out, "few") == 1e-3
     # the matrix of 62 words, which four modules share, is a third of what has codes
     skip = ["*attn*", "*encoder.layers.*", "*decoder.layers.1.*"]
-    tied = harness.run(Quantize(), QuantizeSettings(scheme="int2", skip=skip), source, tmp_path / "tied")
+    tied = harness.run(Quantize(), QuantizeSettings(scheme="int2", exclude=skip), source, tmp_path / "tied")
     assert rate(Finetune(), FinetuneSettings(**SHORT), tied.out, "shared") == 1e-3
     adapters = FinetuneSettings(**SHORT, lora={"rank": 2})
     assert rate(Finetune(), adapters, source, "adapters") == 4e-4
@@ -103,7 +103,9 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     assert rate(Distill(), DistillSettings(**SHORT), source, "again") == pytest.approx(3.2e-4)
     whole = DistillSettings(**SHORT, student={"decoder_layers": 2})
     assert rate(Distill(), whole, source, "no layer is gone") == pytest.approx(3.2e-4)
-    cut = harness.run(Depth(), DepthSettings(decoder_layers=1, importance="first"), source, tmp_path / "cut")
+    cut = harness.run(
+        DropLayers(), DropLayersSettings(decoder_layers=1, importance="first"), source, tmp_path / "cut"
+    )
     assert rate(Distill(), DistillSettings(**SHORT), cut.out, "taught") == 1e-3
     assert rate(Finetune(), FinetuneSettings(**SHORT), cut.out, "tuned") == 1e-3
 

@@ -156,7 +156,7 @@ def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
     assert [p.name for p in ctx.out.parent.iterdir()] == ["out"]
     assert (calls[-1][:2], len(calls)) == ((30, 30), 30)
     assert calls[-1][2].startswith("loss ")
-    assert ctx.facts["training"]["validation_loss"] < 0.1 < math.log(2)
+    assert ctx.details["training"]["validation_loss"] < 0.1 < math.log(2)
     model, _ = load_model(ctx.out)
     assert not model.training
     assert model.config.num_labels == 2
@@ -183,11 +183,11 @@ def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classi
     )
     ctx = context(tmp_path, "text-classification", {"train": sentiment(16), "validation": other})
     settings = FinetuneSettings(
-        max_steps=20, evals=4, learning_rate=3e-3, batch_size=8, precision="fp32", dropout=0.0
+        max_steps=20, num_evals=4, learning_rate=3e-3, batch_size=8, precision="fp32", dropout=0.0
     )
     Finetune()(classifier, settings, ctx)
-    assert ctx.facts["training"]["kept_step"] == 0
-    losses = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    assert ctx.details["training"]["kept_step"] == 0
+    losses = [found["loss"] for found in ctx.details["training"]["validations"]]
     assert losses[0] == min(losses) < losses[-1]
     before, after = (load_model(folder)[0].state_dict() for folder in (classifier.path, ctx.out))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -206,7 +206,7 @@ def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifi
     for seed in (1, 1, 2):
         data = {"train": sentiment(2), "validation": Split("x", tuple(rows))}
         ctx = replace(context(tmp_path / str(len(seen)), "text-classification", data), seed=seed)
-        train(load_model(classifier.path)[0], classifier, FinetuneSettings(validation_rows=10), ctx)
+        train(load_model(classifier.path)[0], classifier, FinetuneSettings(max_validation_samples=10), ctx)
     assert [len(found) for found in seen] == [10, 10, 10]
     assert [sum(row.target for row in found) for found in seen] == [5, 5, 5]
     assert seen[0] == seen[1]
@@ -221,7 +221,7 @@ def test_validation_rows_of_a_language_model_are_windows_from_all_of_the_text(tm
         training_loop, "run_training", lambda model, rows, validation, **more: seen.append((rows, validation))
     )
     ctx = context(tmp_path, "language-modeling", {"train": split, "validation": split})
-    train(model, source, FinetuneSettings(validation_rows=3, max_length=16), ctx)
+    train(model, source, FinetuneSettings(max_validation_samples=3, max_length=16), ctx)
     ((windows, chosen),) = seen
     assert len(windows) > 100 > len(split)
     places = [windows.index(row) for row in chosen]
@@ -235,13 +235,19 @@ def test_the_moving_average_replaces_the_weights(classifier, tmp_path):
     for which, ema in ((model, 0.5), (plain, None)):
         ctx = context(tmp_path / str(ema), "text-classification", {})
         settings = FinetuneSettings(
-            max_steps=2, schedule="constant", warmup=0, precision="fp32", dropout=0.0, ema=ema, batch_size=2
+            max_steps=2,
+            lr_schedule="constant",
+            warmup=0,
+            precision="fp32",
+            dropout=0.0,
+            ema_decay=ema,
+            batch_size=2,
         )
         run_training(which, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
     first, _ = load_model(classifier.path)
     ctx = context(tmp_path / "one", "text-classification", {})
     settings = FinetuneSettings(
-        max_steps=1, schedule="constant", warmup=0, precision="fp32", dropout=0.0, batch_size=2
+        max_steps=1, lr_schedule="constant", warmup=0, precision="fp32", dropout=0.0, batch_size=2
     )
     run_training(first, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
     decay = min(0.5, 3 / 12)

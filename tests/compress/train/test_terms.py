@@ -48,22 +48,22 @@ def train(tmp_path, **settings):
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: float(p.grad)}))
     ctx = harness.context(tmp_path / "work" / "out")
-    said = {"precision": "fp32", "max_steps": 1, "evals": 0, "learning_rate": 1e-9, "max_grad_norm": 1e9}
+    said = {"precision": "fp32", "max_steps": 1, "num_evals": 0, "learning_rate": 1e-9, "max_grad_norm": 1e9}
     run_training(
         model, ROWS, None, objective=objective, ctx=ctx, settings=FinetuneSettings(**(said | settings))
     )
-    return gradients, ctx.facts["training"]
+    return gradients, ctx.details["training"]
 
 
 def test_each_part_is_a_mean_over_its_own_items_however_they_are_batched(tmp_path):
     tokens = [i for row in ROWS for i in row.source]
     words = [i for row in ROWS for i in row.target]
     wanted = {"source": sum(tokens) / len(tokens), "target": sum(words) / len(words)}
-    whole, facts = train(tmp_path / "1", batch_size=3)
-    small, parts = train(tmp_path / "3", batch_size=1, accumulate=3)
+    whole, details = train(tmp_path / "1", batch_size=3)
+    small, parts = train(tmp_path / "3", batch_size=1, gradient_accumulation_steps=3)
     assert whole == pytest.approx(wanted)
     assert small == pytest.approx(wanted)
-    for found in (facts, parts):
+    for found in (details, parts):
         assert found["train_losses"] == pytest.approx(
             {"source": wanted["source"], "a": 0.25 * wanted["target"], "b": 0.75 * wanted["target"]}
         )
@@ -100,7 +100,7 @@ def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs
     parts = {
         "labels": F.cross_entropy(other[kept], labels[kept]),
         "logits": 0.5 * t * t * F.kl_div(q, p, reduction="batchmean", log_target=True),
-        "reverse_logits": 0.7 * t * t * F.kl_div(p, q, reduction="batchmean", log_target=True),
+        "reverse_kl": 0.7 * t * t * F.kl_div(p, q, reduction="batchmean", log_target=True),
     }
     sum(parts.values()).backward()
     torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-5, atol=1e-6)
@@ -117,5 +117,5 @@ def test_coins_are_compared_the_other_way_round_too():
     class_sets_loss(z, torch.ones(3, 4), t, logits_weight=1.0, reverse_weight=2.0, told=told)
     q, p = z.sigmoid(), t.sigmoid()
     kl = (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()).mean()
-    assert float(told["reverse_logits"]) == pytest.approx(2 * float(kl), rel=1e-4)
-    assert set(told) == {"labels", "logits", "reverse_logits"}
+    assert float(told["reverse_kl"]) == pytest.approx(2 * float(kl), rel=1e-4)
+    assert set(told) == {"labels", "logits", "reverse_kl"}

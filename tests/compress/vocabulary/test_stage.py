@@ -22,8 +22,8 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.compress.vocabulary.counting import token_rows
 from smelt.compress.vocabulary.kept import read_kept
-from smelt.compress.vocabulary.settings import VocabularySettings
-from smelt.compress.vocabulary.stage import Vocabulary
+from smelt.compress.vocabulary.settings import TrimVocabularySettings
+from smelt.compress.vocabulary.stage import TrimVocabulary
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.messages import codes
@@ -49,7 +49,7 @@ def _run(family, folder, seen=None, layers=2, source=None, **settings):
     source = source or every_family.of_layers(family, layers)
     data = {"train": _split(task, folder, seen), "validation": _split(task, folder)}
     return source, harness.run(
-        Vocabulary(), VocabularySettings(**settings), source, folder / "out", task, data
+        TrimVocabulary(), TrimVocabularySettings(**settings), source, folder / "out", task, data
     )
 
 
@@ -90,15 +90,17 @@ def _logits(folder, ids):
 
 @pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
-    source, ctx = _run(family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), round_to=1)
+    source, ctx = _run(
+        family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), multiple_of=1
+    )
     kept = read_kept(ctx.out).ids
-    assert ctx.facts["vocabulary_after"] == len(kept) < ctx.facts["vocabulary_before"]
+    assert ctx.details["vocabulary_after"] == len(kept) < ctx.details["vocabulary_before"]
     new = {old: at for at, old in enumerate(kept)}
     before, after = load_tokenizer(source), load_tokenizer(ctx.out)
     rows = [token_rows(ctx.data["train"], tokenizer, ctx.task) for tokenizer in (before, after)]
     assert [[new[at] for at in row] for row in rows[0]] == rows[1]
-    assert ctx.facts["train"]["changed"] == 0
-    assert ctx.facts["validation"]["unknown_after"] == ctx.facts["validation"]["unknown"]
+    assert ctx.details["train"]["changed"] == 0
+    assert ctx.details["validation"]["unknown_after"] == ctx.details["validation"]["unknown"]
     assert after.convert_ids_to_tokens(list(range(len(kept)))) == before.convert_ids_to_tokens(kept)
     assert after.all_special_tokens == before.all_special_tokens
     (was, whole), (now, small) = (
@@ -106,7 +108,7 @@ def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_pat
     )
     assert torch.allclose(now, was[..., kept] if whole.can_generate() else was, atol=1e-4)
     assert small.get_input_embeddings().num_embeddings == len(kept)
-    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
 
 
 def _configs(*models):
@@ -147,7 +149,7 @@ def test_transformers_loads_what_is_left_and_generates_the_same_words(family, tm
 
 def test_other_texts_are_cut_into_shorter_tokens_and_told_of(tmp_path):
     _, ctx = _run("gpt2", tmp_path, seen=[0])
-    found = ctx.facts["validation"]
+    found = ctx.details["validation"]
     assert found["changed"] > 0
     assert found["tokens_after"] > found["tokens"]
     assert 0 < found["kept"] < 1
@@ -199,16 +201,16 @@ def test_sentencepiece_models_cut_as_before(kind, tmp_path):
 
 def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
     source, ctx = _run("marian", tmp_path, seen=[0, 1])
-    settings = DistillSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-4)
+    settings = DistillSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-4)
     rows = _split("translation", tmp_path)
     found = harness.run(
         Distill(), settings, ctx.out, tmp_path / "taught", data=rows,
         ancestors={"model": tiny.artifact(source, "translation")},
     )  # fmt: skip
-    assert found.facts["words_of_teacher"] == ctx.facts["vocabulary_after"]
+    assert found.details["words_of_teacher"] == ctx.details["vocabulary_after"]
     in_a_folder = settings.model_copy(update={"teacher": (TeacherSettings(model=str(source)),)})
     same = harness.run(Distill(), in_a_folder, ctx.out, tmp_path / "by-folder", data=rows)
-    assert same.facts["words_of_teacher"] == ctx.facts["vocabulary_after"]
+    assert same.details["words_of_teacher"] == ctx.details["vocabulary_after"]
     for name, tensor in load_file(same.out / "model.safetensors").items():
         assert torch.equal(tensor, load_file(found.out / "model.safetensors")[name])
     other = tiny.marian(tmp_path / "other")
@@ -228,8 +230,8 @@ def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_pa
 
     source, ctx = _run(family, tmp_path, seen=[0, 1])
     teacher, student = load_model(source)[0], load_model(ctx.out)[0]
-    assert len(speak_as(teacher, source, student, ctx.out)) == ctx.facts["vocabulary_after"]
-    last = torch.arange(ctx.facts["vocabulary_after"] - 9, ctx.facts["vocabulary_after"])[None]
+    assert len(speak_as(teacher, source, student, ctx.out)) == ctx.details["vocabulary_after"]
+    last = torch.arange(ctx.details["vocabulary_after"] - 9, ctx.details["vocabulary_after"])[None]
     assert family == "bert" or last[0, 0] != read_kept(ctx.out).ids[-9]  # their numbers are others
     more = {"decoder_input_ids": last} if student.config.is_encoder_decoder else {}
     with torch.no_grad():
@@ -241,9 +243,12 @@ def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_pa
 
 def test_a_shortlist_keeps_the_words_that_are_left(tmp_path):
     listed = every_family.run(
-        ShortlistStage(), ShortlistSettings(per_token=5, frequent=10), every_family.of_layers("marian", 2),
-        "marian", tmp_path / "listed",
-    ).out  # fmt: skip
+        ShortlistStage(),
+        ShortlistSettings(candidates_per_token=5, frequent_tokens=10),
+        every_family.of_layers("marian", 2),
+        "marian",
+        tmp_path / "listed",
+    ).out
     _, ctx = _run("marian", tmp_path, seen=[0, 1], source=listed)
     kept = read_kept(ctx.out).ids
     config = json.loads((listed / "config.json").read_text())
@@ -257,34 +262,36 @@ def test_a_shortlist_keeps_the_words_that_are_left(tmp_path):
 
 def test_size_is_met_and_its_words_are_a_multiple(tmp_path):
     _, ctx = _run("llama", tmp_path, seen=[0], size=280)
-    assert ctx.facts["vocabulary_after"] == 280
+    assert ctx.details["vocabulary_after"] == 280
     (tmp_path / "more").mkdir()
-    _, ctx = _run("llama", tmp_path / "more", seen=[0], round_to=4)
-    assert ctx.facts["vocabulary_after"] % 4 == 0
+    _, ctx = _run("llama", tmp_path / "more", seen=[0], multiple_of=4)
+    assert ctx.details["vocabulary_after"] % 4 == 0
 
 
 def test_what_cannot_be_is_said(tmp_path):
     config = load_model(every_family.of_layers("llama", 2))[0].config.to_dict()
-    found, _ = Vocabulary.check_model(VocabularySettings(size=100_000), config)
+    found, _ = TrimVocabulary.check_model(TrimVocabularySettings(size=100_000), config)
     assert [(one.setting, one.code) for one in found] == [("size", "more-than-model-has")]
-    found, _ = Vocabulary.check_model(
-        VocabularySettings(), {"model_type": "marian", "share_encoder_decoder_embeddings": False}
+    found, _ = TrimVocabulary.check_model(
+        TrimVocabularySettings(), {"model_type": "marian", "share_encoder_decoder_embeddings": False}
     )
     assert codes(found) == ["unsupported-tokenizer"]
     with refused("size-too-small", InputError):
         _run("llama", tmp_path, size=8)
     with refused("missing-data", InputError) as caught:
-        harness.run(Vocabulary(), VocabularySettings(), every_family.of_layers("marian", 2), tmp_path / "no")
+        harness.run(
+            TrimVocabulary(), TrimVocabularySettings(), every_family.of_layers("marian", 2), tmp_path / "no"
+        )
     assert caught.value.setting == "data.train"
 
 
 def test_a_factorized_head_keeps_the_rows_of_the_words_that_stay(tmp_path):
     source = every_family.of_layers("llama", 2)
-    settings = FactorizeSettings(method="svd", aim="size", rank=6, exclude=[])
+    settings = FactorizeSettings(method="svd", optimize_for="size", rank=6, exclude=[])
     thin = every_family.run(Factorize(), settings, source, "llama", tmp_path / "thin").out
     whole = load_model(thin)[0].get_output_embeddings()
     made = every_family.run(
-        Vocabulary(), VocabularySettings(coverage=0.8), thin, "llama", tmp_path / "made"
+        TrimVocabulary(), TrimVocabularySettings(coverage=0.8), thin, "llama", tmp_path / "made"
     ).out
     model, _ = load_model(made)
     left = model.get_output_embeddings()

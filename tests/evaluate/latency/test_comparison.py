@@ -136,7 +136,7 @@ def test_an_artifact_is_timed_with_the_threads_that_it_names(fake, monkeypatch, 
 def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
     assert job._own_threads(tmp_path) is None  # no manifest: its worker says so
     manifest = tiny.artifact(tmp_path, "translation").manifest
-    manifest.facts["threads"] = 2
+    manifest.details["threads"] = 2
     (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
     assert job._own_threads(tmp_path) == 2
 

@@ -20,7 +20,7 @@ def test_summary_of_known_calls():
     assert row["p50_ms"] == 2.5
     assert row["p90_ms"] == pytest.approx(4.0)
     assert row["throughput"] == pytest.approx(1000 * 12 / 15)  # 12 texts in 15 ms
-    assert row["processor_ms"] == pytest.approx(3 * 99 / 6)
+    assert row["cpu_ms"] == pytest.approx(3 * 99 / 6)
     assert row["rounds_ms"] == [1.5, 3.5, 2.5]
     assert (row["speedup"], row["speedup_ci95"], row["parts"]) == (None, None, None)
     assert (row["stable"], row["reason"]) == (True, None)
@@ -59,8 +59,8 @@ def test_parts_add_up_to_the_median_call():
         calls = np.array([sum(p[:4]) + p[5] for p in parts])
         p50 = float(np.median(calls))
         found = parts_of(calls, parts, p50)
-        first, last = found["first_token_ms"], found["detokenizing_ms"]
-        whole = first + found["further_token_ms"] * found["further_tokens"] + last
+        first, last = found["time_to_first_token_ms"], found["detokenizing_ms"]
+        whole = first + found["time_per_output_token_ms"] * found["further_tokens"] + last
         assert whole == pytest.approx(p50, rel=NEAR)
         assert first > found["tokenizing_ms"] + found["encoding_ms"]
 
@@ -76,16 +76,20 @@ def test_parts_of_a_graph_with_the_loop_add_up_to_the_median_call():
     parts = [[0.5, 6.0, 4.0, 1.0, 2.0]] * 3
     found = parts_of(np.array([7.5, 7.5, 7.5]), parts, 7.5)
     assert found["encoding_ms"] is None
-    assert (found["tokenizing_ms"], found["first_token_ms"], found["further_token_ms"]) == (0.5, 2.5, 1.0)
-    further = found["further_token_ms"] * found["further_tokens"]
-    assert found["first_token_ms"] + further + found["detokenizing_ms"] == pytest.approx(7.5)
+    assert (found["tokenizing_ms"], found["time_to_first_token_ms"], found["time_per_output_token_ms"]) == (
+        0.5,
+        2.5,
+        1.0,
+    )
+    further = found["time_per_output_token_ms"] * found["further_tokens"]
+    assert found["time_to_first_token_ms"] + further + found["detokenizing_ms"] == pytest.approx(7.5)
 
 
 def test_parts_of_two_far_calls_are_those_about_the_median():
     parts = [[1.0, 1.0, 1.0, 0.0, 0.0, 1.0], [1.0, 7.0, 1.0, 0.0, 0.0, 1.0]]
     found = parts_of(np.array([4.0, 10.0]), parts, 7.0)
     assert found["encoding_ms"] == 4
-    assert found["further_token_ms"] is None
+    assert found["time_per_output_token_ms"] is None
 
 
 def test_spread_takes_the_middles_of_equal_shares_of_the_lengths():

@@ -30,7 +30,7 @@ def _everywhere(report, words):
 
 def _rounds(*speedups):
     idle = {"counted": False, "processor_share": 1.0, "baseline_processor_share": 1.0, "lost_share": 0.4}
-    idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "stolen_processors": 0.0, "pressure": None}
+    idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "cpu_steal": 0.0, "pressure": None}
     return [idle | {"speedup": one} for one in speedups]
 
 
@@ -106,7 +106,7 @@ def test_what_processor_time_knows_is_said_where_the_clock_was_disturbed(report)
         row["rounds"] = []
     found = _headline(report)
     assert (found.pick, found.likely.name) == (None, "onnx-int8")
-    said = "onnx-int8, about 7.0× [6.80, 7.20] by processor time at batch 1; BLEU 37.05 (−1.37, p = 0.002)"
+    said = "onnx-int8, about 7.0× [6.80, 7.20] by CPU time at batch 1; BLEU 37.05 (−1.37, p = 0.002)"
     assert found.withheld.startswith(said)
     # what cannot be told from the fastest may be smaller
     report["steps"][7]["latency"][0].update(cpu_speedup=7.4, cpu_speedup_ci95=[7.3, 7.5])

@@ -93,23 +93,23 @@ def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
 
 def test_long_names_leave_their_values_room(report):
     name = "gptq_error.model.decoder.layers.0.encoder_attn.<out_proj>"
-    report["steps"][4]["facts"] = {name: 0.0746}
+    report["steps"][4]["details"] = {name: 0.0746}
     text = write_html(report)
     # a column of names that may take the whole cell squeezes values to one letter a line
     [share] = re.findall(r"\.pairs \{ display: grid; grid-template-columns: fit-content\((\d+)%\)", text)
     assert int(share) <= 60
     assert ".columns .whole { grid-column: 1 / -1; }" in text
-    assert '<div class="whole"><h3>Found out</h3>' in text
+    assert '<div class="whole"><h3>Details</h3>' in text
     parts = name.replace("<", "&lt;").replace(">", "&gt;").split(".")
     assert f"<dt>{'.<wbr>'.join(parts)}</dt><dd>0.0746</dd>" in text
 
 
 def test_bits_of_codes_stand_in_the_table_of_steps_where_a_step_has_codes(report):
-    assert "a weight" not in write_html(report)
-    report["steps"][5]["facts"] = {"bits_per_weight": 4.503}
+    assert "per weight" not in write_html(report)
+    report["steps"][5]["details"] = {"bits_per_weight": 4.503}
     text = write_html(report)
-    assert "Bits<br>a weight</th>" in text
-    cells = re.findall(r'data-label="bits a weight">([^<]*)</td>', text)
+    assert "Bits<br>per weight</th>" in text
+    cells = re.findall(r'data-label="bits per weight">([^<]*)</td>', text)
     assert cells == ["–"] * 5 + ["4.503"] * 2 + ["–"]  # codes stay codes in the graph
     # a row that was not measured spans the columns that are always there, and fills those that may be hidden
     [head] = re.findall(r"<thead>.*?</thead>", text, re.DOTALL)[:1]

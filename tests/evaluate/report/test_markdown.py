@@ -43,12 +43,12 @@ def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
         return rows[0][-1], [row[-1] for row in rows[2:]]
 
     assert column()[0] == "M parameters"
-    report["steps"][4]["facts"] = {"bits_per_weight": 4.503}
+    report["steps"][4]["details"] = {"bits_per_weight": 4.503}
     coded = {report["steps"][4]["name"]}  # and what goes on from it
     for step in report["steps"]:
         coded |= {step["name"]} if step["parent"] in coded else set()
     head, cells = column()
-    assert (head, cells.count("4.503"), cells.count("–")) == ("bits a weight", len(coded), 10 - len(coded))
+    assert (head, cells.count("4.503"), cells.count("–")) == ("bits per weight", len(coded), 10 - len(coded))
     assert 1 < len(coded) < 10
     assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in write_html(report)
 

@@ -48,7 +48,7 @@ def test_a_gate_with_confidence_says_what_was_judged():
 
 def test_steps_and_batches_that_were_disturbed_share_a_note(report):
     lost = {"counted": True, "processor_share": 1.0, "baseline_processor_share": 1.0, "baseline_ms": 100.0}
-    lost |= {"other_processors": 0.5, "stolen_processors": 0.0, "pressure": None, "speedup": None}
+    lost |= {"other_processors": 0.5, "cpu_steal": 0.0, "pressure": None, "speedup": None}
     for step, share in ((report["steps"][6], 0.4), (report["steps"][7], 0.3)):
         for row in step["latency"]:
             disturb(row)

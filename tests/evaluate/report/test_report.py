@@ -106,7 +106,7 @@ def test_terminal_has_columns_of_times_where_some_were_taken(report):
     assert "speed-up" not in drawn
     markdown, page = write_markdown(report), " ".join(Outline(write_html(report)).texts)
     assert "differences are against" in markdown
-    assert "Differences are against" in page
+    assert "Differences are relative to" in page
     assert not any(word in page + markdown for word in ("speed-up", "Times are", "quality and speed."))
 
 

@@ -40,14 +40,14 @@ def test_differences_that_random_numbers_make_are_not_marked(report):
 
 def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
     assert "bits" not in table(report)
-    report["steps"][5]["facts"] = {"bits_per_weight": 4.503}
+    report["steps"][5]["details"] = {"bits_per_weight": 4.503}
     lines = table(report).splitlines()
     assert max(map(len, lines)) <= 80
     assert next(one for one in lines if one.startswith("step")).split()[-2:] == ["MB", "bits"]
     for name, end in (("quantize", ["24.4", "4.503"]), ("onnx-int8", ["25.1", "4.503"])):  # codes stay codes
         assert next(one for one in lines if name in one).split()[-2:] == end
     assert next(one for one in lines if one.startswith("model")).split()[-1] == "–"
-    assert "batch 1, bits of a coded weight," in " ".join(lines)
+    assert "batch 1, bits per quantized weight," in " ".join(lines)
     report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
     report["steps"][6]["parent"], report["frontier"] = "q" * 40, []
     narrow = table(report).splitlines()
@@ -88,12 +88,12 @@ def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
         message("quantize: 1 text of 8", "truncated-texts"),
         message("the pairs take what their codes save"),
         message("5 of 9 outputs (55.6 %) did not end", "outputs-not-ended"),
-        message("skip: no layer is named *.nosuch.*"),
+        message("exclude: no layer is named *.nosuch.*"),
     ]
     first, second = (report["steps"][i]["name"] for i in (1, 2))
     text = " ".join(table(report).split())
-    places = [text.index(word) for word in ("the pairs take", "5 of 9 outputs", "skip: no layer")]
+    places = [text.index(word) for word in ("the pairs take", "5 of 9 outputs", "exclude: no layer")]
     assert places == sorted(places)
     assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
     markdown = write_markdown(report)
-    assert markdown.index("skip: no layer") < markdown.index("1 text of 8")
+    assert markdown.index("exclude: no layer") < markdown.index("1 text of 8")

@@ -20,7 +20,7 @@ def codes(path: Path, model: Any, x: Any = _X) -> list[str]:
     said = answer([str(graphs.save(model, path / "m.onnx"))])
     assert not said["problems"]
     signature = Signature.model_validate(said["signature"]).with_axes({})
-    found = batch_warnings(path / "m.onnx", signature, Arrays({"x": x}, len(x)), said["facts"])
+    found = batch_warnings(path / "m.onnx", signature, Arrays({"x": x}, len(x)), said["details"])
     assert all("'y'" in message.message for message in found)
     return [message.code for message in found]
 

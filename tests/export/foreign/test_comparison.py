@@ -14,7 +14,7 @@ from smelt.core.errors import ParityError
 from smelt.core.messages import codes
 from smelt.export.foreign import quantize
 from smelt.export.foreign.comparison import Comparison
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.runtime.schemes.registry import OF_GRAPHS, find
 
 RANDOM = np.random.default_rng(0)
@@ -108,7 +108,7 @@ def outliers() -> Any:
 def run(folder: Path, model: Any, **settings: Any) -> Any:
     source = graphs.artifact(folder / "src", model)
     data = {"calibration": graphs.split()}
-    return harness.run(QuantizeGraph(), QuantizeGraphSettings(**settings), source, folder / "out", data=data)
+    return harness.run(QuantizeOnnx(), QuantizeOnnxSettings(**settings), source, folder / "out", data=data)
 
 
 @pytest.mark.parametrize("scheme", OF_GRAPHS)
@@ -120,13 +120,13 @@ def test_a_step_beyond_the_limit_is_an_error_unless_the_recipe_sets_another(
     assert caught.value.code == "quantization-error"
     assert "'y'" in str(caught.value)
     ctx = run(tmp_path / "b", outliers(), scheme=scheme, max_difference=50)
-    error = ctx.facts["parity"]["error"]
+    error = ctx.details["parity"]["error"]
     assert error > find(scheme).graph_error > 0
     assert "large-quantization-error" not in codes(ctx.warnings)
     near = run(tmp_path / "n", outliers(), scheme=scheme, max_difference=1.5 * error)
     assert "large-quantization-error" in codes(near.warnings)
-    ctx = run(tmp_path / "c", outliers(), scheme=scheme, leave=["product"])
-    assert ctx.facts["parity"]["error"] == 0
+    ctx = run(tmp_path / "c", outliers(), scheme=scheme, exclude=["product"])
+    assert ctx.details["parity"]["error"] == 0
     with pytest.raises(ParityError):
         run(tmp_path / "d", graphs.two_layers(), scheme=scheme, max_difference=1e-5)
 
@@ -148,7 +148,7 @@ def test_without_rows_of_the_recipe_nothing_is_judged(
 
     monkeypatch.setattr(quantize, "require_near", fails)
     source = graphs.artifact(tmp_path / "src", graphs.two_layers())
-    ctx = harness.run(QuantizeGraph(), QuantizeGraphSettings(), source, tmp_path / "out", data={})
+    ctx = harness.run(QuantizeOnnx(), QuantizeOnnxSettings(), source, tmp_path / "out", data={})
     assert len(ctx.warnings) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import staged_graphs
 from hypothesis import find
 
-from smelt.export.foreign.quantize import QuantizeGraph
+from smelt.export.foreign.quantize import QuantizeOnnx
 
 DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "30"))
 
@@ -66,7 +66,7 @@ def test_what_must_not_happen_is_seen(fault, words, tmp_path, monkeypatch):
     graph = find(drawn_graphs.graphs(["mlp"]), lambda graph: True)
     assert staged_graphs.problem_of(graph, tmp_path / "draw") is None
     assert staged_graphs.faults_of(graph, tmp_path / "draw", ("dynamic",))[0] == []
-    monkeypatch.setattr(QuantizeGraph, "__call__", fault)
+    monkeypatch.setattr(QuantizeOnnx, "__call__", fault)
     [found] = staged_graphs.faults_of(graph, tmp_path / "draw", ("dynamic",))[0]
     assert found.startswith("dynamic: ")
     assert words in found

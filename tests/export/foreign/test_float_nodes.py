@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.core.data import split_of
 from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign.float_nodes import float_nodes, masked_values, standing_nodes
-from smelt.export.foreign.quantize import QuantizeGraph
-from smelt.export.foreign.quantize_settings import QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx
+from smelt.export.foreign.quantize_settings import QuantizeOnnxSettings
 from smelt.runtime.backends.onnx_session import open_session
 
 N = helper.make_node
@@ -85,9 +85,9 @@ def test_what_lies_between_a_mask_and_the_softmax_stays_float(kind: str) -> None
 @pytest.mark.parametrize("kind", MASKS)
 def test_padding_gets_no_attention_in_int8(kind: str, method: Any, tmp_path: Path) -> None:
     source = graphs.artifact(tmp_path / "src", attention(MASKS[kind]))
-    settings = QuantizeGraphSettings(scheme="int8-static", method=method, operators=OPERATORS)
+    settings = QuantizeOnnxSettings(scheme="int8-static", calibration_method=method, op_types=OPERATORS)
     data = {"calibration": split_of("rows.npz", padded(1))}
-    ctx = harness.run(QuantizeGraph(), settings, source, tmp_path / "out", data=data)
+    ctx = harness.run(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
     rows = padded(2).values
     before, after = (open_session(folder / "model.onnx", 1) for folder in (source.path, ctx.out))
     wanted, got = (session.run(None, rows)[0] for session in (before, after))

@@ -39,7 +39,7 @@ def test_weights_are_float16_and_what_goes_in_and_out_float32(tmp_path: Path) ->
     rows = graphs.split(seed=9)
     got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
     assert 0 < np.abs(got - wanted).max() / wanted.std() < 0.01
-    assert (ctx.facts["dtype"], ctx.facts["kept_float32"], ctx.warnings) == ("fp16", 0, [])
+    assert (ctx.details["dtype"], ctx.details["kept_float32"], ctx.warnings) == ("fp16", 0, [])
 
 
 def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
     rows = graphs.split(seed=9)
     got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
     assert np.abs(got - wanted).max() / wanted.std() < 0.01
-    assert ctx.facts["kept_float32"] >= 3
+    assert ctx.details["kept_float32"] >= 3
     assert codes(ctx.warnings)[0] == "kept-float32"
     assert types(tmp_path)["b2"] == TensorProto.FLOAT16
 
 
 def test_operators_that_are_named_stay_float32(tmp_path: Path) -> None:
-    run(tmp_path, graphs.two_layers(), keep=["MatMul"])
+    run(tmp_path, graphs.two_layers(), keep_fp32=["MatMul"])
     assert types(tmp_path)["w1"] == TensorProto.FLOAT
     assert types(tmp_path)["b1"] == TensorProto.FLOAT16
 
@@ -67,7 +67,7 @@ def test_operators_that_are_named_stay_float32(tmp_path: Path) -> None:
 def test_whole_numbers_may_change_and_are_told(tmp_path: Path) -> None:
     """A map of labels has some at every border that float16 chooses otherwise; that is no broken graph."""
     ctx = run(tmp_path, graphs.with_whole_numbers())
-    assert ctx.facts["parity"]["relative"] < 0.01
+    assert ctx.details["parity"]["relative"] < 0.01
     assert "outputs-changed" in codes(ctx.warnings)
 
 
@@ -90,8 +90,8 @@ def test_reductions_with_axes_as_attribute_and_as_input(tmp_path: Path, opset: i
     for rows, kept in ((np.ones((4, 8), np.float32), 0), (large, 1)):
         data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
         ctx = harness.run(Fp16(), Fp16Settings(), source, tmp_path / f"out{kept}", data=data)
-        assert bool(ctx.facts["kept_float32"]) == bool(kept)
-        assert ctx.facts["parity"]["relative"] < 0.01
+        assert bool(ctx.details["kept_float32"]) == bool(kept)
+        assert ctx.details["parity"]["relative"] < 0.01
 
 
 NODE = helper.make_node
@@ -194,7 +194,7 @@ def test_a_batch_that_is_transposed_before_a_product_crashes_nothing(tmp_path: P
     x = random.normal(size=(8, 6, 8)).astype(np.float32)
     data = {"calibration": split_of("rows.npz", Arrays({"x": x}, 8))}
     ctx = harness.run(Fp16(), Fp16Settings(), source, tmp_path / "out", data=data)
-    assert ctx.facts["parity"]["relative"] < 0.01
+    assert ctx.details["parity"]["relative"] < 0.01
     assert types(tmp_path) == {"w": TensorProto.FLOAT16}
 
 
@@ -215,7 +215,7 @@ def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: f
             numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(scale), tensor.name)
         )
     ctx = run(tmp_path, model)
-    assert (ctx.facts["parity"]["error"] > 0.02) == told
+    assert (ctx.details["parity"]["error"] > 0.02) == told
     assert ([one.code for one in ctx.warnings if "'logits'" in one.message] == ["outputs-changed"]) == told
 
 
@@ -233,7 +233,7 @@ def test_names_that_the_graph_has_are_not_taken_twice(tmp_path: Path, name: str)
     model = graphs.two_layers()
     model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
     ctx = run(tmp_path, model)
-    assert ctx.facts["parity"]["relative"] < 0.01
+    assert ctx.details["parity"]["relative"] < 0.01
 
 
 def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
@@ -242,4 +242,4 @@ def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 8]), "shape"))
     model.graph.node[0].input[0] = "row"
     model.graph.node.insert(0, helper.make_node("Reshape", ["x", "shape"], ["row"]))
-    assert run(tmp_path, model).facts["parity"]["relative"] < 0.01
+    assert run(tmp_path, model).details["parity"]["relative"] < 0.01

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from smelt.export.foreign.gemm import fold_factors
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.runtime.backends.onnx_session import open_session
 
 
@@ -50,7 +50,7 @@ def test_a_gemm_without_its_factors_gives_the_same(
 def test_a_gemm_with_factors_is_near_in_int8(scheme: str, tmp_path: Path) -> None:
     source = graphs.artifact(tmp_path / "src", model(("w", "b"), 0.5, 2))
     data = {"calibration": graphs.split()}
-    harness.run(QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out", data=data)
+    harness.run(QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data)
     rows = graphs.split(seed=9)
     got, wanted = (graphs.classes(folder / "model.onnx", rows) for folder in (tmp_path / "out", source.path))
     assert np.abs(got - wanted).mean() < 0.03 * wanted.std()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 
 
 def gemm(bias: Any, turned: int) -> Any:
@@ -37,10 +37,10 @@ def test_a_bias_of_any_shape_that_onnx_allows_is_quantized_right(
     tmp_path: Path, bias: Any, turned: int
 ) -> None:
     source = graphs.artifact(tmp_path / "src", gemm(bias, turned))
-    chosen = QuantizeGraphSettings(scheme="int8-static")
+    chosen = QuantizeOnnxSettings(scheme="int8-static")
     data = {"calibration": graphs.split()}
-    ctx = harness.run(QuantizeGraph(), chosen, source, tmp_path / "out", data=data)
-    assert ctx.facts["parity"]["relative"] < 0.1
+    ctx = harness.run(QuantizeOnnx(), chosen, source, tmp_path / "out", data=data)
+    assert ctx.details["parity"]["relative"] < 0.1
     rows = graphs.split(count=2)
     got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
     assert np.abs(got - wanted).max() < 0.3

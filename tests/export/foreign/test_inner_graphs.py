@@ -17,15 +17,15 @@ from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign import simplify
 from smelt.export.foreign.fp16 import Fp16, Fp16Settings
 from smelt.export.foreign.normalize import normalized
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.export.foreign.simplify import Simplify, SimplifySettings
 from smelt.runtime.foreign.structure import all_nodes
 
 NODE, BOOL, INT64 = helper.make_node, TensorProto.BOOL, TensorProto.INT64
 STAGES = {
     "fp16": (Fp16(), Fp16Settings(), 0.01),
-    "int8-dynamic": (QuantizeGraph(), QuantizeGraphSettings(scheme="int8-dynamic"), 0.1),
-    "int8-static": (QuantizeGraph(), QuantizeGraphSettings(scheme="int8-static"), 0.2),
+    "int8-dynamic": (QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-dynamic"), 0.1),
+    "int8-static": (QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static"), 0.2),
 }
 
 
@@ -235,7 +235,7 @@ def test_static_ranges_leave_bodies_float_and_say_which_weights(tmp_path: Path) 
 @pytest.mark.parametrize(("scale", "kept"), [(0.3, 0), (1e3, 2)])
 def test_what_would_overflow_in_a_loop_stays_float32(scale: float, kept: int, tmp_path: Path) -> None:
     ctx = run(Fp16(), Fp16Settings(), loop(scale), tmp_path)
-    assert ctx.facts["kept_float32"] == kept
+    assert ctx.details["kept_float32"] == kept
     assert bool(ctx.warnings) == bool(kept)
     wanted, got = (outputs(tmp_path / side / "model.onnx", rows(4)) for side in ("src", "out"))
     assert np.abs(got[0] - wanted[0]).max() < 0.01 * np.abs(wanted[0]).max()
@@ -310,7 +310,7 @@ def test_nodes_in_and_around_a_branch_may_have_one_name_or_none(kind: str, name:
     model = graphs.model_of(nodes, *ends(8), [tensor("w", 8, 8), constant("yes", True)])
     stage, settings, allowed = STAGES[kind]
     ctx = run(stage, settings, model, tmp_path)
-    assert ctx.facts["parity"]["relative"] < allowed
+    assert ctx.details["parity"]["relative"] < allowed
 
 
 def test_an_lstm_in_a_branch_stays_float(tmp_path: Path) -> None:
@@ -333,4 +333,4 @@ def test_an_lstm_in_a_branch_stays_float(tmp_path: Path) -> None:
     ctx = run(*STAGES["int8-dynamic"][:2], graphs.model_of(nodes, *ends(4), weights), tmp_path)
     operators = [node.op_type for node in all_nodes(onnx.load(tmp_path / "out/model.onnx").graph.node)]
     assert ("LSTM" in operators, "MatMulInteger" in operators) == (True, True)
-    assert 0 < ctx.facts["parity"]["error"] < 0.1
+    assert 0 < ctx.details["parity"]["error"] < 0.1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smelt.export.foreign.passed_through import take_out
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
@@ -18,7 +18,7 @@ def test_an_output_that_is_an_input_is_given_as_before(scheme: str, tmp_path: Pa
     source = graphs.artifact(tmp_path / "src", model)
     data = {"calibration": graphs.split()}
     ctx = harness.run(
-        QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out", data=data
+        QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data
     )
     x = np.ones((3, 8), np.float32)
     found = graphs.by_hand(ctx.out / "model.onnx", {"x": x})
@@ -26,7 +26,7 @@ def test_an_output_that_is_an_input_is_given_as_before(scheme: str, tmp_path: Pa
     np.testing.assert_array_equal(found["x"], x)
     wanted = graphs.by_hand(tmp_path / "src/model.onnx", {"x": x})["logits"]
     np.testing.assert_allclose(found["logits"], wanted, rtol=0.1, atol=0.5)
-    assert "MatMul" not in ctx.facts["operators"] or scheme == "int8-static"
+    assert "MatMul" not in ctx.details["operators"] or scheme == "int8-static"
 
 
 def test_other_graphs_are_left_where_they_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from smelt.core.data import split_of
 from smelt.core.errors import RunError
 from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign.prepared import prepared
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.runtime.backends.onnx_session import open_session
 
 
@@ -35,7 +35,7 @@ def test_the_embedding_is_not_read_by_its_columns(scheme: str, tmp_path: Path) -
     source = graphs.artifact(tmp_path / "src", tied())
     ids = np.arange(24)
     ctx = harness.run(
-        QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out",
+        QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out",
         data={"calibration": split_of("rows.npz", Arrays({"ids": ids}, len(ids)))},
     )  # fmt: skip
     found, wanted = (
@@ -43,7 +43,7 @@ def test_the_embedding_is_not_read_by_its_columns(scheme: str, tmp_path: Path) -
         for folder in (tmp_path / "out", source.path)
     )
     assert np.abs(found - wanted).max() < 0.05 * wanted.std()
-    assert ctx.facts["parity"]["relative"] < 0.05
+    assert ctx.details["parity"]["relative"] < 0.05
 
 
 def test_a_graph_that_needs_nothing_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def quantized(model: Any, rows: Any, folder: Path, **settings: Any) -> tuple[Any
     """Return the context of the stage, and the graph that it wrote, checked and opened."""
     source = graphs.artifact(folder / "src", model)
     data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
-    given = QuantizeGraphSettings(scheme="int8-static", **settings)
-    ctx = harness.run(QuantizeGraph(), given, source, folder / "out", data=data)
+    given = QuantizeOnnxSettings(scheme="int8-static", **settings)
+    ctx = harness.run(QuantizeOnnx(), given, source, folder / "out", data=data)
     onnx.checker.check_model(folder / "out" / "model.onnx", full_check=True)
     open_session(folder / "out" / "model.onnx", 2)
     return ctx, onnx.load(folder / "out" / "model.onnx").graph
@@ -111,7 +111,7 @@ def test_weights_in_constant_nodes_are_quantized_by_output(opset: int, tmp_path:
     ctx, graph = quantized(constants(opset), rows, tmp_path)
     sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     assert (sizes["w_scale"], sizes["m_scale"]) == ([16], [10])
-    assert ctx.facts["parity"]["relative"] < 0.1
+    assert ctx.details["parity"]["relative"] < 0.1
     assert ctx.warnings == []
 
 
@@ -120,7 +120,7 @@ def test_of_static_ranges_products_alone_are_quantized(tmp_path: Path) -> None:
     _, graph = quantized(constants(17), rows, tmp_path)
     read = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
     assert read == {"x", "c", "f"}  # what Conv and MatMul read, and what Conv gives
-    _, graph = quantized(constants(17), rows, tmp_path / "b", operators=["Conv", "Mul"])
+    _, graph = quantized(constants(17), rows, tmp_path / "b", op_types=["Conv", "Mul"])
     assert "s" in {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
@@ -128,7 +128,7 @@ def test_of_static_ranges_products_alone_are_quantized(tmp_path: Path) -> None:
 def test_a_shared_bias_gets_names_that_nothing_has(target: str, tmp_path: Path) -> None:
     rows = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
     ctx, _ = quantized(shared_bias(), rows, tmp_path, target=target)
-    assert ctx.facts["parity"]["relative"] < 0.1
+    assert ctx.details["parity"]["relative"] < 0.1
 
 
 def test_tensorrt_gets_biases_in_float(tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_a_graph_that_crashes_onnx_runtime_is_no_artifact(tmp_path: Path) -> Non
     """An int8 product of nothing kills ONNX Runtime 1.31 with two threads, and whoever called it."""
     rows = np.random.default_rng(1).normal(size=(4, 1, 8)).astype(np.float32)
     ctx, _ = quantized(empty_product(), rows, tmp_path)
-    assert ctx.facts["parity"]["relative"] < 0.1
+    assert ctx.details["parity"]["relative"] < 0.1
     with pytest.raises(RunError) as raised:
-        quantized(empty_product(), rows, tmp_path / "all", operators=["Conv", "Mul", "Concat"])
+        quantized(empty_product(), rows, tmp_path / "all", op_types=["Conv", "Mul", "Concat"])
     assert raised.value.code == "graph-crashes"
 
 
@@ -201,7 +201,7 @@ def test_a_stack_of_matrices_has_scales_that_the_product_takes(
     source = graphs.artifact(tmp_path / "src", stack(place))
     rows = np.random.default_rng(1).normal(size=(16, 4, 3, 16)).astype(np.float32)
     data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
-    harness.run(QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out", data=data)
+    harness.run(QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data)
     found, wanted = (
         open_session(folder / "model.onnx", 1).run(None, {"x": rows})[0]
         for folder in (tmp_path / "out", source.path)
@@ -231,7 +231,7 @@ def test_attention_of_onnx_is_not_taken_for_that_of_the_runtime(tmp_path: Path) 
     source = graphs.artifact(tmp_path / "src", model)
     rows = random.normal(size=(16, 5, 16)).astype(np.float32)
     data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
-    ctx = harness.run(QuantizeGraph(), QuantizeGraphSettings(), source, tmp_path / "out", data=data)
+    ctx = harness.run(QuantizeOnnx(), QuantizeOnnxSettings(), source, tmp_path / "out", data=data)
     operators = [node.op_type for node in onnx.load(tmp_path / "out/model.onnx").graph.node]
     assert ("Attention" in operators, "QAttention" in operators) == (True, False)
     assert "MatMulInteger" in operators
@@ -248,10 +248,10 @@ def test_a_matrix_whose_shape_is_written_down_may_be_transposed(scheme: str, tmp
     model.graph.value_info.append(graphs.value("w", [5, 8]))
     source = graphs.artifact(tmp_path / "src", model)
     ctx = harness.run(
-        QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out",
+        QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out",
         data={"calibration": graphs.split()},
     )  # fmt: skip
-    assert ctx.facts["parity"]["error"] < 0.05
+    assert ctx.details["parity"]["error"] < 0.05
 
 
 def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def test_two_lstms_may_share_their_matrices(tmp_path: Path) -> None:
     model = graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("logits", ["N", 4])], tensors)
     source = graphs.artifact(tmp_path / "src", model)
     data = {"calibration": graphs.split()}
-    chosen = QuantizeGraphSettings(scheme="int8-dynamic")
-    ctx = harness.run(QuantizeGraph(), chosen, source, tmp_path / "out", data=data)
-    assert ctx.facts["parity"]["error"] < 0.1
+    chosen = QuantizeOnnxSettings(scheme="int8-dynamic")
+    ctx = harness.run(QuantizeOnnx(), chosen, source, tmp_path / "out", data=data)
+    assert ctx.details["parity"]["error"] < 0.1
 
 
 @pytest.mark.parametrize("size", [5, 8])
@@ -285,9 +285,9 @@ def test_a_matrix_that_is_an_output_is_not_transposed(scheme: str, size: int, tm
     model = graphs.model_of(nodes, [x], ends, [numpy_helper.from_array(weight, "w")])
     source, data = graphs.artifact(tmp_path / "src", model), {"calibration": graphs.split()}
     ctx = harness.run(
-        QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out", data=data
+        QuantizeOnnx(), QuantizeOnnxSettings(scheme=scheme), source, tmp_path / "out", data=data
     )
-    assert 0 < ctx.facts["parity"]["error"] < 0.05
+    assert 0 < ctx.details["parity"]["error"] < 0.05
     found = open_session(tmp_path / "out/model.onnx", 1).run(["w"], dict(graphs.split().arrays.values))[0]
     assert np.array_equal(found, weight)
 
@@ -304,8 +304,8 @@ def test_static_ranges_reach_behind_operators_of_other_domains(tmp_path: Path) -
     model = graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 4])], tensors)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     source, data = graphs.artifact(tmp_path / "src", model), {"calibration": graphs.split()}
-    settings = QuantizeGraphSettings(scheme="int8-static")
-    ctx = harness.run(QuantizeGraph(), settings, source, tmp_path / "out", data=data)
+    settings = QuantizeOnnxSettings(scheme="int8-static")
+    ctx = harness.run(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
     names = {tensor.name for tensor in onnx.load(tmp_path / "out/model.onnx").graph.initializer}
     assert {"w1_quantized", "w2_quantized"} <= names
-    assert ctx.facts["parity"]["error"] < 0.05
+    assert ctx.details["parity"]["error"] < 0.05

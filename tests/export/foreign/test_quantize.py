@@ -15,13 +15,13 @@ from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.core.messages import codes
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 
 
 def run(folder: Path, model: Any, **settings: Any) -> Any:
     source = graphs.artifact(folder / "src", model)
     data = {"calibration": graphs.split()}
-    return harness.run(QuantizeGraph(), QuantizeGraphSettings(**settings), source, folder / "out", data=data)
+    return harness.run(QuantizeOnnx(), QuantizeOnnxSettings(**settings), source, folder / "out", data=data)
 
 
 def operators(folder: Path) -> list[str]:
@@ -33,8 +33,8 @@ def operators(folder: Path) -> list[str]:
     [
         ({"scheme": "int8-dynamic"}, "MatMulInteger"),
         ({"scheme": "int8-static"}, "QuantizeLinear"),
-        ({"scheme": "int8-static", "method": "entropy"}, "QuantizeLinear"),
-        ({"scheme": "int8-static", "method": "percentile"}, "QuantizeLinear"),
+        ({"scheme": "int8-static", "calibration_method": "entropy"}, "QuantizeLinear"),
+        ({"scheme": "int8-static", "calibration_method": "percentile"}, "QuantizeLinear"),
     ],
 )
 def test_a_quantized_graph_is_near_the_untouched_one(
@@ -45,13 +45,13 @@ def test_a_quantized_graph_is_near_the_untouched_one(
     rows = graphs.split(seed=9)
     got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
     assert 0 < np.abs(got - wanted).mean() / wanted.std() < 0.05
-    assert (ctx.facts["scheme"], ctx.facts["foreign"]) == (settings["scheme"], True)
-    assert 0 < ctx.facts["parity"]["relative"] < 0.4
+    assert (ctx.details["scheme"], ctx.details["foreign"]) == (settings["scheme"], True)
+    assert 0 < ctx.details["parity"]["relative"] < 0.4
 
 
 def test_static_ranges_are_those_of_the_calibration_rows(tmp_path: Path) -> None:
     """The scale of uint8 is the range of what was seen, with 0 inside, over 255 (ONNX Runtime's formula)."""
-    run(tmp_path, graphs.two_layers(), scheme="int8-static", rows=24)
+    run(tmp_path, graphs.two_layers(), scheme="int8-static", calibration_samples=24)
     seen = graphs.split().arrays.values["x"]
     model = onnx.load(tmp_path / "out/model.onnx")
     scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
@@ -65,15 +65,15 @@ def test_for_tensorrt_all_is_symmetric_int8(tmp_path: Path) -> None:
     points = [numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("zero_point")]
     assert points
     assert all(not p.any() for p in points)
-    assert ctx.facts["target"] == "tensorrt"
+    assert ctx.details["target"] == "tensorrt"
 
 
 def test_nodes_that_are_to_stay_float_do(tmp_path: Path) -> None:
-    run(tmp_path, graphs.two_layers(), leave=["second"])
+    run(tmp_path, graphs.two_layers(), exclude=["second"])
     assert operators(tmp_path).count("MatMulInteger") == 1
     assert "MatMul" in operators(tmp_path)
     with refused("unknown-node", InputError):
-        run(tmp_path / "other", graphs.two_layers(), leave=["secnod"])
+        run(tmp_path / "other", graphs.two_layers(), exclude=["secnod"])
 
 
 def test_a_graph_without_products_is_left_and_says_so(tmp_path: Path) -> None:
@@ -95,24 +95,30 @@ def test_conv_is_for_static_ranges(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"method": "entropy"}, {"target": "tensorrt"}, {"scheme": "int4"}, {"rows": 0}]
+    "settings",
+    [
+        {"calibration_method": "entropy"},
+        {"target": "tensorrt"},
+        {"scheme": "int4"},
+        {"calibration_samples": 0},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        QuantizeGraphSettings(**settings)
+        QuantizeOnnxSettings(**settings)
 
 
 def test_calibration_rows_are_needed_for_static_ranges_alone() -> None:
-    needs = QuantizeGraph.needs_with
-    assert needs(QuantizeGraphSettings(), ()) == frozenset()
-    assert needs(QuantizeGraphSettings(scheme="int8-static"), ()) == {"calibration"}
-    assert needs(QuantizeGraphSettings(scheme="int8-static"), ("train",)) == frozenset()
+    needs = QuantizeOnnx.needs_with
+    assert needs(QuantizeOnnxSettings(), ()) == frozenset()
+    assert needs(QuantizeOnnxSettings(scheme="int8-static"), ()) == {"calibration"}
+    assert needs(QuantizeOnnxSettings(scheme="int8-static"), ("train",)) == frozenset()
 
 
 def test_whole_numbers_that_change_are_told_and_the_facts_stay_json(tmp_path: Path) -> None:
     ctx = run(tmp_path, graphs.with_whole_numbers())
-    json.dumps(ctx.facts, allow_nan=False)
-    assert 0 < ctx.facts["parity"]["relative"] < 0.4
+    json.dumps(ctx.details, allow_nan=False)
+    assert 0 < ctx.details["parity"]["relative"] < 0.4
     assert "outputs-changed" in codes(ctx.warnings)
 
 
@@ -131,7 +137,7 @@ def test_an_old_opset_is_converted_or_gets_one_scale_for_a_matrix_and_a_word_of_
     model.opset_import[0].version = opset
     ctx = run(tmp_path, model, scheme="int8-static")
     assert "QuantizeLinear" in operators(tmp_path)
-    assert ctx.facts["parity"]["relative"] < 0.4
+    assert ctx.details["parity"]["relative"] < 0.4
     sizes = {t.name: list(t.dims) for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}
     assert sizes["w1_scale"] == ([64] if converts else [])
     assert bool(ctx.warnings) == (not converts)
@@ -150,7 +156,7 @@ def test_names_that_the_quantizer_makes_may_be_in_the_graph_already(tmp_path: Pa
     for tensor in model.graph.initializer:
         tensor.name = new.get(tensor.name, tensor.name)
     ctx = run(tmp_path, model, scheme=scheme)
-    assert ctx.facts["parity"]["relative"] < 0.4
+    assert ctx.details["parity"]["relative"] < 0.4
     made = onnx.load(tmp_path / "out/model.onnx")
     onnx.checker.check_model(made)
     names = {name for node in made.graph.node for name in (*node.input, *node.output)}

@@ -35,7 +35,7 @@ def test_what_does_nothing_goes_and_the_rest_computes_the_same(tmp_path: Path) -
     assert "Identity" in nodes_of(tmp_path / "src")
     assert "Identity" not in nodes_of(tmp_path / "out")
     assert ctx.warnings == []
-    assert (ctx.facts["nodes_before"], ctx.facts["parity"]["rows"]) == (6, 16 + 3)
+    assert (ctx.details["nodes_before"], ctx.details["parity"]["rows"]) == (6, 16 + 3)
     expected = graphs.classes(tmp_path / "src/model.onnx", rows)
     np.testing.assert_allclose(
         graphs.classes(tmp_path / "out/model.onnx", rows), expected, rtol=1e-5, atol=1e-5
@@ -78,7 +78,7 @@ def test_what_computes_something_else_is_not_kept(
     ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
     assert (tmp_path / "out/model.onnx").read_bytes() == (tmp_path / "src/model.onnx").read_bytes()
     assert codes(ctx.warnings) == [code]
-    assert "parity" not in ctx.facts  # the graph that was thrown away had it
+    assert "parity" not in ctx.details  # the graph that was thrown away had it
 
 
 def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(

@@ -29,7 +29,7 @@ def step(folder, name, stage, settings, source):
     split = read_split("data.jsonl", TASK, Columns(), folder)
     ctx = harness.context(out, TASK, data={"train": split}, ancestors={"model": source})
     stage()(source, settings, ctx)
-    return tiny.artifact(out, TASK, **ctx.facts), ctx
+    return tiny.artifact(out, TASK, **ctx.details), ctx
 
 
 @pytest.fixture(scope="module", params=["distilbert", "roberta"])
@@ -39,13 +39,13 @@ def small(request, tmp_path_factory):
     classifiers.MAKERS[request.param](folder / "m", labels=3, id2label=dict(enumerate(classifiers.NAMES)))
     classifiers.labelled(folder / "data.jsonl", "single_label_classification", pairs=True)
     source = tiny.artifact(folder / "m", TASK)
-    settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
+    settings = PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5}, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)
     thin, _ = step(
         folder,
         "thin",
         Factorize,
-        FactorizeSettings(method="svd", aim="size", rank=6, include=["*.0.*"]),
+        FactorizeSettings(method="svd", optimize_for="size", rank=6, include=["*.0.*"]),
         pruned,
     )
     return folder, thin
@@ -61,7 +61,7 @@ def test_the_graph_has_the_inputs_of_the_model_and_computes_the_same(small):
     out, ctx = step(folder, "fp32", Onnx, OnnxSettings(), thin)
     session = onnxruntime.InferenceSession(out.path / "model.onnx")
     assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
-    assert "MultiHeadAttention" in ctx.facts["graphs"]["model"]["operators"]
+    assert "MultiHeadAttention" in ctx.details["graphs"]["model"]["operators"]
     with open_runner(thin) as parent, open_folder(out.path, "onnx", "ort-cpu", 1) as runner:
         expected = logits(parent)
         assert np.abs(logits(runner) - expected).max() < 1e-4 * expected.std()

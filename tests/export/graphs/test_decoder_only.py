@@ -74,8 +74,8 @@ def _same(graph, parent, tolerance):
 def test_graph_equals_torch_and_generate_when_it_is_fused(family, tmp_path):
     folder = causal.model(tmp_path / family, family, **({"n_embd": 64} if family == "gpt2" else {}))
     ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
-    assert ctx.facts["parity"]["model"]["largest"] < 1e-4
-    counts = ctx.facts["graphs"]["model"]["operators"]
+    assert ctx.details["parity"]["model"]["largest"] < 1e-4
+    counts = ctx.details["graphs"]["model"]["operators"]
     assert counts["GroupQueryAttention"] == 2
     assert "Softmax" not in counts
     with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
@@ -132,7 +132,7 @@ def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config
     codes = _ctx(tmp_path / "codes", folder)
     Quantize()(tiny.artifact(ctx.out, "language-modeling"), QuantizeSettings(), codes)
     exported, graph = _export(codes.out, tmp_path / "out", target="ort-cpu")
-    counts = exported.facts["graphs"]["model"]["operators"]
+    counts = exported.details["graphs"]["model"]["operators"]
     # per layer: queries, keys and values in one, output, gate, up, down; and the head
     assert counts["DynamicQuantizeMatMul"] == 2 * 5 + 1
     assert counts["GroupQueryAttention"] == 2
@@ -147,6 +147,6 @@ def test_heads_are_computed_by_standard_operators_when_the_fused_one_refuses_the
     ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
     assert codes(ctx.warnings) == ["attention-not-fused"]
     assert " 12 " in ctx.warnings[0].message
-    assert "GroupQueryAttention" not in ctx.facts["graphs"]["model"]["operators"]
+    assert "GroupQueryAttention" not in ctx.details["graphs"]["model"]["operators"]
     with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
         _same(graph, parent, 2e-5)

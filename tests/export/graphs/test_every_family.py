@@ -33,7 +33,7 @@ def family(request, tmp_path_factory):
     source = tiny.artifact(every_family.make(home / "model", request.param), task)
     ctx = exports.context(home / "onnx", task)
     Onnx()(source, OnnxSettings(), ctx)
-    manifest = source.manifest.model_copy(update={"format": "onnx", "facts": ctx.facts})
+    manifest = source.manifest.model_copy(update={"format": "onnx", "details": ctx.details})
     return FAMILIES[request.param], source, Artifact(ctx.out, manifest)
 
 
@@ -51,7 +51,7 @@ def test_runners_say_what_transformers_says(family):
         expected.append(out[0].tolist())
     for artifact in (source, graphs):
         with open_runner(artifact, threads=1) as runner:
-            found = generate_texts(runner, TEXTS, Generation(max_new_tokens=8, beams=1), batch_size=2)
+            found = generate_texts(runner, TEXTS, Generation(max_new_tokens=8, num_beams=1), batch_size=2)
         assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
     assert len(set(found)) > 1  # or the model says the same of everything
 
@@ -85,7 +85,7 @@ def test_scaled_positions_of_an_encoder_stand_in_its_graph(tmp_path):
     Onnx()(source, OnnxSettings(), ctx)
     model, _ = load_model(source.path)
     assert model.model.rotary_emb.full_attention_attention_scaling != 1
-    graphs = Artifact(ctx.out, source.manifest.model_copy(update={"format": "onnx", "facts": ctx.facts}))
+    graphs = Artifact(ctx.out, source.manifest.model_copy(update={"format": "onnx", "details": ctx.details}))
     _same_classes(model, load_tokenizer(source.path), source, graphs)
 
 

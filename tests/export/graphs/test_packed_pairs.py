@@ -31,12 +31,12 @@ PRODUCTS = ("MatMul", "Gemm", "DynamicQuantizeMatMul")
 
 
 def pairs_of(folder, family, out, **settings):
-    wanted = FactorizeSettings(method="svd", rank=RANK, aim="size", **settings)
+    wanted = FactorizeSettings(method="svd", rank=RANK, optimize_for="size", **settings)
     return every_family.run(Factorize(), wanted, folder, family, out).out
 
 
 def exported(folder, family, out):
-    return every_family.run(Onnx(), OnnxSettings(loop=False), folder, family, out)
+    return every_family.run(Onnx(), OnnxSettings(generation_graph=False), folder, family, out)
 
 
 def products(folder, graph):
@@ -72,7 +72,7 @@ def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_pat
     assert products(out, "decoder_with_past_model") == DECODER
     with open_runner(tiny.artifact(translator)) as torchs, open_folder(out, "onnx", "ort-cpu", 1) as onnxs:
         for beams in (1, 3):
-            search = Generation(beams=beams, max_new_tokens=12)
+            search = Generation(num_beams=beams, max_new_tokens=12)
             texts = [generate_texts(r, tiny.SENTENCES, search, 3) for r in (torchs, onnxs)]
             assert texts[0] == texts[1]
             assert len(set(texts[0])) > 2

@@ -47,8 +47,8 @@ def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path
     assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
     assert [(o.name, o.shape) for o in session.get_outputs()] == [("sentence_embedding", ["batch", 32])]
     assert ctx.warnings == []  # onnxsim's result was taken too
-    assert set(ctx.facts["parity"]["model"]) >= {"largest", "mean", "exact"}
-    assert "agreement" not in ctx.facts["parity"]["model"]
+    assert set(ctx.details["parity"]["model"]) >= {"largest", "mean", "exact"}
+    assert "agreement" not in ctx.details["parity"]["model"]
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
         found = sentence_vectors(runner, TEXTS)
     assert np.abs(found - sentences.by_hand(folder, TEXTS, pooling)).max() < 2e-6
@@ -87,7 +87,7 @@ def test_a_quantized_embedder_leaves_with_its_codes(scheme, tmp_path):
     folder = sentences.embedder(tmp_path / "m")
     coded = export(tmp_path, folder, Quantize, "codes", scheme=scheme)
     ctx = export(tmp_path, coded.out)
-    assert ctx.facts["parity"]["model"]["operators"] > 5
+    assert ctx.details["parity"]["model"]["operators"] > 5
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
         found = sentence_vectors(runner, TEXTS)
     near = np.sum(found * sentences.by_hand(folder, TEXTS), axis=1)

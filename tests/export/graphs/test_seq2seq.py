@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.share.layers import ShareSettings, share_layers
+from smelt.compress.share.layers import ShareWeightsSettings, share_layers
 from smelt.core.data import Example, Split
 from smelt.export.graphs.attention_modules import _bias, attention_modules, pack_projections
 from smelt.export.graphs.seq2seq import Encoder
@@ -94,7 +94,7 @@ def test_graphs_hold_the_fused_operators(exported):
         assert found["Softmax"] == 0
         assert found["Log"] == 0, "T5's buckets are looked up, not counted in the graph"
         assert found["Reciprocal"] == found["Tanh"] == 0, "norms and GELU are not in a form that is fused"
-        assert ctx.facts["parity"][name]["largest"] < 2e-3
+        assert ctx.details["parity"][name]["largest"] < 2e-3
     assert ctx.warnings == []
 
 
@@ -117,14 +117,14 @@ def test_prefix_and_languages_travel_with_the_graphs(exported):
 @pytest.mark.parametrize("name", ["t5-gated", "mbart"] if matrix.whole() else ["mbart"])
 def test_int8_graphs_agree_with_torch_after_pruning(name, tmp_path):
     folder = make(name, tmp_path / "model")
-    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance="magnitude")
+    settings = PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5, importance="magnitude")
     pruned = run(Prune(), folder, settings, tmp_path / "pruned").out
     quantized = run(Quantize(), pruned, QuantizeSettings(), tmp_path / "quantized").out
     ctx = run(Onnx(), quantized, OnnxSettings(), tmp_path / "onnx")
     found = Counter(n.op_type for n in onnx.load(ctx.out / "decoder_with_past_model.onnx").graph.node)
     assert found["MatMul"] == found["Gemm"] == 0
     assert found["DynamicQuantizeMatMul"] == 2 * (6 + (name == "t5-gated")) + 1
-    assert ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.05
+    assert ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
@@ -136,7 +136,7 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
         assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
         floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
         assert all(len(t.dims) < 2 for t in floats)  # of norms
-    assert 0 < ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
+    assert 0 < ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.01
     [ranges], limit = profile_ranges(ctx.out, TensorrtSettings(max_new_tokens=30), ctx)
     assert limit == (48 if name == "bart" else None)  # T5 has no table of positions that could end
     shapes = plan_graphs(ctx.out, [ranges], limit, ctx.warnings)
@@ -162,7 +162,7 @@ def test_keys_and_values_of_layers_that_share_them_are_computed_once(tmp_path):
     model, _ = load_model(tiny.marian(tmp_path / "model", decoder_layers=3))
     ids = torch.randint(5, 20, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    share_layers(model, [], ShareSettings(stacks=["decoder_layers"]))
+    share_layers(model, [], ShareWeightsSettings(stacks=["decoder_layers"]))
     encoder = Encoder(model)
     assert encoder.pack.sizes == [32] * 4
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_keys_and_values_of_layers_that_share_them_are_computed_once(tmp_path):
 
 def test_layers_that_share_products_share_the_packed_one(tmp_path):
     model, _ = load_model(tiny.marian(tmp_path / "model", encoder_layers=3))
-    share_layers(model, [], ShareSettings(stacks=["encoder_layers"]))
+    share_layers(model, [], ShareWeightsSettings(stacks=["encoder_layers"]))
     pack_projections(attention_modules(model, "encoder_layers"))
     first, second, third = (layer.self_attn.pack for layer in model.model.encoder.layers)
     assert first is second

@@ -119,7 +119,7 @@ def test_the_file_alone_needs_only_texts(runners, kind):
 
 @pytest.mark.parametrize(
     ("wishes", "search", "each"),
-    [({}, "ArgMax", 1), ({"beams": 3, "early_stopping": True}, "LogSoftmax", 3)],
+    [({}, "ArgMax", 1), ({"num_beams": 3, "early_stopping": True}, "LogSoftmax", 3)],
     ids=["greedy", "beams"],
 )
 @pytest.mark.parametrize("kind", ["gpt2", "marian"])

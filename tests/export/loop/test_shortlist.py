@@ -33,9 +33,9 @@ from smelt.runtime.generate.shortlist import make_shortlist, vocabularies, write
 
 FORCED = 7  # on no list
 WISHES = (
-    {}, {"beams": 3}, {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
-    {"beams": 2, "no_repeat_ngram_size": 2}, {"forced_bos_token_id": FORCED},
-    {"beams": 2, "forced_bos_token_id": FORCED, "min_new_tokens": 3},
+    {}, {"num_beams": 3}, {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+    {"num_beams": 2, "no_repeat_ngram_size": 2}, {"forced_bos_token_id": FORCED},
+    {"num_beams": 2, "forced_bos_token_id": FORCED, "min_new_tokens": 3},
 )  # fmt: skip
 # a family of each kind of attention, and one of each way to make logits: Gemm, codes by columns and by groups
 CELLS = [("t5", None), ("mbart", None), ("marian", "int8-dynamic"), ("bart", "binary"), ("marian", "int4")]
@@ -109,7 +109,7 @@ def test_a_row_says_the_same_in_every_batch():
     with open_folder(graphs, "onnx", "ort-cpu", 1) as runner:
         given = batch(6, vocabularies(runner.config)[0], 3)
         for beams in (1, 3):
-            decoding = settle(Generation(max_new_tokens=9, beams=beams), runner)
+            decoding = settle(Generation(max_new_tokens=9, num_beams=beams), runner)
             together = generate_in_graph(runner, given, decoding)
             for row, text in enumerate(together):
                 alone = Batch(given.input_ids[row : row + 1], given.attention_mask[row : row + 1])

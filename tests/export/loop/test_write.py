@@ -52,7 +52,7 @@ class Follower:
 
     def sequences(self, graph, batch, feeds):
         beams, new = int(feeds.get("num_beams", 1)), int(feeds["max_new_tokens"])
-        decoding = settle(Generation(beams=beams, max_new_tokens=new), self)
+        decoding = settle(Generation(num_beams=beams, max_new_tokens=new), self)
         texts = generate_with(self, batch, decoding)
         if new > 2:  # the question whether it runs at all is not what is answered otherwise
             texts = self._edit(graph, texts)
@@ -113,5 +113,5 @@ def test_a_graph_that_cannot_be_run_is_an_error_in_words():
 def test_texts_of_beams_are_weighed_by_their_lengths(penalty, as_good):
     """Where all tokens are equally likely, every text has the same mean, and the shorter the higher sum."""
     runner = Follower(logits=np.zeros((VOCABULARY, VOCABULARY), np.float32))
-    decoding = settle(Generation(beams=2, length_penalty=penalty), runner)
+    decoding = settle(Generation(num_beams=2, length_penalty=penalty), runner)
     assert _as_good(runner, BATCH, 0, ([4, EOS], [4, 5, 6, EOS]), decoding) is as_good

@@ -33,7 +33,7 @@ def make(tmp_path):
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
         manifest = Manifest(
             key="0" * 64, format=made, task=task, stage="onnx", settings={}, seed=0, parent=None, versions={},
-            facts={"target": target} if target else {},
+            details={"target": target} if target else {},
         )  # fmt: skip
         return Artifact(folder, manifest)
 
@@ -118,4 +118,4 @@ def test_nothing_is_proposed_where_nothing_fits(make):
     with refused("unsupported-format", InputError) as caught:
         require_fit(form, make("t", "torch"), "t", [form], {"s": make("s", "torch")})
     assert "artifacts/" not in str(caught.value)
-    assert "--for" not in str(caught.value)
+    assert "--format" not in str(caught.value)

@@ -31,7 +31,7 @@ SCORE = Score("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)
 def package(kind):
     def make(folder):
         origin = Origin(
-            run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl", generation={"beams": 1}
+            run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl", generation={"num_beams": 1}
         )
         write_package(HuggingFace(), read_artifact(exported.artifact(kind, "model")), origin, folder)
 

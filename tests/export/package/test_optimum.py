@@ -26,7 +26,7 @@ GENERATION = {"max_new_tokens": 9}
 
 def package(kind):
     def make(folder):
-        origin = Origin(generation={"beams": 3, "max_new_tokens": 9})
+        origin = Origin(generation={"num_beams": 3, "max_new_tokens": 9})
         write_package(Optimum(), read_artifact(exported.artifact(kind)), origin, folder)
 
     return made_once(f"optimum-{kind}", make)
@@ -89,7 +89,7 @@ def test_optimum_says_what_smelt_says():
         with smelt.load(exported.artifact(kind)) as model:
             if form in ("seq2seq", "causal"):
                 for beams in (1, 4):
-                    found = model.generate(TEXTS, beams=beams, **GENERATION)
+                    found = model.generate(TEXTS, num_beams=beams, **GENERATION)
                     for merged in (True, False) if form == "seq2seq" else (None,):
                         generation = GENERATION | {"num_beams": beams}
                         asked.append(common | {"merged": merged, "generation": generation})

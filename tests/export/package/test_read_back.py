@@ -49,7 +49,7 @@ def test_graphs_that_optimum_exported_write_what_the_model_writes(tmp_path: Path
             step = json.loads((out / "report.json").read_text())["steps"][0]
             scores.append({name: round(s["value"], 2) for name, s in step["quality"].items()})
             with smelt.load(out / "artifacts/model") as opened:
-                found = [opened.generate(TEXTS, beams=beams, max_new_tokens=6) for beams in (1, 3)]
+                found = [opened.generate(TEXTS, num_beams=beams, max_new_tokens=6) for beams in (1, 3)]
             answers.append(found)
         assert answers[0] == answers[1]
         assert scores[0] == scores[1]

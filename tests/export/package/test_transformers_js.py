@@ -107,8 +107,8 @@ def test_transformers_js_says_what_smelt_says():
             else:
                 expected.append([model.embed(TEXTS)] * 2)  # the finished vector, and pooled by the pipeline
     source = exported.artifact("translator")
-    facts = read_tokenizing(source)
-    texts = texts_of(source, facts, 2000)
+    details = read_tokenizing(source)
+    texts = texts_of(source, details, 2000)
     encode = {"folder": str(package("translator")), "texts": texts}
     answers = others.node("open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]})
     for one, found, wanted in zip(asked, answers["packages"], expected, strict=True):
@@ -116,7 +116,7 @@ def test_transformers_js_says_what_smelt_says():
             assert found == wanted, one["folder"]
         else:
             np.testing.assert_allclose(found, wanted, atol=1e-5)
-    own = MarianTokenizer(source, facts).encode_rows(texts, NO_LIMIT).ids
+    own = MarianTokenizer(source, details).encode_rows(texts, NO_LIMIT).ids
     differ = [t for t, a, b in zip(texts, own, answers["encode"][0], strict=True) if a != b]
     # its own NFKC is another for rare characters; words and punctuation are read as by the model
     assert len(differ) < 0.02 * len(texts), differ[:5]

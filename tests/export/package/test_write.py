@@ -22,7 +22,7 @@ ORIGIN = Origin(
     run="translate",
     model="my-model",
     licence="apache-2.0 (its model card)",
-    steps=(Step("model", "model", {}), Step("small", "prune", {"what": ["ffn"], "keep": 0.5})),
+    steps=(Step("model", "model", {}), Step("small", "prune", {"targets": ["ffn"], "keep_ratio": 0.5})),
     scores=(Score("BLEU", "37.41 [36.10, 38.60]", "38.00 [37.00, 39.00]", 1000, "nrefs:1|gen:greedy"),),
     times=("3.7 ms (median) at batch 1",),
 )
@@ -109,7 +109,7 @@ def test_the_readme_says_it_all(package, artifact):
         "| run | translate |",
         "| format | onnx, exported for ort-cpu |",
         f"`{artifact.key}`",
-        '| small | prune | what: ["ffn"], keep: 0.5 |',
+        '| small | prune | targets: ["ffn"], keep_ratio: 0.5 |',
         "| BLEU | 37.41 [36.10, 38.60] | 1,000 | 38.00 [37.00, 39.00] |",
         "nrefs:1|gen:greedy",
         "3.7 ms (median) at batch 1",
@@ -130,7 +130,7 @@ def test_words_of_strangers_are_no_markup(artifact, tmp_path):
         run=odd,
         model=odd,
         licence=odd,
-        steps=(Step(odd, "prune", {"what": odd}),),
+        steps=(Step(odd, "prune", {"targets": odd}),),
         scores=(Score(odd, "1", odd, 10, odd),),
         times=(odd,),
     )
@@ -163,7 +163,7 @@ def test_a_tampered_artifact_is_not_packaged(artifact, tmp_path):
     manifest["files"]["numpy.py"] = {"sha256": digest, "size_bytes": 13}
     (place / "manifest.json").write_text(json.dumps(manifest))
     for form in ("standalone", "huggingface", "optimum"):
-        harness.smelt("package", place, "--for", form, "--out", tmp_path / form, code=2)
+        harness.smelt("package", place, "--format", form, "--out", tmp_path / form, code=2)
         assert not (tmp_path / form).exists()
 
 

@@ -135,15 +135,15 @@ def test_a_mistake_is_found_and_named(family, scheme, dtype, graph, mutation, tm
 def test_a_right_graph_passes_with_room_to_spare(family, scheme):
     found = exported(family, scheme, "fp32")
     for graph in found.subject.graphs:
-        facts = found.facts["parity"][graph.name]
-        assert facts["exact"]["largest"] < 2e-5
+        details = found.details["parity"][graph.name]
+        assert details["exact"]["largest"] < 2e-5
         model = read_graph(found.folder / f"{graph.name}.onnx")
         operators = {kind for one in registry.SCHEMES.values() for kind in one.operators}
         quantized = [n for n in model.graph.node if n.op_type in operators]
-        assert facts["operators"] == len(quantized)
+        assert details["operators"] == len(quantized)
         assert (scheme == "fp32") == (not quantized)
-        assert facts["constants"] > 10
-        assert facts["mean"] < 0.05
+        assert details["constants"] > 10
+        assert details["mean"] < 0.05
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("bert", "fp32"), ("gpt2", "fp32"), ("gpt2", "int8")])
@@ -205,7 +205,7 @@ def real(tmp_path_factory):
     data = {"validation": read_split(rows, "translation", Columns(source="source", target="target"), REAL)}
     ctx = harness.context(folder / "onnx", data=data)
     subject, reference = exports.captured(codes.out, OnnxSettings(simplify=False), ctx)
-    return exports.Exported(ctx.out, subject, reference, ctx.facts)
+    return exports.Exported(ctx.out, subject, reference, ctx.details)
 
 
 @pytest.mark.slow
@@ -223,5 +223,5 @@ def test_a_mistake_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_p
 @pytest.mark.slow
 def test_a_trained_int8_model_is_exact_up_to_rounding(real):
     for graph in (ENCODER, DECODER):
-        assert real.facts["parity"][graph]["exact"]["largest"] < 1e-4
-        assert real.facts["parity"][graph]["mean"] < 0.05
+        assert real.details["parity"][graph]["exact"]["largest"] < 1e-4
+        assert real.details["parity"][graph]["mean"] < 0.05

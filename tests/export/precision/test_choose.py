@@ -48,7 +48,7 @@ def plant(family, folder):
 def export(family, folder, **settings):
     source, task = plant(family, folder)
     ctx = exports.context(folder / "onnx", task)
-    Onnx()(tiny.artifact(source, task), OnnxSettings(loop=False, **settings), ctx)
+    Onnx()(tiny.artifact(source, task), OnnxSettings(generation_graph=False, **settings), ctx)
     return ctx
 
 
@@ -56,12 +56,12 @@ def export(family, folder, **settings):
 def test_blocks_that_overflow_stay_float32_and_are_named(family, tmp_path):
     ctx = export(family, tmp_path, target="tensorrt", dtype="fp16")
     block, graph, _ = PLANTED[family]
-    found = ctx.facts["float32"][graph]["blocks"]
+    found = ctx.details["float32"][graph]["blocks"]
     name = next(n for n in found if block.endswith(n) or n.endswith(block))
     assert found[name] > blocks.SAFE
     (warning,) = [one for one in ctx.warnings if one.code == "kept-float32"]
     assert f"{name} (" in warning.message
-    assert all(one["mean"] < 0.01 for one in ctx.facts["parity"].values())
+    assert all(one["mean"] < 0.01 for one in ctx.details["parity"].values())
     for path in ctx.out.glob("*.onnx"):
         model = onnx.load(path)
         assert [p for p in preflight(model, path) if p.severity == "error"] == []
@@ -81,9 +81,9 @@ def test_without_that_they_are_infinite_and_refused(family, tmp_path, monkeypatc
 @pytest.mark.parametrize(("family", "target"), [("t5", "tensorrt"), ("llama", "ort-cuda")])
 def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path):
     ctx = export(family, tmp_path, target=target, dtype="bf16")
-    assert all(one["blocks"] == {} and one["norms"] > 4 for one in ctx.facts["float32"].values())
+    assert all(one["blocks"] == {} and one["norms"] > 4 for one in ctx.details["float32"].values())
     assert [w for w in ctx.warnings if "float32" in w] == []
-    assert all(one["mean"] < 0.1 for one in ctx.facts["parity"].values())
+    assert all(one["mean"] < 0.1 for one in ctx.details["parity"].values())
     for path in ctx.out.glob("*.onnx"):
         model = onnx.load(path)
         assert [p for p in preflight(model, path) if p.severity == "error"] == []
@@ -109,7 +109,7 @@ def test_bf16_graphs_are_valid_and_hold_no_operator_that_cuda_lacks(family, tmp_
     settings = OnnxSettings(target="ort-cuda", dtype="bf16")
     ctx = exports.harness.context(tmp_path / "out", task, {})
     Onnx()(tiny.artifact(source, task), settings, ctx)
-    assert ctx.facts["opset"] >= 22
+    assert ctx.details["opset"] >= 22
     for path in ctx.out.glob("*.onnx"):
         onnx.checker.check_model(str(path), full_check=True)
         model = onnx.shape_inference.infer_shapes(onnx.load(path))
@@ -130,7 +130,7 @@ def test_without_data_the_ranges_are_of_made_up_ids_and_a_warning_says_so(tmp_pa
     source, task = plant("bert", tmp_path)
     ctx = exports.harness.context(tmp_path / "onnx", task, {})
     Onnx()(tiny.artifact(source, task), OnnxSettings(target="tensorrt", dtype="fp16"), ctx)
-    assert ctx.facts["float32"]["model"]["blocks"]
+    assert ctx.details["float32"]["model"]["blocks"]
     assert "made-up-inputs" in codes(ctx.warnings)
 
 
@@ -161,4 +161,4 @@ def test_caches_that_overflow_stay_float32_in_both_graphs(tmp_path):
     ends = {value.name: value.type.tensor_type.elem_type for value in (*encoder.output, *decoder.input)}
     wide = {name for name, kind in ends.items() if kind == onnx.TensorProto.FLOAT}
     assert wide == {"present.0.encoder.value", "past_key_values.0.encoder.value"}
-    assert np.isfinite(ctx.facts["parity"]["decoder_with_past_model"]["largest"])
+    assert np.isfinite(ctx.details["parity"]["decoder_with_past_model"]["largest"])

@@ -10,7 +10,7 @@ from smelt.export.tensorrt.build import BuildOptions, _configure
 
 DEFAULT: dict[str, Any] = {
     "workspace_mib": 2048, "optimization_level": 3, "tf32": True, "hardware_compatibility": "none",
-    "version_compatible": False, "timing_cache": None, "weights": "inside",
+    "version_compatible": False, "timing_cache": None, "weights": "embedded",
 }  # fmt: skip
 FLAGS = ("TF32", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN", "REFIT_IDENTICAL")
 
@@ -62,7 +62,7 @@ def configured(told: list[Any], **change: Any) -> Config:
         ({"tf32": False}, set()),
         ({"version_compatible": True}, {"TF32", "VERSION_COMPATIBLE"}),
         ({"weights": "refittable"}, {"TF32", "REFIT"}),
-        ({"weights": "outside"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
+        ({"weights": "stripped"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
     ],
 )
 def test_flags_are_those_that_the_settings_ask_for(change: dict[str, Any], flags: set[str]) -> None:

@@ -31,12 +31,12 @@ CASES += [(family, "fp32") for family in FAMILIES if family not in EVERYDAY]
 
 
 def test_every_family_of_the_registry_has_its_graphs_and_its_row_in_the_page() -> None:
-    page = (ROOT / "docs" / "tensorrt.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "stages" / "tensorrt.md").read_text(encoding="utf-8")
     embedders = {name for name, known in registry.FAMILIES.items() if sentences.TASK in known.tasks}
     assert set(registry.FAMILIES) | {f"embedder-{name}" for name in embedders - {"bert"}} | {
         "embedder"
     } == set(tensorrt_graphs.GRAPHS)
-    assert [name for name in registry.FAMILIES if f"| `{name}`" not in page] == []
+    assert [name for name in registry.FAMILIES if f"|`{name}`|" not in page] == []
     assert set(sentences.FAMILIES) == embedders
 
 

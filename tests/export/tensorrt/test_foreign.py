@@ -14,7 +14,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import codes
 from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign.fp16 import Fp16, Fp16Settings
-from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.export.foreign.simplify import Simplify, SimplifySettings
 from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
 from smelt.export.tensorrt.preflight import check_profile
@@ -34,7 +34,7 @@ def image_model() -> Any:
 def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
     write_signature(tmp_path, signature_of(image_model()))
     rows = split_of("r.npz", Arrays({"x": np.zeros((5, 3, 32, 48), np.float32), "k": np.zeros(2)}, 5))
-    ctx = harness.context(tmp_path / "out", "tensors", {"calibration": rows})
+    ctx = harness.context(tmp_path / "out", "custom", {"calibration": rows})
     settings = TensorrtSettings(profiles=[{"max_batch_size": 2}, {"max_batch_size": 16}])  # type: ignore[list-item]
     ranges, limit = foreign_ranges(tmp_path, settings, ctx)
     assert limit is None
@@ -43,7 +43,7 @@ def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
         "x": ((1, 3, 32, 48), (1, 3, 32, 48), (2, 3, 32, 48))
     }
     with refused("no-calibration-data", InputError):
-        foreign_ranges(tmp_path, settings, harness.context(tmp_path / "other", "tensors"))
+        foreign_ranges(tmp_path, settings, harness.context(tmp_path / "other", "custom"))
 
 
 def test_the_batch_is_on_the_axis_of_the_rows(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_batch_is_on_the_axis_of_the_rows(tmp_path: Path) -> None:
     write_signature(tmp_path, signature_of(made))
     # as they are read: the axis of the rows first
     arrays = Arrays({"x": np.zeros((5, 6, 4), np.float32), "state": np.zeros((5, 1, 8), np.float32)}, 5)
-    ctx = harness.context(tmp_path / "out", "tensors", {"calibration": split_of("r.npz", arrays)})
+    ctx = harness.context(tmp_path / "out", "custom", {"calibration": split_of("r.npz", arrays)})
     [ranges], _ = foreign_ranges(tmp_path, TensorrtSettings(max_batch_size=16), ctx)
     found = foreign_shapes(made, ranges, "m.onnx")
     assert found["x"][2] == (16, 6, 4)
@@ -80,7 +80,7 @@ def test_of_texts_axis_1_is_the_length() -> None:
 FOR_ENGINES = {
     "simplify": (Simplify(), SimplifySettings(), "FLOAT"),
     "fp16": (Fp16(), Fp16Settings(), "HALF"),
-    "int8": (QuantizeGraph(), QuantizeGraphSettings(scheme="int8-static", target="tensorrt"), "INT8"),
+    "int8": (QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", target="tensorrt"), "INT8"),
 }
 
 
@@ -101,8 +101,8 @@ def test_engines_are_built_of_what_the_stages_make_of_a_graph_of_somebody_else(t
         assert answer.get("bytes"), (name, answer)
         assert answer["types"].get(kind, 0) >= 2, (name, answer)
     # an engine of the graph that smelt quantizes for the CPU is refused before TensorRT is asked
-    settings = QuantizeGraphSettings(scheme="int8-static")
-    ctx = harness.run(QuantizeGraph(), settings, source, tmp_path / "cpu", data=data)
+    settings = QuantizeOnnxSettings(scheme="int8-static")
+    ctx = harness.run(QuantizeOnnx(), settings, source, tmp_path / "cpu", data=data)
     ranges, limit = foreign_ranges(ctx.out, TensorrtSettings(), ctx)
     with refused("unsupported-graph", RunError) as caught:
         plan_graphs(ctx.out, ranges, limit, ctx.warnings, foreign_shapes)

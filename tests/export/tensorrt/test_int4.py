@@ -43,7 +43,7 @@ def test_engines_of_a_family_are_built_with_4_bit_codes(family: str, dtype: str)
     found = exports.exported(family, "signed", "tensorrt", dtype)
     graphs = tensorrt_graphs.planned(family, found.folder)
     assert len(graphs) == tensorrt_graphs.GRAPHS[family]
-    assert found.facts["opset"] == 21
+    assert found.details["opset"] == 21
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes"), (path.name, answer)
         assert answer["warnings"] == []

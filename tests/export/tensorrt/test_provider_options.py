@@ -147,7 +147,7 @@ def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -
         ({"target": "ort-tensorrt-rtx", "engine": {"optimization_level": 5}}, "unsupported-setting"),
         ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "opt-above-max"),
         ({"target": "ort-tensorrt", "threads": 2}, "unused-setting"),
-        ({"target": "ort-tensorrt", "tune": True}, "unused-setting"),
+        ({"target": "ort-tensorrt", "autotune": True}, "unused-setting"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], code: str) -> None:

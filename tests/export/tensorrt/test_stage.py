@@ -65,7 +65,7 @@ def artifact(folder: Path, target: str = "tensorrt") -> Artifact:
         seed=0,
         parent=None,
         versions={},
-        facts={"target": target, "parameters": 12, "dtype": "fp32"},
+        details={"target": target, "parameters": 12, "dtype": "fp32"},
     )
     return Artifact(folder, manifest)
 
@@ -148,9 +148,9 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     shapes, options = built["model.onnx"]
     assert shapes == dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), expected)
     assert options == BuildOptions(2048, 3, True, "none", False, None)
-    assert ctx.facts["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
-    assert ctx.facts["parameters"] == 12
-    assert ctx.facts["tensorrt"] == "tensorrt 11.4.0"
+    assert ctx.details["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
+    assert ctx.details["parameters"] == 12
+    assert ctx.details["tensorrt"] == "tensorrt 11.4.0"
     assert [(one.code, one.file) for one in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
     assert "something to know" in ctx.warnings[0].message
     said = read_sidecar(out / "model.plan")
@@ -161,7 +161,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
         graph="model.onnx",
         graph_sha256=sha256_of(source / "model.onnx"),
         size_bytes=4,
-        weights="inside",
+        weights="embedded",
         version_compatible=False,
         hardware_compatibility="none",
         flags={"tf32": True, "optimization_level": 3},
@@ -202,8 +202,8 @@ def test_profiles_are_those_of_the_recipe_and_inherit_what_they_do_not_say(
     profiles, _ = built["model.onnx"]
     expected = [((1, 1), (1, 8), (1, 8)), ((1, 1), (2, 12), (4, 16)), ((1, 1), (4, 3), (4, 4))]
     assert [shapes["input_ids"] for shapes in profiles] == expected
-    assert ctx.facts["profile"] == {"batch": [1, 2, 4], "input": [1, 12, 16]}
-    assert [profile["input"][2] for profile in ctx.facts["profiles"]] == [8, 16, 4]
+    assert ctx.details["profile"] == {"batch": [1, 2, 4], "input": [1, 12, 16]}
+    assert [profile["input"][2] for profile in ctx.details["profiles"]] == [8, 16, 4]
     said = read_sidecar(out / "model.plan")
     assert said is not None
     assert [profile["input_ids"][2] for profile in said.profiles] == [[1, 8], [4, 16], [4, 4]]
@@ -230,9 +230,9 @@ def test_profiles_of_which_none_takes_all_are_refused(source: Path, out: Path) -
 def test_weights_outside_bring_the_graph_along(source: Path, out: Path, built: dict[str, Any]) -> None:
     model = onnx.load(source / "model.onnx")
     onnx.save(model, source / "model.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
-    settings = TensorrtSettings(timing_cache=False, weights="outside")
+    settings = TensorrtSettings(timing_cache=False, weights="stripped")
     TensorrtStage()(artifact(source), settings, context(out, [3]))
-    assert built["model.onnx"][1].weights == "outside"
+    assert built["model.onnx"][1].weights == "stripped"
     assert {p.name for p in out.glob("*")} >= {"model.plan", "model.plan.json", "model.onnx", "w.data"}
     said = read_sidecar(out / "model.plan")
     assert said is not None

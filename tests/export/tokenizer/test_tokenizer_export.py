@@ -63,11 +63,11 @@ def test_every_family_is_read_without_transformers(name, tmp_path):
     src = made(tmp_path / "src", name) if kind == name else TINY[kind](tmp_path / "src")
     hub = load_tokenizer(src)
     out = copied(src, tmp_path / "out")
-    facts = export_tokenizer(hub, src, out, rows(TEXTS))
-    assert (facts.reader, facts.reason) == ("sentencepiece" if kind == "marian" else "tokenizers", "")
-    assert read_tokenizing(out) == facts
+    details = export_tokenizer(hub, src, out, rows(TEXTS))
+    assert (details.reader, details.reason) == ("sentencepiece" if kind == "marian" else "tokenizers", "")
+    assert read_tokenizing(out) == details
     light = open_tokenizer(out)
-    assert light.reader == facts.reader
+    assert light.reader == details.reader
     assert light.encode_rows(TEXTS, NO_LIMIT).ids == hub(TEXTS, verbose=False)["input_ids"]
     # other tools read the same files
     again = load_tokenizer(out)
@@ -97,11 +97,11 @@ def test_real_texts_are_read_as_transformers_reads_them(name, tmp_path):
     texts = [text[:200] for text in whole] + whole[::50]
     src = made(tmp_path / "src", name, texts, 2000)
     hub, out = load_tokenizer(src), copied(src, tmp_path / "out")
-    facts = export_tokenizer(hub, src, out, {})
-    assert facts.reader != "transformers"
+    details = export_tokenizer(hub, src, out, {})
+    assert details.reader != "transformers"
     pairs = list(itertools.pairwise(text[:60] for text in whole))
     sample = Sample(texts, pairs, sample_of(hub, {}).rows)
-    assert find_difference(hub, out, facts, sample) is None
+    assert find_difference(hub, out, details, sample) is None
 
 
 @pytest.fixture
@@ -129,11 +129,11 @@ def test_what_differs_is_found_and_left_to_transformers(tmp_path, monkeypatch, f
     src = made(tmp_path / "src", "gpt2" if "clean_up" in update else "bert")
     out = copied(src, tmp_path / "out")
     monkeypatch.setattr(code, "facts_of", lambda hub: facts_of(hub).model_copy(update=update))
-    facts = export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS))
-    assert facts.reader == "transformers"
+    details = export_tokenizer(load_tokenizer(src), src, out, rows(TEXTS))
+    assert details.reader == "transformers"
     assert [one.kind for one in found] == [what]
-    assert facts.reason == found[0].text
-    assert facts.reason.startswith("tokenizers ")  # not what transformers reads from the new files
+    assert details.reason == found[0].text
+    assert details.reason.startswith("tokenizers ")  # not what transformers reads from the new files
     assert not (out / "tokenizer.json").exists()  # as there was none before
     assert open_tokenizer(out).reader == "transformers"
 

@@ -21,7 +21,7 @@ from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune import products
 from smelt.export.tune.in_stage import _compare
 from smelt.export.tune.products import choice, choose_forms, multiplied
-from smelt.export.tune.settings import Tune
+from smelt.export.tune.settings import Autotune
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.schemes.registry import defaults, find
 
@@ -53,7 +53,7 @@ def coded(tmp_path_factory):
 def export(folder, out, task="translation", **settings):
     """Without the graphs of loops, which are put together from the others."""
     ctx = exports.context(out, task)
-    Onnx()(tiny.artifact(folder, task), OnnxSettings(**{"loop": False} | settings), ctx)
+    Onnx()(tiny.artifact(folder, task), OnnxSettings(**{"generation_graph": False} | settings), ctx)
     return ctx
 
 
@@ -74,46 +74,46 @@ def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_s
     coded, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(products, "measure", few_rows_are_for_blocks)
-    facts = export(coded, tmp_path / "out", tune=True).facts
-    found = {name: graph["operators"] for name, graph in facts["graphs"].items()}
+    details = export(coded, tmp_path / "out", autotune=True).details
+    found = {name: graph["operators"] for name, graph in details["graphs"].items()}
     assert BLOCKS not in found["encoder_model"]
     assert DYNAMIC not in found["decoder_with_past_model"]
-    layers, length = facts["tune"]["layers"], facts["tune"]["input_tokens"]
+    layers, length = details["autotune"]["layers"], details["autotune"]["input_tokens"]
     assert len(layers[DYNAMIC]) == found["encoder_model"][DYNAMIC]
     assert len(layers[BLOCKS]) == found["decoder_with_past_model"][BLOCKS]
     assert "decoder_with_past_model: head" in layers[BLOCKS]
-    times = facts["tune"]["microseconds"]
+    times = details["autotune"]["microseconds"]
     assert times["32 x 64, 1 row"] == {DYNAMIC: 2.0, BLOCKS: 1.0, "chosen": BLOCKS}
     assert times[f"32 x 64, {length} rows"]["chosen"] == DYNAMIC
-    assert (facts["tune"]["batch_size"], facts["tune"]["threads"]) == (1, 1)
-    eight = export(coded, tmp_path / "eight", tune={"batch_size": 8}, threads=2).facts["tune"]
+    assert (details["autotune"]["batch_size"], details["autotune"]["threads"]) == (1, 1)
+    eight = export(coded, tmp_path / "eight", autotune={"batch_size": 8}, threads=2).details["autotune"]
     assert set(eight["layers"]) == {DYNAMIC}
     assert (eight["batch_size"], eight["threads"]) == (8, 2)
 
 
 def test_beams_are_rows_of_a_step(coded, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "measure", few_rows_are_for_blocks)
-    facts = export(coded, tmp_path / "out", tune={"beams": 4}).facts
-    assert facts["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC]
-    assert BLOCKS not in facts["graphs"]["decoder_with_past_model"]["operators"]
-    assert "32 x 64, 4 rows" in facts["tune"]["microseconds"]
+    details = export(coded, tmp_path / "out", autotune={"num_beams": 4}).details
+    assert details["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC]
+    assert BLOCKS not in details["graphs"]["decoder_with_past_model"]["operators"]
+    assert "32 x 64, 4 rows" in details["autotune"]["microseconds"]
 
 
 def test_a_head_with_a_shortlist_stays_what_its_rows_can_be_gathered_from(coded, tmp_path, monkeypatch):
     from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 
     monkeypatch.setattr(products, "measure", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
-    settings = ShortlistSettings(frequent=4)
+    settings = ShortlistSettings(frequent_tokens=4)
     listed = every_family.run(ShortlistStage(), settings, coded, "marian", tmp_path / "listed").out
-    facts = export(listed, tmp_path / "out", tune=True).facts
-    assert facts["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC] == 1  # the head
-    assert not any("head" in name for names in facts["tune"]["layers"].values() for name in names)
+    details = export(listed, tmp_path / "out", autotune=True).details
+    assert details["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC] == 1  # the head
+    assert not any("head" in name for names in details["autotune"]["layers"].values() for name in names)
 
 
 def test_operators_chosen_for_another_number_of_threads_are_told_of(coded, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "measure", few_rows_are_for_blocks)
     monkeypatch.setattr("smelt.export.tune.in_stage.measure_threads", lambda *_: (2, {}))
-    warnings = export(coded, tmp_path / "out", tune=True, threads="tune").warnings
+    warnings = export(coded, tmp_path / "out", autotune=True, threads="autotune").warnings
     assert "tuned-for-other-threads" in codes(warnings)
     monkeypatch.setattr("smelt.export.tune.in_stage.cores", lambda: 2)
     warnings = export(coded, tmp_path / "more", threads=3).warnings
@@ -127,18 +127,18 @@ def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, 
     real = check.check_graphs
     monkeypatch.setattr(check, "check_graphs", lambda *found: seen.append(found) or real(*found))
     plain = export(coded, tmp_path / "plain")
-    tuned = export(coded, tmp_path / "tuned", tune=True)
+    tuned = export(coded, tmp_path / "tuned", autotune=True)
     (_, before), (_, after) = seen
     assert (before.tokens == after.tokens).all()
-    own = tuned.facts["parity"]["decoder_with_past_model"]["mean"]
+    own = tuned.details["parity"]["decoder_with_past_model"]["mean"]
     moved = abs(before.logits - after.logits).mean() / before.logits.std()
     assert own < moved / 3
-    assert plain.facts["parity"]["decoder_with_past_model"]["mean"] < 0.05
+    assert plain.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
 
 
 def test_head_and_embedding_are_one_constant_in_blocks(coded, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "measure", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
-    ctx = export(coded, tmp_path / "out", tune=True)
+    ctx = export(coded, tmp_path / "out", autotune=True)
     graph = onnx.load(ctx.out / "decoder_with_past_model.onnx").graph
     (head,) = [n for n in graph.node if n.op_type == BLOCKS and n.input[1].startswith("head.")]
     assert [n.op_type for n in graph.node if head.input[1] in n.input] == ["Gather", BLOCKS]
@@ -150,9 +150,9 @@ def test_head_and_embedding_are_one_constant_in_blocks(coded, tmp_path, monkeypa
 
 def test_a_model_without_such_layers_gets_a_warning(tmp_path):
     source = tiny.marian(tmp_path / "model")
-    ctx = export(source, tmp_path / "out", tune=True)
+    ctx = export(source, tmp_path / "out", autotune=True)
     assert "nothing-to-tune" in codes(ctx.warnings)
-    assert ctx.facts["tune"]["layers"] == {}
+    assert ctx.details["autotune"]["layers"] == {}
 
 
 def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
@@ -161,15 +161,15 @@ def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
     products.measure.cache_clear()
     model, _ = load_model(coded)
     graphs = graphs_of(model)
-    facts = choose_forms(graphs, {"encoder_model": 6, "decoder_with_past_model": 1}, threads=1)
+    details = choose_forms(graphs, {"encoder_model": 6, "decoder_with_past_model": 1}, threads=1)
     products.measure.cache_clear()
-    assert all(times[DYNAMIC] > 0 < times[BLOCKS] for times in facts["microseconds"].values())
+    assert all(times[DYNAMIC] > 0 < times[BLOCKS] for times in details["microseconds"].values())
     assert {m.matrix.form for g in graphs for _, m in multiplied(g.module)} <= {DYNAMIC, BLOCKS}
 
 
 def test_tune_is_for_onnx_runtime_on_the_cpu():
     with invalid("unused-setting"):
-        OnnxSettings(target="tensorrt", tune=True)
+        OnnxSettings(target="tensorrt", autotune=True)
 
 
 NBITS = {bits: f"MatMulNBits, {bits} bits" for bits in (2, 4, 8)}
@@ -207,9 +207,9 @@ CODES = [
     {"scheme": "int2", "group_size": 32, "symmetric": False},
     {"scheme": "int4", "group_size": 32},
     {"scheme": "int4", "group_size": 16, "symmetric": False},
-    {"scheme": "ternary", "granularity": "row", "group_size": 32, "vocabulary": "ternary"},
-    {"scheme": "binary", "group_size": 32, "vocabulary": "int2"},
-    {"scheme": "int3", "group_size": 32, "symmetric": False, "vocabulary": "int3"},
+    {"scheme": "ternary", "granularity": "channel", "group_size": 32, "embedding_scheme": "ternary"},
+    {"scheme": "binary", "group_size": 32, "embedding_scheme": "int2"},
+    {"scheme": "int3", "group_size": 32, "symmetric": False, "embedding_scheme": "int3"},
 ]
 
 
@@ -223,7 +223,7 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
     source = tiny.marian(tmp_path / "model")
     exports.give_biases(source)
     harness.run(Quantize(), QuantizeSettings(**settings), source, tmp_path / "codes")
-    ctx = export(tmp_path / "codes", tmp_path / "out", tune=True)
+    ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
     model = onnx.load(ctx.out / "decoder_with_past_model.onnx")
     widths = {
         next(a.i for a in node.attribute if a.name == "bits")
@@ -231,7 +231,7 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
         if node.op_type == BLOCKS
     }
     assert bits in widths
-    assert NBITS[bits] in ctx.facts["tune"]["layers"]
+    assert NBITS[bits] in ctx.details["autotune"]["layers"]
     plain = onnx.load(export(tmp_path / "codes", tmp_path / "plain").out / "decoder_with_past_model.onnx")
     own, as_it_was = (
         {t.name: t.dims for t in graph.initializer if t.name.endswith((".codes", ".highs"))}
@@ -251,7 +251,7 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
                 {DYNAMIC: took} if scheme == "int8-dynamic" else {NBITS[4]: 1.0, NBITS[8]: 1.2}
             ),
         )
-        ctx = export(tmp_path / "codes", tmp_path / f"out-{said}", tune={"batch_size": 8, "beams": 2})
+        ctx = export(tmp_path / "codes", tmp_path / f"out-{said}", autotune={"batch_size": 8, "num_beams": 2})
         told = [one.message for one in ctx.warnings if one.code == "slower-than-default"]
         assert bool(told) is said
         if said:
@@ -259,14 +259,14 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
             assert re.findall(r"2\.00 \D+? (\w+_model) \(", told[0]) == [
                 "encoder_model", "decoder_with_past_model",
             ]  # fmt: skip
-        shape = next(iter(ctx.facts["tune"]["microseconds"].values()))
+        shape = next(iter(ctx.details["autotune"]["microseconds"].values()))
         assert shape.keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
         assert shape["chosen"] == NBITS[4]
 
 
 def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
     source = tiny.marian(tmp_path / "model")
-    settings = QuantizeSettings(scheme="int4", group_size=32, vocabulary="int8-groupwise")
+    settings = QuantizeSettings(scheme="int4", group_size=32, embedding_scheme="int8-groupwise")
     harness.run(Quantize(), settings, source, tmp_path / "codes")
     model, _ = load_model(tmp_path / "codes")
     monkeypatch.setattr(products, "measure", as_fast_as(8))
@@ -281,17 +281,19 @@ def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
 def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
     source = tiny.marian(tmp_path / "model")
     harness.run(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
-    ctx = export(tmp_path / "codes", tmp_path / "out", tune=True)
+    ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
     assert "nothing-to-tune" in codes(ctx.warnings)
-    by_graph = ctx.facts["tune"]["microseconds_by_graph"]
-    assert by_graph.keys() == ctx.facts["graphs"].keys()
+    by_graph = ctx.details["autotune"]["microseconds_by_graph"]
+    assert by_graph.keys() == ctx.details["graphs"].keys()
     assert all(took["chosen"] > 0 < took["int8-dynamic"] for took in by_graph.values())
 
 
 def test_a_graph_is_said_to_be_slower_where_it_is_so_by_more_than_times_vary(tmp_path):
     def told(chosen):
         ctx = harness.context(tmp_path / "out")
-        _compare({"decoder": {"chosen": chosen, "int8-dynamic": 100.0}}, "decoder", Tune(batch_size=1), ctx)
+        _compare(
+            {"decoder": {"chosen": chosen, "int8-dynamic": 100.0}}, "decoder", Autotune(batch_size=1), ctx
+        )
         return ctx.warnings
 
     assert told(104.0) == []

@@ -41,7 +41,7 @@ def test_mistakes_are_told_with_exit_code_2(tmp_path):
     def refused(*arguments):
         return error_of(harness.smelt("package", *arguments, code=2))
 
-    error = refused(artifact, "--for", "x")
+    error = refused(artifact, "--format", "x")
     assert (error.code, "'x'" in str(error)) == ("unknown-package-format", True)
     assert refused(tmp_path / "none").code == "missing-folder"
     (tmp_path / "mine").touch()
@@ -85,7 +85,7 @@ def test_a_damaged_package_says_which_file_and_what_to_do(command, tmp_path):
 
 def test_a_package_for_others_is_told_from_what_is_none(tmp_path):
     out = tmp_path / "p"
-    harness.smelt("package", exported.artifact("classifier"), "--for", "optimum", "--out", out, code=0)
+    harness.smelt("package", exported.artifact("classifier"), "--format", "optimum", "--out", out, code=0)
     for command in (["predict", out, "a"], ["bench", out], ["package", out]):
         error = error_of(harness.smelt(*command, code=2))
         assert error.code == "not-an-artifact"

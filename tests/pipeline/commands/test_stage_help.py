@@ -34,11 +34,11 @@ class _Outer(Settings):
 
 def test_settings_are_told_in_the_words_of_a_recipe() -> None:
     assert _settings(_Outer, "") == [
-        "name: text (required)",
-        "teacher: text (default model)",
+        "name: string (required)",
+        "teacher: string (default model)",
         'kinds: list of heads | ffn (default ["heads"]) which',
-        "layers: whole number | list of whole number (default none)",
-        "sure: true | false (default true)",
+        "layers: integer | list of integer (default none)",
+        "sure: boolean (default true)",
         "inner:",
         "  part: number (default 0.5) a part",
         "share: number (default 0.1)",
@@ -110,7 +110,7 @@ def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
     assert f"{name}: {scheme.summary}" in text
     assert scheme.pays
     told = text.partition(f"{name}: {scheme.summary}")[2].partition(" or later.")[0].partition(". ")[0]
-    other = f"embeddings and output layer become {scheme.vocabulary} unless vocabulary says otherwise"
+    other = f"embeddings and output layer become {scheme.vocabulary} unless embedding_scheme is given"
     assert (other in told) == bool(scheme.vocabulary)
     assert scheme.vocabulary or scheme.tables
     assert all(f"needs the package {package} {oldest}" in told for package, oldest in scheme.packages.items())
@@ -131,23 +131,24 @@ def test_an_unknown_stage_names_the_nearest() -> None:
 
 def test_a_setting_that_is_a_word_or_a_mapping_is_explained_as_both() -> None:
     text = describe_stage("onnx")
-    assert "\n  tune: true | false (default false), or\n    batch_size: whole number (default 1)" in text
+    assert "\n  autotune: boolean | mapping (default false) " in text
+    assert "\n    batch_size: integer (default 1) " in text
 
 
 def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
     text = describe_stage("distill")
     assert "\n  phases: list of mapping (default none)" in text
     inside = text[text.index("phases: list") :]
-    assert "\n      embedding: number (default none) sentence-similarity: of the squared" in inside
+    assert "\n      sentence_embedding: number (default none) " in inside
 
 
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("vocabulary", "1 if nothing is said"),
-        ("sparsify", "0.5 without pattern"),
-        ("factorize", "0.95 if rank, ratio and budget are not given either"),
-        ("depth", "0.5 if nothing is said"),
+        ("trim-vocabulary", "default 1"),
+        ("sparsify", "default 0.5 without pattern"),
+        ("factorize", "default 0.95 if no other size is set"),
+        ("drop-layers", "default 0.5"),
     ],
 )
 def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str, words: str) -> None:

@@ -29,8 +29,8 @@ model: m
 task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
-  - factorize: {energy: 0.5, aim: size}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+  - factorize: {energy: 0.5, optimize_for: size}
 score: {latency: false}
 """
 
@@ -48,7 +48,7 @@ def finished(tmp_path_factory):
     tiny.labelled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     _run(home, "one")
-    _run(home, "two", "--until", "prune", "--set", "prune.keep=0.25")
+    _run(home, "two", "--until", "prune", "--set", "prune.keep_ratio=0.25")
     return home
 
 

@@ -15,9 +15,9 @@ model: m
 task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
     name: one
-  - prune: {what: [ffn], keep: 0.25, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.25, importance: magnitude}
     from: model
     name: two
 score: {quality: [accuracy], latency: {batch_sizes: [1, 2], rounds: 3, texts: 2}}
@@ -161,7 +161,7 @@ def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, mo
     fake_workers.install(monkeypatch)
     _run(home)
     assert given == [60.0]  # the stages took less
-    _run(home, "--fresh", "*", "--set", "score.latency.max_minutes=0.5")
+    _run(home, "--rebuild", "*", "--set", "score.latency.max_minutes=0.5")
     assert given[1:] == [30.0]
     monkeypatch.setattr("smelt.execute.run._SHORTEST", 0.0)
     _, report, _ = _run(home, "--set", "score.latency.rounds=4")

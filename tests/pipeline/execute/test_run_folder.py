@@ -27,12 +27,12 @@ model: m
 task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
-  - factorize: {energy: 0.5, aim: size}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+  - factorize: {energy: 0.5, optimize_for: size}
     name: left
   - quantize: {}
     name: left-int8
-  - factorize: {energy: 0.9, aim: size}
+  - factorize: {energy: 0.9, optimize_for: size}
     from: prune
     name: right
 score: {latency: false}
@@ -82,7 +82,7 @@ def test_other_branches_stay_with_report_and_links_when_a_part_is_run(whole):
     output, after, report = _run(home, "--until", "right")
     assert list(after) == ["model", "prune", "left", "left-int8", "right"]  # the recipe's order
     assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
-    assert {name: step["earlier"] for name, step in after.items()} == {
+    assert {name: step["from_previous_run"] for name, step in after.items()} == {
         "model": False, "prune": False, "left": True, "left-int8": True, "right": False,
     }  # fmt: skip
     for name in ("left", "left-int8"):
@@ -108,7 +108,7 @@ def test_branch_that_the_recipe_does_not_ask_for_any_more_goes(whole):
 
 def test_steps_below_a_changed_one_go(whole):
     home, _ = whole
-    _, after, _ = _run(home, "--until", "prune", "--set", "prune.keep=0.25")
+    _, after, _ = _run(home, "--until", "prune", "--set", "prune.keep_ratio=0.25")
     assert list(after) == ["model", "prune"]
     assert _links(home) == ["model", "prune"]
 
@@ -140,7 +140,7 @@ def test_links_stay_when_the_step_below_them_fails(whole, monkeypatch):
         raise RuntimeError("no")
 
     monkeypatch.setattr(Prune, "__call__", fail)
-    _run(home, "--until", "right", "--fresh", "prune", code=1, bug=True)
+    _run(home, "--until", "right", "--rebuild", "prune", code=1, bug=True)
     assert {"left", "left-int8"} <= set(_links(home))  # what they are nobody can tell now
     assert unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
 

@@ -201,8 +201,8 @@ def test_an_interval_stays_in_one_line(tmp_path, more):
 def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):
     report = sample_report.sample()
     for one in report["steps"]:
-        one["facts"] = {"foreign": True}
+        one["details"] = {"foreign": True}
     assert report["recipe"]["task"] == "translation"
-    assert summary_lines(Result(report, tmp_path))[-1].endswith(" --for optimum")
+    assert summary_lines(Result(report, tmp_path))[-1].endswith(" --format optimum")
     report["recipe"]["task"] = "text-classification"
-    assert "--for" not in summary_lines(Result(report, tmp_path))[-1]
+    assert "--format" not in summary_lines(Result(report, tmp_path))[-1]

@@ -119,10 +119,10 @@ def test_the_key_says_how_the_metric_that_chooses_a_checkpoint_was_found():
         generation = Generation(max_new_tokens=asked.pop("new"))
         return shop(validation=Scorer(None, "translation", ("bleu",), generation, threads=1, **asked))
 
-    chosen = step(select="bleu")
+    chosen = step(metric_for_best_model="bleu")
     assert key(scored(new=5), chosen) == key(scored(new=5), chosen)
     assert key(scored(new=5), chosen) != key(scored(new=50), chosen)
-    assert key(scored(new=5), chosen) != key(scored(new=5, strict=True), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=5, truncation="error"), chosen)
     assert key(scored(new=5)) == key(scored(new=50)) == key()  # the loss generates nothing
 
 
@@ -143,7 +143,12 @@ def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monk
 
 @pytest.mark.parametrize(
     ("settings", "measures"),
-    [({}, False), ({"threads": 2}, False), ({"threads": "tune"}, True), ({"tune": {"batch_size": 8}}, True)],
+    [
+        ({}, False),
+        ({"threads": 2}, False),
+        ({"threads": "autotune"}, True),
+        ({"autotune": {"batch_size": 8}}, True),
+    ],
 )
 def test_what_was_measured_on_a_machine_is_made_anew_on_another(settings, measures):
     step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))

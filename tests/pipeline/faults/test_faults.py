@@ -28,10 +28,10 @@ model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
   - quantize: {}
-  - prune: {what: [ffn], keep: 0.25, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.25, importance: magnitude}
     from: model
     name: other
 score: {quality: [accuracy], latency: false}
@@ -310,10 +310,10 @@ def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
     assert result.exit_code == 1
     _, steps = _steps(tmp_path)
     assert steps["prune"]["error"]["code"] == "changed-file"
-    assert all(value in steps["prune"]["error"]["message"] for value in (str(weights), "--fresh prune"))
+    assert all(value in steps["prune"]["error"]["message"] for value in (str(weights), "--rebuild prune"))
     assert [steps[n]["status"] for n in ("finetune", "quantize")] == ["not-reached"] * 2
     assert steps["other"]["status"] == "cached"
-    result = _run(home, tmp_path, "--fresh", "prune")
+    result = _run(home, tmp_path, "--rebuild", "prune")
     assert result.exit_code == 0
     assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == [
         "cached",
@@ -331,14 +331,14 @@ def test_a_changed_byte_of_the_untouched_model_is_named_with_its_step(home, tmp_
     result = _run(home, tmp_path, "--until", "model")
     assert result.exit_code == 2
     assert "error[changed-file]: " in result.output
-    assert all(value in result.output for value in ("config.json: ", "--fresh model"))
-    assert _run(home, tmp_path, "--until", "model", "--fresh", "model").exit_code == 0
+    assert all(value in result.output for value in ("config.json: ", "--rebuild model"))
+    assert _run(home, tmp_path, "--until", "model", "--rebuild", "model").exit_code == 0
 
 
 def test_a_fresh_step_that_fails_leaves_the_old_one(home, tmp_path, monkeypatch):
     assert _run(home, tmp_path, "--until", "prune").exit_code == 0
     monkeypatch.setattr(Prune, "__call__", _breaking(KeyError("x")))
-    assert _run(home, tmp_path, "--until", "prune", "--fresh", "prune").exit_code == 1
+    assert _run(home, tmp_path, "--until", "prune", "--rebuild", "prune").exit_code == 1
     monkeypatch.undo()
     _require_whole(tmp_path, 2)
     assert _run(home, tmp_path, "--until", "prune").exit_code == 0

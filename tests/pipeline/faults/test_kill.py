@@ -21,11 +21,11 @@ model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.75, importance: magnitude}
-  - finetune: {max_steps: 4, batch_size: 4, evals: 2, precision: fp32}
-  - factorize: {method: svd, energy: 0.9, aim: size}
-  - distill: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
-  - prune: {what: [heads], keep: 0.5, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.75, importance: magnitude}
+  - finetune: {max_steps: 4, batch_size: 4, num_evals: 2, precision: fp32}
+  - factorize: {method: svd, energy: 0.9, optimize_for: size}
+  - distill: {max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
+  - prune: {targets: [heads], keep_ratio: 0.5, importance: magnitude}
   - quantize: {}
 score: {quality: [accuracy], latency: false}
 """

@@ -21,7 +21,7 @@ model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
   - quantize: {}
   - onnx: {}
 score: {quality: [accuracy], latency: {batch_sizes: [1], threads: 1, rounds: 3, texts: 2, min_round_ms: 1}}

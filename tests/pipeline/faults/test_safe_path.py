@@ -33,7 +33,7 @@ data: {test: data.jsonl}
 stages: [onnx: {target: ort-cpu}]
 score: {latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1}}
 """
-ARRAYS = "model: g.onnx\ntask: tensors\ndata: {test: rows.npz}\nstages: [quantize-graph: {}]\n"
+ARRAYS = "model: g.onnx\ntask: custom\ndata: {test: rows.npz}\nstages: [quantize-onnx: {}]\n"
 ONNX = "run/artifacts/onnx"
 COMMANDS = [
     ["stages", "prune"],

@@ -19,12 +19,12 @@ model: m
 task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
     name: dies
-  - prune: {what: [ffn], keep: 0.25, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.25, importance: magnitude}
     from: model
     name: hangs
-  - prune: {what: [heads], keep: 0.5, importance: magnitude}
+  - prune: {targets: [heads], keep_ratio: 0.5, importance: magnitude}
     from: model
     name: lives
 score:
@@ -43,8 +43,8 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
         if request["op"] == "load":
             loaded[self] = read_artifact(Path(request["artifact"])).manifest.settings
         victim = loaded.get(self, {})
-        if request["op"] == "round" and victim.get("what") == ["ffn"]:
-            dies = victim["keep"] == 0.5
+        if request["op"] == "round" and victim.get("targets") == ["ffn"]:
+            dies = victim["keep_ratio"] == 0.5
             os.kill(self._process.pid, signal.SIGKILL if dies else signal.SIGSTOP)
             self._time_limit = self._time_limit if dies else 0.5
         return ask(self, **request)

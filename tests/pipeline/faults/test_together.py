@@ -23,8 +23,8 @@ model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
 score: {quality: [accuracy], latency: false}
 """
 
@@ -94,7 +94,7 @@ def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home,
     assert (error.code, error.file) == ("folder-in-use", f"{tmp_path}/one")
     assert f"process {slow_run} " in str(error)
 
-    arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep=0.25"]
+    arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep_ratio=0.25"]
     apart = harness.smelt(*arguments)
     assert apart.exit_code == 0, apart.output
     assert "waits for" not in apart.output

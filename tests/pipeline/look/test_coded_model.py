@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("coded")
     source = causal.model(folder / "float", "llama")
     every_family.run(Quantize(), QuantizeSettings(scheme="int3"), source, "llama", folder / "artifact")
-    facts = {"facts": {"parameters": 12_300_000}}
-    (folder / "artifact" / "manifest.json").write_text(json.dumps(facts))
+    details = {"details": {"parameters": 12_300_000}}
+    (folder / "artifact" / "manifest.json").write_text(json.dumps(details))
     causal.lines(folder / "train.txt", 1)
     return folder
 
@@ -56,11 +56,11 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
     [
         ("factorize: {}", "already-quantized", ("int3 and int4",)),
         ("onnx: {target: openvino}", "unsupported-scheme", ("int3 codes (MatMulNBits)", "(int3 and int4)")),
-        ("finetune: {codes: {split: true}}", "unsupported-scheme", ("int3",)),
-        ("finetune: {codes: {scales: lsq}}", None, ()),
+        ("finetune: {qat: {weight_splitting: true}}", "unsupported-scheme", ("int3",)),
+        ("finetune: {qat: {scales: lsq}}", None, ()),
         ("prune: {}", None, ()),
         ("sparsify: {}", None, ()),
-        ("onnx: {tune: true}", None, ()),
+        ("onnx: {autotune: true}", None, ()),
     ],
 )
 def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, code, named, folder):

@@ -27,13 +27,17 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
     data = look_at_data([rows], "translation")
     kept = 1 - sum(data.shares.values())
     tokens = (20 + 12) / 4 / 2
-    steps = [Step("finetune", "{epochs: 2}"), Step("prune", "{}"), Step("distill", "{epochs: 0.5, evals: 1}")]
+    steps = [
+        Step("finetune", "{epochs: 2}"),
+        Step("prune", "{}"),
+        Step("distill", "{epochs: 0.5, num_evals: 1}"),
+    ]
     seconds = (2 * 6 + 0.5 * 8) * seen.parameters * 1000 * kept * tokens / 1e6
     said = training_time(seen, data, steps)
     assert "2.5 passes over 800 rows" in said
     assert f"roughly {effort._told(seconds)}" in said
     # people's texts stand beside what the teacher writes, with as many beams
-    written = [Step("distill", "{epochs: 2, sequences: {beams: 5, mix: 0.5}}")]
+    written = [Step("distill", "{epochs: 2, sequence_level: {num_beams: 5, original_ratio: 0.5}}")]
     seconds = (4 * 8 + 5 * 2) * seen.parameters * 1000 * kept * tokens / 1e6
     assert f"4 passes over 800 rows: on this processor roughly {effort._told(seconds)}" in training_time(
         seen, data, written

@@ -20,7 +20,7 @@ def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None
     path = graphs.save(model, folder / "m.onnx")
     np.savez(folder / "r.npz", allow_pickle=False, **arrays)
     said = answer([str(path)])
-    seen = ForeignModel(path, Signature.model_validate(said["signature"]), (), None, said["facts"])
+    seen = ForeignModel(path, Signature.model_validate(said["signature"]), (), None, said["details"])
     return found_axes(seen, folder / "r.npz")
 
 

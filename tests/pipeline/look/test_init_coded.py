@@ -119,7 +119,7 @@ def test_the_recipe_runs_as_it_is_written(folder, tmp_path):
     changes = {"score.latency": False, "threads": 1, "tuned.max_steps": 1}  # only to be quick
     changes |= {
         "tuned.learning_rate": 1e-9,
-        "tuned.codes.learning_rate": 1e-9,
+        "tuned.qat.learning_rate": 1e-9,
         "data.windows": {"length": 32},
     }
     result = smelt.run(path, overrides=changes, out=tmp_path / "run", quiet=True)
@@ -127,6 +127,6 @@ def test_the_recipe_runs_as_it_is_written(folder, tmp_path):
     assert result.exit_code == 0, result.report
     assert {step["status"] for step in steps.values()} == {"done"}
     # training starts from the very codes
-    assert steps["tuned"]["facts"]["latent_weights"] == "codes"
-    assert steps["tuned"]["facts"]["codes_changed"] == 0
+    assert steps["tuned"]["details"]["latent_weights"] == "codes"
+    assert steps["tuned"]["details"]["codes_changed"] == 0
     assert steps["onnx-tuned"]["size_bytes"] == pytest.approx(steps["onnx-codes"]["size_bytes"], rel=0.01)

@@ -46,7 +46,7 @@ def written(model: Any, folder: Path, *data: Path) -> Any:
 
 
 def scheme(recipe: Any) -> str | None:
-    found = [stage["quantize-graph"]["scheme"] for stage in recipe["stages"] if "quantize-graph" in stage]
+    found = [stage["quantize-onnx"]["scheme"] for stage in recipe["stages"] if "quantize-onnx" in stage]
     return found[0] if found else None
 
 
@@ -95,7 +95,7 @@ def test_hidden_states_with_a_rule_of_pooling_beside_them_are_an_embedder(tmp_pa
     (tmp_path / "config.json").write_text("{}")
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"text": "number {at}"}}\n' for at in range(50)))
-    assert written(model, tmp_path)["task"] == "tensors"
+    assert written(model, tmp_path)["task"] == "custom"
     with refused("wrong-format", InputError):
         written(model, tmp_path, texts)
     (tmp_path / "modules.json").write_text("[]")

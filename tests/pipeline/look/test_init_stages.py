@@ -19,7 +19,7 @@ from smelt.planning.load import load_plan
 from smelt.recipe.yaml_file import parse_yaml
 
 # half of the layers, half of the neurons, one training
-NARROW = ["depth", "prune", "distill", "onnx", "quantize", "onnx"]
+NARROW = ["drop-layers", "prune", "distill", "onnx", "quantize", "onnx"]
 ALONE = ["openvino", "int8-alone", "onnx-int8-alone"]
 
 
@@ -63,7 +63,7 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
     if task == "language-modeling":
         found = [step.stage for step in plan.steps]
         (count,) = counts.values()
-        assert found[: found.index("onnx")] == [*["depth"] * (count > 1), "prune", "distill"]
+        assert found[: found.index("onnx")] == [*["drop-layers"] * (count > 1), "prune", "distill"]
         return
     shallow = "small" if task in TEXT_TO_TEXT else "shallow"  # 40 rows are too few for a list of words
     student = plan.step(shallow).settings.student
@@ -71,7 +71,10 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
     assert plan.step(shallow).settings.losses.labels in (0, None) or task == sentences.TASK
     if task in TEXT_TO_TEXT:
         metric = "bleu" if task == "translation" else "rougeL"
-        assert (plan.step("small").settings.select, plan.step("small").settings.schedule) == (
+        assert (
+            plan.step("small").settings.metric_for_best_model,
+            plan.step("small").settings.lr_schedule,
+        ) == (
             metric,
             "cosine",
         )
@@ -109,7 +112,7 @@ def test_every_recipe_has_int8_alone(models, rows_to_train_on, as_fast_as_it_get
 def test_a_language_model_keeps_four_layers_of_five(models, count, said):
     seen = look(str(models["llama"]), "language-modeling")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
-    found = [step for step in steps(seen, Machine(1, False, False), True, True) if step.word == "depth"]
+    found = [step for step in steps(seen, Machine(1, False, False), True, True) if step.word == "drop-layers"]
     assert [step.settings for step in found] == [f"{{layers: {layers}}}" for layers in said]
 
 
@@ -135,7 +138,7 @@ def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, sai
     seen = look(str(models["bert"]), "text-classification")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
     found = list(steps(seen, Machine(1, False, False), True, True))
-    assert next((step.settings for step in found if step.word == "depth"), None) == said
+    assert next((step.settings for step in found if step.word == "drop-layers"), None) == said
     behind = [step.word for step in found].index("prune")
     assert [step.word for step in found[behind:]][: len(NARROW) - 1] == NARROW[1:]
 

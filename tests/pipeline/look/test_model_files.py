@@ -92,7 +92,7 @@ def test_the_embedding_must_have_the_shape_of_the_config(tmp_path):
 
 
 def test_a_width_that_the_structure_says_counts(tmp_path):
-    """`prune: {what: [width]}` leaves the config as wide as it was where other things follow from that."""
+    """`prune: {targets: [width]}` leaves the config as wide as it was where other things follow from that."""
     config = _model(tmp_path, 10, 3)
     structure = tmp_path / "structure.json"
     for kept, fits in (([[0, 1, 3]], True), ([[0, 1, 2, 3], [0, 2, 3]], True), ([[0, 1]], False)):

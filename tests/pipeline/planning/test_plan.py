@@ -35,7 +35,7 @@ def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:
         ("onnx", "onnx", "small"),
         ("tensorrt", "tensorrt", "onnx"),
     ]
-    assert made.step("prune").settings.model_dump()["keep"] == 0.25
+    assert made.step("prune").settings.model_dump()["keep_ratio"] == 0.25
     assert made.step("onnx").format == "onnx"
     assert [s.name for s in made.children("small")] == ["quantize", "onnx"]
     assert made.model_folder == folder / "model"
@@ -68,11 +68,11 @@ def test_a_step_stands_on_the_steps_that_its_settings_name(folder: Path) -> None
 
 
 def test_overrides_are_applied_and_kept_in_the_text(folder: Path) -> None:
-    made = plan(folder, TREE, "prune-2.keep=0.9", "seed=4")
-    assert made.step("prune-2").settings.model_dump()["keep"] == 0.9
+    made = plan(folder, TREE, "prune-2.keep_ratio=0.9", "seed=4")
+    assert made.step("prune-2").settings.model_dump()["keep_ratio"] == 0.9
     assert made.recipe.seed == 4
     assert made.recipe_dict()["seed"] == 4
-    assert made.text.endswith("\n# --set prune-2.keep=0.9\n# --set seed=4")
+    assert made.text.endswith("\n# --set prune-2.keep_ratio=0.9\n# --set seed=4")
 
 
 _WORDS = st.sampled_from(["model", "test.jsonl", "prune", "onnx", "~nobody/x", "a" * 300, "x\0y", "..", ""])

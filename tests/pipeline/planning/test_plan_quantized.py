@@ -48,7 +48,8 @@ def advice(made: Plan) -> list[Message]:
             ("'quantize'", "dtype: fp32 or fp16."),
         ),
         (
-            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, vocabulary: int8-static},"
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme:"
+            " int8-static},"
             " onnx: {target: ort-tensorrt-rtx, dtype: fp16}]",
             ("low-precision-scales", "stages[1].onnx.dtype"),
             ("'quantize'", "dtype: fp32."),
@@ -95,45 +96,45 @@ def advice(made: Plan) -> list[Message]:
             ("bnb-int8", "`from: model`, ", "with int8-static or int4."),
         ),
         (
-            "[quantize: {bits: {budget: 4.5}}, onnx: {target: openvino}]",
+            "[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: openvino}]",
             ("unsupported-scheme", "stages[1].onnx.target"),
             (
                 "int2",
                 "int3",
                 "target: ort-cpu, ",
-                "'quantize' `bits: {widths: [4, 8]}`, ",
-                "with int8-static or int8-groupwise or int4 in place of bits.",
+                "'quantize' `mixed_precision: {bit_widths: [4, 8]}`, ",
+                "with int8-static or int8-groupwise or int4 in place of mixed_precision.",
             ),
         ),
         (
-            "[quantize: {bits: {budget: 3}}, onnx: {target: openvino}]",
+            "[quantize: {mixed_precision: {target_bits: 3}}, onnx: {target: openvino}]",
             ("unsupported-scheme", "stages[1].onnx.target"),
-            ("`bits: {widths: [4, 8]}`", "between 4.25 and 8.25, "),
+            ("`mixed_precision: {bit_widths: [4, 8]}`", "between 4.25 and 8.25, "),
         ),
         (
-            "[quantize: {bits: {budget: 4.5}}, onnx: {target: tensorrt}]",
+            "[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: tensorrt}]",
             ("unsupported-scheme", "stages[1].onnx.target"),
-            ("target: ort-cpu, or quantize with int8-static or int4 in place of bits.",),
+            ("target: ort-cpu, or quantize with int8-static or int4 in place of mixed_precision.",),
         ),
         (
             "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
             ("unsupported-scheme", "stages[2].onnx"),
-            ("bnb-nf4", "'quantize' `vocabulary: int8-dynamic`", "`loop: false`"),
+            ("bnb-nf4", "'quantize' `embedding_scheme: int8-dynamic`", "`generation_graph: false`"),
         ),
         (
-            "[quantize: {}, share: {}]",
-            ("already-quantized", "stages[1].share"),
+            "[quantize: {}, share-weights: {}]",
+            ("already-quantized", "stages[1].share-weights"),
             ("'quantize'", "int8-dynamic", "`from: model`"),
         ),
         (
-            "[share: {difference: {rank: 4}}, finetune: {}, prune: {}]",
+            "[share-weights: {low_rank_delta: {rank: 4}}, finetune: {}, prune: {}]",
             ("impossible-order", "stages[2].prune"),
-            ("'share'", "`from: model`"),
+            ("'share-weights'", "`from: model`"),
         ),
         (
-            "[share: {difference: {rank: 4}}, finetune: {masks: {keep: 0.5}}]",
+            "[share-weights: {low_rank_delta: {rank: 4}}, finetune: {learned_masks: {keep_ratio: 0.5}}]",
             ("impossible-order", "stages[1].finetune"),
-            ("'share'",),
+            ("'share-weights'",),
         ),
         (
             "[quantize: {scheme: binary}, factorize: {}]",
@@ -153,7 +154,7 @@ def advice(made: Plan) -> list[Message]:
         (
             "[quantize: {granularity: matrix}]",
             ("wrong-value", "stages[0].quantize.granularity"),
-            ("'channel', 'tensor', 'group', 'row'", "'matrix'"),
+            ("'channel', 'tensor', 'group'", "'matrix'"),
         ),
         (
             "[quantize: {group_size: 64}]",
@@ -171,16 +172,20 @@ def advice(made: Plan) -> list[Message]:
             ("16, 32, 64, 128",),
         ),
         (
-            "[quantize: {bits: {budget: 1.5}}]",
+            "[quantize: {mixed_precision: {target_bits: 1.5}}]",
             ("budget-out-of-range", "stages[0].quantize"),
             ("2.25 to 8.25",),
         ),
         (
-            "[quantize: {bits: {budget: 4}}, factorize: {}]",
+            "[quantize: {mixed_precision: {target_bits: 4}}, factorize: {}]",
             ("already-quantized", "stages[1].factorize"),
             ("'quantize'", "int2 and int3 and int4 and int8-groupwise"),
         ),
-        ("[quantize: {bits: {max_drop: 0.5}}]", ("missing-data", "stages[0].quantize"), ("validation",)),
+        (
+            "[quantize: {mixed_precision: {max_drop: 0.5}}]",
+            ("missing-data", "stages[0].quantize"),
+            ("validation",),
+        ),
         ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
     ],
 )
@@ -231,9 +236,9 @@ def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
 @pytest.mark.parametrize(
     ("codes", "graph"),
     [
-        ("scheme: bnb-nf4, vocabulary: int8-dynamic", ""),
-        ("scheme: bnb-nf4, head: false", ""),
-        ("scheme: bnb-nf4", "loop: false"),
+        ("scheme: bnb-nf4, embedding_scheme: int8-dynamic", ""),
+        ("scheme: bnb-nf4, output_layer: false", ""),
+        ("scheme: bnb-nf4", "generation_graph: false"),
         ("scheme: int4", ""),
     ],
 )
@@ -251,7 +256,7 @@ def test_adapters_may_follow_quantize(translator: Path) -> None:
     ("stages", "package", "release"),
     [
         ("[quantize: {scheme: bnb-nf4}]", "bitsandbytes", "0.48"),
-        ("[quantize: {vocabulary: bnb-int8}]", "bitsandbytes", "0.48"),
+        ("[quantize: {embedding_scheme: bnb-int8}]", "bitsandbytes", "0.48"),
         ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
     ],
 )
@@ -276,7 +281,7 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
     path.write_text(
         "model: model\ntask: translation\n"
         "data: {train: train.jsonl, validation: train.jsonl, test: test.jsonl}\n"
-        f"stages:\n  - quantize: {{bits: {{max_drop: 0.5, metric: {metric}}}}}\n{score}"
+        f"stages:\n  - quantize: {{mixed_precision: {{max_drop: 0.5, metric: {metric}}}}}\n{score}"
     )
     return load_plan(path)
 
@@ -294,7 +299,7 @@ def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
     with refused("metric-not-scored", InputError) as caught:
         scored_by(translator, metric, score)
     [found] = caught.value.found
-    assert places([found]) == [("metric-not-scored", "stages[0].quantize.bits.metric", 5)]
+    assert places([found]) == [("metric-not-scored", "stages[0].quantize.mixed_precision.metric", 5)]
     assert [value for value in named if value not in found.message] == []
 
 
@@ -305,22 +310,32 @@ def test_a_metric_that_the_recipe_scores_is_taken(translator: Path) -> None:
 
 def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: Path) -> None:
     assert plan(
-        translator, "[quantize: {bits: {budget: 4.5, widths: [4, 8]}}, onnx: {target: openvino}]"
+        translator,
+        "[quantize: {mixed_precision: {target_bits: 4.5, bit_widths: [4, 8]}}, onnx: {target: openvino}]",
     ).steps
-    assert plan(translator, "[quantize: {bits: {budget: 5, widths: [4, 8]}}, onnx: {target: openvino}]").steps
+    assert plan(
+        translator,
+        "[quantize: {mixed_precision: {target_bits: 5, bit_widths: [4, 8]}}, onnx: {target: openvino}]",
+    ).steps
 
 
 @pytest.mark.parametrize(
     ("stages", "chain"),
     [
-        ("quantize: {}, finetune: {masks: {keep: 0.5}}", "- finetune: {masks: {keep: 0.5}}"),
+        (
+            "quantize: {}, finetune: {learned_masks: {keep_ratio: 0.5}}",
+            "- finetune: {learned_masks: {keep_ratio: 0.5}}",
+        ),
         ("quantize: {}, distill: {sparsify: {}}", "- distill: {sparsify: {sparsity: 0.5}}"),
         ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
-        ("quantize: {scheme: kmeans4}, depth: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
-        ("quantize: {low_rank: {rank: 4}}, sparsify: {}", "- finetune: {}"),
-        ("quantize: {scheme: ternary}, distill: {codes: {split: true}}, prune: {}", "- prune: {}"),
-        ("quantize: {scheme: ternary}, distill: {codes: {split: true}}, sparsify: {}", "- sparsify: {}"),
-        ("quantize: {scheme: binary}, distill: {codes: {activations: one-bit}}, prune: {}", "- prune: {}"),
+        ("quantize: {scheme: kmeans4}, drop-layers: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+        ("quantize: {low_rank_correction: {rank: 4}}, sparsify: {}", "- finetune: {}"),
+        ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, prune: {}", "- prune: {}"),
+        (
+            "quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, sparsify: {}",
+            "- sparsify: {}",
+        ),
+        ("quantize: {scheme: binary}, distill: {qat: {activations: one-bit}}, prune: {}", "- prune: {}"),
     ],
 )
 def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):
@@ -330,8 +345,12 @@ def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translat
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "ternary", "binary", "kmeans4", "bnb-nf4"])
-@pytest.mark.parametrize("later", ["prune: {what: [heads, ffn]}", "prune: {what: [width]}", "sparsify: {}"])
+@pytest.mark.parametrize(
+    "later", ["prune: {targets: [heads, ffn]}", "prune: {targets: [width]}", "sparsify: {}"]
+)
 def test_units_and_weights_can_go_from_codes(translator, scheme, later):
     if later == "sparsify: {}" and scheme in ("binary", "kmeans4"):
         return
-    assert plan(translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{loop: false}}]").steps
+    assert plan(
+        translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{generation_graph: false}}]"
+    ).steps

@@ -29,14 +29,14 @@ test        test.jsonl (101 rows)
 
 model
 distill -> torch  {student: {decoder_layers: 1}}  reads train
-prune -> torch  {keep: 0.25}  reads train
+prune -> torch  {keep_ratio: 0.25}  reads train
 prune-2 (prune) -> torch  reads train
 small (factorize) -> torch
 ├─ quantize -> torch
 │  onnx-int8 (onnx) -> onnx
 └─ onnx -> onnx  {target: tensorrt}
    tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
-       tensorrt, with an NVIDIA GPU).
+       'tensorrt>=11', with an NVIDIA GPU).
 
 score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, to the model's
             longest output; latency at batch size 1, 8 against model

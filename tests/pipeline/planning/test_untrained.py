@@ -126,7 +126,7 @@ def test_a_tuned_encoder_teaches(bare):
     steps = run(bare, BARE.replace("distill: {", "distill: {teacher: tuned, "), "run")
     assert steps["distill"]["status"] == "done"
     manifest = json.loads((bare / "run" / "artifacts" / "model" / "manifest.json").read_text())
-    assert manifest["facts"]["new_head"] is True
+    assert manifest["details"]["new_head"] is True
 
 
 def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monkeypatch):

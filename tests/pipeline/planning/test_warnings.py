@@ -47,7 +47,11 @@ def test_trainings_without_validation_rows_are_told_that_they_keep_their_last_we
     def step(name, **settings):
         return SimpleNamespace(name=name, settings=SimpleNamespace(**settings))
 
-    steps = [step("prune"), step("small", select="loss"), step("tuned", select="bleu")]
+    steps = [
+        step("prune"),
+        step("small", metric_for_best_model="loss"),
+        step("tuned", metric_for_best_model="bleu"),
+    ]
     (found,) = kept_last(_recipe(), steps)
     assert found.code == "no-validation-data"
     assert "small, tuned" in found.message
@@ -95,13 +99,13 @@ def test_test_rows_that_are_calibrated_on_are_counted():
 
     test = arrays(0, 60)
     for name in ("calibration", "validation", "train"):
-        assert _said({name: arrays(200), "test": test}, "tensors", trains=False) == []
-        (found,) = _said({name: arrays(100, 200), "test": test}, "tensors", trains=False)
+        assert _said({name: arrays(200), "test": test}, "custom", trains=False) == []
+        (found,) = _said({name: arrays(100, 200), "test": test}, "custom", trains=False)
         assert found.code == "test-rows-in-other-split"
         assert re.findall(r"\d+", found.message) == ["20", "120"]
         assert f" in {name}," in found.message
     # stages see the first of these that is there
-    assert _said({"calibration": arrays(200), "train": test, "test": test}, "tensors", trains=False) == []
+    assert _said({"calibration": arrays(200), "train": test, "test": test}, "custom", trains=False) == []
     (found,) = _said({"calibration": Split("f", (Example("b 1"),)), "test": _pairs(*_many("b"))})
     assert re.findall(r"\d+", found.message) == ["1", "120"]
 
@@ -153,8 +157,8 @@ def test_labels_that_differ_in_case_or_blanks_are_named_with_counts():
     [
         ({"num_beams": 4}, "", "4 beams"),
         ({"num_beams": 4}, "score: {generation: {max_new_tokens: 9}}", "4 beams"),
-        ({"num_beams": 4}, "score: {generation: {beams: 4}}", None),
-        ({"num_beams": 4}, "score: {generation: {beams: 1}}", None),
+        ({"num_beams": 4}, "score: {generation: {num_beams: 4}}", None),
+        ({"num_beams": 4}, "score: {generation: {num_beams: 1}}", None),
         ({"num_beams": 4}, "score: {generation: {do_sample: true}}", None),
         ({"num_beams": 1}, "", None),
         ({"do_sample": True}, "", "sampling"),
@@ -184,7 +188,7 @@ def report(tmp_path_factory):
     tiny.pairs(home / "data.jsonl", 8)
     (home / "r.yaml").write_text(
         "model: m\ntask: translation\ndata: {train: data.jsonl, test: data.jsonl}\n"
-        "stages: [{prune: {what: [ffn], keep: 0.5}}]\n"
+        "stages: [{prune: {targets: [ffn], keep_ratio: 0.5}}]\n"
         "score: {quality: [bleu], generation: {max_new_tokens: 3}, latency: false}\n"
     )
     planned = harness.smelt("plan", home / "r.yaml")
@@ -268,7 +272,7 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     assert said in " ".join(ran.output.split())
     assert f" %, floats in {dtypes[odd]})" in write_markdown(found)
     page = write_html(found)
-    assert f" %, floats in {dtypes[odd]}, the baseline's in another type" in page.replace("&#39;", "'")
+    assert f" %, floats in {dtypes[odd]}, the baseline's has another type" in page.replace("&#39;", "'")
     assert f" %, {dtypes[odd]}</abbr></small>" in page
     [half] = [step for step in found["steps"] if step["name"] == "half"]
     assert half["warnings"][-1]["code"] == "other-device"

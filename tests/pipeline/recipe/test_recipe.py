@@ -33,7 +33,7 @@ model: m
 task: translation
 data: {test: t.jsonl}
 stages:
-  - prune: {keep: 0.5}
+  - prune: {keep_ratio: 0.5}
     name: small
   - onnx
   - onnx: {target: tensorrt}
@@ -74,11 +74,11 @@ def test_defaults() -> None:
     recipe = read(GOOD)
     assert recipe.score.quality == METRICS["translation"]
     generation = recipe.score.generation.model_dump()
-    assert {name for name, value in generation.items() if value is not None} == {"beams", "do_sample"}
-    assert (generation["beams"], generation["do_sample"]) == (1, False)
+    assert {name for name, value in generation.items() if value is not None} == {"num_beams", "do_sample"}
+    assert (generation["num_beams"], generation["do_sample"]) == (1, False)
     assert recipe.score.batch_size == 32
     assert recipe.score.latency is not None
-    assert (recipe.baseline, recipe.seed, recipe.strict, recipe.threads) == ("model", 0, False, None)
+    assert (recipe.baseline, recipe.seed, recipe.truncation, recipe.threads) == ("model", 0, "warn", None)
     assert recipe.data.splits() == {"test": "t.jsonl"}
     assert recipe.base == Path()
 
@@ -99,7 +99,7 @@ def test_a_metric_may_have_settings() -> None:
 
 def test_stages_are_read_with_what_stands_beside_them() -> None:
     first, second, third = read(GOOD).stages
-    assert (first.word, first.name, first.settings, first.line) == ("prune", "small", {"keep": 0.5}, 5)
+    assert (first.word, first.name, first.settings, first.line) == ("prune", "small", {"keep_ratio": 0.5}, 5)
     assert (second.word, second.name, second.settings, second.optional) == ("onnx", None, {}, False)
     assert (third.parent, third.optional) == ("small", True)
 
@@ -131,8 +131,8 @@ taks: translation
 task: translation
 data: {tets: t.jsonl, columns: {source: 3}}
 stages:
-  - prnue: {keep: 0.5}
-  - prune: {keep: 0.5}
+  - prnue: {keep_ratio: 0.5}
+  - prune: {keep_ratio: 0.5}
     nmae: small
 score: {quality: [bleu, accuracy, rogueL]}
 seed: yes
@@ -153,9 +153,11 @@ threads: 0
     ]
     assert {one.file for one in found} == {"recipe.yaml"}
     # what is known there, and the nearest of it
-    keys = "model, task, tokenizer, data, embedding, score, baseline, gates, seed, strict, threads, device,"
+    keys = (
+        "model, task, tokenizer, data, embedding, score, baseline, gates, seed, truncation, threads, device,"
+    )
     splits = "train, unlabelled, validation, calibration, test, split, columns, windows, prefix,"
-    stages = "finetune, distill, vocabulary, depth, prune, sparsify, factorize, share, shortlist, quantize,"
+    stages = "finetune, distill, trim-vocabulary, drop-layers, prune, sparsify, factorize, share-weights,"
     for one, known, nearest in (
         (found[0], keys, "task"),
         (found[2], splits, "test"),
@@ -171,19 +173,19 @@ threads: 0
     ("line", "code", "setting", "named"),
     [
         ("seed: 1.5", "wrong-value", "seed", ("0 and 4294967295", "1.5")),
-        ("strict: 1", "wrong-value", "strict", ("1",)),
+        ("truncation: 1", "wrong-value", "truncation", ("1",)),
         ("baseline: [model]", "wrong-value", "baseline", ('["model"]',)),
         ("score: 3", "wrong-value", "score", ("quality, generation, latency, batch_size", "3")),
         ("score: {quality: bleu}", "wrong-value", "score.quality", ("'bleu'",)),
         ("score: {quality: [bleu, bleu]}", "duplicate-metric", "score.quality[1]", ("'bleu'",)),
         (
-            "score: {generation: {beams: 0}}",
+            "score: {generation: {num_beams: 0}}",
             "wrong-value",
-            "score.generation.beams",
+            "score.generation.num_beams",
             ("1 and 64", "0"),
         ),
         (
-            "score: {generation: {beams: 4, early_stopping: nevr}}",
+            "score: {generation: {num_beams: 4, early_stopping: nevr}}",
             "wrong-value",
             "score.generation.early_stopping",
             ("'nevr'", "'never'?"),
@@ -248,7 +250,7 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
         ("{}", "wrong-value", "stages[0]", "{}"),
         ("3", "wrong-value", "stages[0]", "3"),
         ("{prune: {}, onnx: {}}", "several-stages", "stages[0]", "2: prune, onnx"),
-        ("{prune: {}, keep: 0.5}", "unknown-setting", "stages[0].keep", "prune"),
+        ("{prune: {}, keep_ratio: 0.5}", "unknown-setting", "stages[0].keep_ratio", "prune"),
         ("{prune: 0.5}", "wrong-value", "stages[0].prune", "0.5"),
         ("{prune: {}, from: 3}", "wrong-value", "stages[0].from", "3"),
         ("{prune: {}, optional: 'yes'}", "wrong-value", "stages[0].optional", "'yes'"),
@@ -287,19 +289,19 @@ def test_missing_keys_are_named() -> None:
 def test_set_changes_settings_of_steps_and_keys() -> None:
     recipe = read(
         GOOD,
-        "small.keep=0.9",
+        "small.keep_ratio=0.9",
         "seed=3",
         "score.latency.threads=2",
         "onnx.target=ort-cpu",
         "onnx-2.optional=false",
     )
-    assert recipe.stages[0].settings == {"keep": 0.9}
+    assert recipe.stages[0].settings == {"keep_ratio": 0.9}
     assert recipe.stages[1].settings == {"target": "ort-cpu"}
     assert recipe.stages[2].optional is False
     assert recipe.seed == 3
     assert recipe.score.latency is not None
     assert recipe.score.latency.threads == 2
-    assert recipe.document["stages"][0]["prune"] == {"keep": 0.9}
+    assert recipe.document["stages"][0]["prune"] == {"keep_ratio": 0.9}
 
 
 def test_set_latency_false_and_back() -> None:
@@ -313,7 +315,7 @@ def test_set_latency_false_and_back() -> None:
     ("override", "code", "setting"),
     [
         ("seed", "invalid-override", "--set seed"),
-        ("smal.keep=1", "unknown-setting", "--set smal.keep=1"),
+        ("smal.keep_ratio=1", "unknown-setting", "--set smal.keep_ratio=1"),
         ("small=1", "missing-setting", "--set small=1"),
         ("seed=x", "wrong-value", "seed"),
         ("seed=[", "invalid-yaml", "--set seed=["),
@@ -343,7 +345,7 @@ def test_a_number_that_is_none_is_said_once(written: str) -> None:
 
 
 def test_set_names_the_nearest_step() -> None:
-    assert "'small'?" in mistakes(GOOD, "smal.keep=1")[0].message
+    assert "'small'?" in mistakes(GOOD, "smal.keep_ratio=1")[0].message
 
 
 def test_read_recipe_reads_the_file(tmp_path: Path) -> None:

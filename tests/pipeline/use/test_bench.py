@@ -20,7 +20,7 @@ model: m
 task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
 score: {latency: false}
 """
 QUICK = ("--threads", 1, "--rounds", 3, "--texts", 2, "--batch-size", 1)
@@ -143,8 +143,8 @@ def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
     }
     row |= {"unit": "sentences/s", "speedup": 123.4, "speedup_ci95": [100.0, 234.56]}
     row |= {"stable": False, "reason": "the rounds disagree: from 1.00× to 200.00×"}
-    row["parts"] = {"tokenizing_ms": 0.123, "encoding_ms": 12345.6, "first_token_ms": 1.0}
-    row["parts"] |= {"further_token_ms": None, "further_tokens": 0.0, "detokenizing_ms": 2.0}
+    row["parts"] = {"tokenizing_ms": 0.123, "encoding_ms": 12345.6, "time_to_first_token_ms": 1.0}
+    row["parts"] |= {"time_per_output_token_ms": None, "further_tokens": 0.0, "detokenizing_ms": 2.0}
     artifact = {"latency": [row], "error": None, "device": "cpu"}
     table = bench_text(
         {

@@ -16,7 +16,7 @@ data: {test: data.jsonl}
 stages: []
 score:
   quality: [bleu]
-  generation: {beams: 3, length_penalty: 0.5, max_new_tokens: 6}
+  generation: {num_beams: 3, length_penalty: 0.5, max_new_tokens: 6}
   latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}
 """
 SIGNATURE = "|gen:beam 3|length_penalty:0.5|early_stopping:false|max_new_tokens:6|bad_words:1|forced_eos:[0]"
@@ -65,14 +65,14 @@ def test_another_generation_is_another_score_and_another_time(home):
 
 def test_eval_and_predict_take_beams(home):
     artifact = home / "run" / "artifacts" / "model"
-    words = ("--max-new-tokens", 6, "--beams", 3)
+    words = ("--max-new-tokens", 6, "--num-beams", 3)
     arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words]
     result = harness.smelt(*arguments)
     scores = json.loads(result.stdout)
     assert all(value in result.stderr for value in ("warning: 8 of 8 outputs", "6 tokens"))
     assert "gen:beam 3|length_penalty:1|early_stopping:false|max_new_tokens:6" in scores["bleu"]["signature"]
     with smelt.load(artifact) as model:
-        expected = model.generate(tiny.SENTENCES[:2], beams=3, max_new_tokens=6)
+        expected = model.generate(tiny.SENTENCES[:2], num_beams=3, max_new_tokens=6)
     assert _said("predict", artifact, *tiny.SENTENCES[:2], *words).splitlines() == expected
 
 
@@ -89,8 +89,8 @@ def test_predict_samples_with_a_seed(home):
     [
         (["--temperature", "0.5"], ("--temperature", "--sample")),
         (["--top-k", "3"], ("--top-k", "--sample")),
-        (["--sample", "--beams", "2"], ("error[settings-conflict]: ", "do_sample", "beams: 2")),
-        (["--beams", "0"], ("--beams", "0 ", "1<=x<=64")),
+        (["--sample", "--num-beams", "2"], ("error[settings-conflict]: ", "do_sample", "num_beams: 1")),
+        (["--num-beams", "0"], ("--num-beams", "0 ", "1<=x<=64")),
         (["--sample", "--top-p", "0"], ("--top-p", "0.0 ", "0<x<=1")),
     ],
 )

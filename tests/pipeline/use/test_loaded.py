@@ -179,7 +179,7 @@ def _engine(path):
     return SimpleNamespace(
         path=path,
         format="tensorrt",
-        manifest=SimpleNamespace(facts={}, task="translation"),
+        manifest=SimpleNamespace(details={}, task="translation"),
         verify=lambda: None,
     )
 
@@ -205,7 +205,7 @@ def test_a_call_that_fails_does_not_keep_a_model_open():
     with pytest.raises(smelt.InputError):
         model.generate([3])
     with pytest.raises(smelt.InputError):
-        model.generate(["a"], beams=2, do_sample=True)
+        model.generate(["a"], num_beams=2, do_sample=True)
     model.close()
 
 
@@ -251,7 +251,7 @@ def test_a_batch_size_that_is_none_is_refused(size):
 @pytest.mark.parametrize("kind", ["translator", "writer"])
 def test_of_no_texts_nothing_is_made(kind, step):
     with smelt.load(exported.artifact(kind, step)) as model:
-        assert model.generate([]) == model.generate((text for text in ()), beams=3) == []
+        assert model.generate([]) == model.generate((text for text in ()), num_beams=3) == []
 
 
 @pytest.mark.parametrize("texts", [None, 3, b"a", ["a", None], [("a", "b")], [["a"]], "a man"])

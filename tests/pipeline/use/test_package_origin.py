@@ -58,7 +58,7 @@ def test_settings_licence_and_times_are_told(run, tmp_path):
         shutil.copytree(run / "artifacts" / name, tmp_path / "artifacts" / name)
     path = tmp_path / "artifacts" / "model" / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["facts"]["licence"] = "mit (its model card)"
+    manifest["details"]["licence"] = "mit (its model card)"
     path.write_text(json.dumps(manifest))
     report = json.loads((run / "report.json").read_text())
     report["recipe"]["stages"] = [{"onnx": {"opset": 20}, "name": "onnx"}]

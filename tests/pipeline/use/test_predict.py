@@ -101,4 +101,4 @@ def test_nothing_is_opened_for_no_texts(translator, monkeypatch):
 
 def test_settings_that_do_not_fit_are_refused_before_anything_is_opened(translator):
     with refused("settings-conflict", InputError):
-        Predictor(translator, {"do_sample": True, "beams": 2})
+        Predictor(translator, {"do_sample": True, "num_beams": 2})

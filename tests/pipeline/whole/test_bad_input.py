@@ -80,7 +80,9 @@ def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
     assert found["code"] == "truncated-texts"
     assert "1 of 9 texts" in found["message"]
     assert found["message"] in (home / "r" / "report.html").read_text().replace("&#39;", "'")
-    error = refused_recipe(home, RECIPE + "strict: true\n", "texts-too-long", "texts-too-long", command="run")
+    error = refused_recipe(
+        home, RECIPE + "truncation: error\n", "texts-too-long", "texts-too-long", command="run"
+    )
     train, test = (one.message for one in error.found)
     assert all(value in train for value in ("data.jsonl (train): ", "1 row ", "32 tokens", "line 9."))
     assert all(value in test for value in ("data.jsonl (test): ", "1 row "))
@@ -90,7 +92,7 @@ def test_a_target_beyond_the_limit_is_too_long_under_strict_too(home):
     with (home / "pairs.jsonl").open("a") as stream:
         stream.write(json.dumps({"source": "a man", "target": "ein mann " * 40}) + "\n")
     codes = ("texts-too-long", "texts-too-long")
-    error = refused_recipe(home, TRANSLATE + "strict: true\n", *codes, command="run")
+    error = refused_recipe(home, TRANSLATE + "truncation: error\n", *codes, command="run")
     assert all(value in error.found[0].message for value in ("(train): ", "1 row ", "40 tokens", "line 9."))
 
 

@@ -132,10 +132,14 @@ LANGUAGE = "model: l\ntask: language-modeling\ndata: {train: t.txt, test: t.txt}
 @pytest.mark.parametrize(
     ("folder", "recipe", "name"),
     [
-        ("l", LANGUAGE + "stages: [{prune: {keep: 0.5}}]\n", "model.layers.1.mlp.up_proj.weight"),
+        ("l", LANGUAGE + "stages: [{prune: {keep_ratio: 0.5}}]\n", "model.layers.1.mlp.up_proj.weight"),
         ("l", LANGUAGE + "stages: [{quantize: {scheme: int4}}]\n", "model.layers.1.mlp.up_proj.weight"),
         ("m", RECIPE, "bert.encoder.layer.1.intermediate.dense.weight"),
-        ("t", TRANSLATE.replace("prune: {keep: 0.5}", "quantize: {}"), "model.decoder.layers.0.fc1.weight"),
+        (
+            "t",
+            TRANSLATE.replace("prune: {keep_ratio: 0.5}", "quantize: {}"),
+            "model.decoder.layers.0.fc1.weight",
+        ),
     ],
 )
 def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, folder, recipe, name):

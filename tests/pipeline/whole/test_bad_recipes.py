@@ -22,9 +22,9 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("stages", "code", "setting", "named"),
     [
         ("[prnue]", "unknown-stage", "stages[0].prnue", ("'prnue'", "'prune'?")),
-        ("[{prune: {kep: 1}}]", "unknown-setting", "stages[0].prune.kep", ("'keep'?",)),
-        ("[{prune: {keep: half}}]", "wrong-value", "stages[0].prune.keep", ("'half'",)),
-        ("[{prune: {keep: 1.5}}]", "wrong-value", "stages[0].prune.keep", ("1.5",)),
+        ("[{prune: {kep_ratio: 1}}]", "unknown-setting", "stages[0].prune.kep_ratio", ("'keep_ratio'?",)),
+        ("[{prune: {keep_ratio: half}}]", "wrong-value", "stages[0].prune.keep_ratio", ("'half'",)),
+        ("[{prune: {keep_ratio: 1.5}}]", "wrong-value", "stages[0].prune.keep_ratio", ("1.5",)),
         ("[{prune: [1]}]", "wrong-value", "stages[0].prune", ("[1]",)),
         ("[onnx, prune]", "wrong-model-format", "stages[1].prune", ("'onnx'",)),
         ("[tensorrt]", "wrong-model-format", "stages[0].tensorrt", ("it: onnx",)),
@@ -66,7 +66,7 @@ def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setti
 @pytest.mark.parametrize(
     ("family", "stages", "code", "setting", "named"),
     [
-        ("mpnet", "[{prune: {what: [heads]}}]", "fixed-heads", "stages[0].prune.what", ("mpnet",)),
+        ("mpnet", "[{prune: {targets: [heads]}}]", "fixed-heads", "stages[0].prune.targets", ("mpnet",)),
         (
             "modernbert",
             "[{distill: {student: {layers: [1]}}}]",
@@ -76,9 +76,9 @@ def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setti
         ),
         (
             "bert",
-            "[{prune: {budget: {operations: 0.6, length: 4000}}}]",
+            "[{prune: {budget: {flops: 0.6, sequence_length: 4000}}}]",
             "longer-than-model",
-            "stages[0].prune.budget.length",
+            "stages[0].prune.budget.sequence_length",
             ("4,000", "32"),
         ),
     ],
@@ -125,7 +125,7 @@ data:
   split: {test: 2}
   windows: {length: 8}
 stages:
-  - prune: {keep: 2, importnce: taylor}
+  - prune: {keep_ratio: 2, importnce: taylor}
   - distill: {student: {decoder_layers: 1}, epochs: half, teacher: nobody}
     name: small
   - onnx: {target: tensort}
@@ -140,7 +140,7 @@ stages:
 score:
   quality: [accuracy, f2, accuracy]
   latency: {threads: 0}
-  generation: {beams: 0}
+  generation: {num_beams: 0}
 baseline: smal
 gates:
   accuracy: {max_drop: -1, at: nobody}
@@ -163,7 +163,7 @@ ITS_MISTAKES = [
     ("missing-file", "data.test", 7),
     ("wrong-value", "data.split.test", 8),
     ("does-not-fit-task", "data.windows", 9),
-    ("wrong-value", "stages[0].prune.keep", 11),
+    ("wrong-value", "stages[0].prune.keep_ratio", 11),
     ("unknown-setting", "stages[0].prune.importnce", 11),
     ("unknown-stack", "stages[1].distill.student.decoder_layers", 12),
     ("wrong-value", "stages[1].distill.epochs", 12),
@@ -178,7 +178,7 @@ ITS_MISTAKES = [
     ("unknown-metric", "score.quality[1]", 24),
     ("duplicate-metric", "score.quality[2]", 24),
     ("wrong-value", "score.latency.threads", 25),
-    ("wrong-value", "score.generation.beams", 26),
+    ("wrong-value", "score.generation.num_beams", 26),
     ("unknown-step", "baseline", 27),
     ("wrong-value", "gates.accuracy.max_drop", 29),
     ("unknown-step", "gates.accuracy.at", 29),
@@ -189,7 +189,7 @@ ITS_MISTAKES = [
     ("wrong-value", "device", 34),
     ("wrong-value", "threads", 35),
     ("invalid-override", "--set prune.x", None),
-    ("unknown-setting", "--set nobody.keep=1", None),
+    ("unknown-setting", "--set nobody.keep_ratio=1", None),
     ("unknown-step", "--until", None),
 ]
 
@@ -202,7 +202,7 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
     (home / "m" / "tokenizer.json").unlink(missing_ok=True)
     (home / "recipe.yaml").write_text(EVERYTHING_WRONG)
     result = harness.smelt(
-        "plan", home / "recipe.yaml", "--until", "nowhere", "--set", "prune.x", "--set", "nobody.keep=1"
+        "plan", home / "recipe.yaml", "--until", "nowhere", "--set", "prune.x", "--set", "nobody.keep_ratio=1"
     )  # fmt: skip
     error = error_of(result)
     assert (result.exit_code, error.code) == (2, "several-mistakes")
@@ -216,14 +216,14 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
 @pytest.mark.parametrize(
     ("stage", "code", "named"),
     [
-        ("prune: {what: [ffn], keep_heads: 0.5}", "unused-setting", ("[ffn]",)),
+        ("prune: {targets: [ffn], keep_ratio: {heads: 0.5}}", "settings-conflict", ("heads", "[ffn]")),
         ("factorize: {include: []}", "wrong-value", ("at least 1", "[]")),
-        ("factorize: {rank: 4, ratio: 0.5}", "settings-conflict", ("rank and ratio",)),
+        ("factorize: {rank: 4, keep_ratio: 0.5}", "settings-conflict", ("rank and keep_ratio",)),
         ("sparsify: {pattern: '4:2'}", "wrong-pattern", ("4:2",)),
         ("sparsify: {pattern: '2:4', sparsity: 0.5}", "settings-conflict", ("sparsity and pattern",)),
-        ("distill: {layer_map: last}", "unused-setting", ("layer_map", "hidden")),
-        ("distill: {relation_heads: 2}", "unused-setting", ("relation_heads", "relations")),
-        ("distill: {losses: {hidden: 1}, layer_map: {1: 9}}", "unknown-layer", ("0 (",)),
+        ("distill: {layer_map: last}", "unused-setting", ("layer_map", "hidden_states")),
+        ("distill: {relation_heads: 2}", "unused-setting", ("relation_heads", "self_attention_relations")),
+        ("distill: {losses: {hidden_states: 1}, layer_map: {1: 9}}", "unknown-layer", ("0 (",)),
         (
             "distill: {phases: [{losses: {logits: 1}}, {losses: {cosine: 1}}], student: {config: thin.json}}",
             "width-mismatch",
@@ -234,7 +234,7 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
 def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home, stage, code, named):
     config = json.loads((home / "m" / "config.json").read_text())
     (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
-    error = refused_recipe(home, RECIPE.replace("prune: {keep: 0.5}", stage), code)
+    error = refused_recipe(home, RECIPE.replace("prune: {keep_ratio: 0.5}", stage), code)
     [found] = error.found
     assert found.line == 4
     assert [value for value in named if value not in found.message] == []
@@ -247,7 +247,7 @@ def test_mended_recipe_plans(home):
     text = text.replace("jsno", "jsonl").replace("  split: {test: 2}\n  windows: {length: 8}\n", "")
     text += """
 stages:
-  - prune: {keep: 0.5, importance: taylor}
+  - prune: {keep_ratio: 0.5, importance: taylor}
   - distill: {student: {layers: 1}, epochs: 1, teacher: model}
     name: small
   - onnx: {target: ort-cpu}

@@ -16,15 +16,19 @@ pytest_plugins = ["refused_recipes"]
 
 # by the name of a step: the stage, the code of its error, and what is named in it
 AT_WORK = {
-    "heads": ("prune: {budget: {parameters: 0.001}, rows: 4}", "budget-too-small", ("0.001", "0.")),
+    "heads": (
+        "prune: {budget: {parameters: 0.001}, calibration_samples: 4}",
+        "budget-too-small",
+        ("0.001", "0."),
+    ),
     "ranks": (
-        "factorize: {budget: {parameters: 0.00001}, aim: size, rows: 4}",
+        "factorize: {parameter_budget: 0.00001, optimize_for: size, calibration_samples: 4}",
         "budget-too-small",
         ("rank 1", "0."),
     ),
-    "words": ("vocabulary: {size: 1}", "size-too-small", ("size 1 ",)),
+    "words": ("trim-vocabulary: {size: 1}", "size-too-small", ("size 1 ",)),
     "layers": ("factorize: {include: ['*.nowhere']}", "no-layer-selected", ("*.nowhere",)),
-    "codes": ("quantize: {skip: ['*']}", "no-layer-selected", ("['*']",)),
+    "codes": ("quantize: {exclude: ['*']}", "no-layer-selected", ("['*']",)),
     "teacher": ("distill: {teacher: {model: other}, max_steps: 1}", "tokenizer-mismatch", ()),
 }
 
@@ -39,7 +43,7 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
     data = "data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}\n"
     text = HEAD.replace("data: {train: data.jsonl, test: data.jsonl}\n", data)
     (home / "recipe.yaml").write_text(
-        f"{text}score: {{latency: false}}\nstages:\n{steps}  - depth: {{layers: 1, importance: last}}\n"
+        f"{text}score: {{latency: false}}\nstages:\n{steps}  - drop-layers: {{layers: 1, importance: last}}\n"
         "    from: model\n"
     )
     harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=1)
@@ -49,7 +53,7 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
     for name, (_, _, named) in AT_WORK.items():
         assert told[name]["status"] == "error", name
         assert [value for value in named if value not in told[name]["error"]["message"]] == []
-    assert told["depth"]["status"] == "done"
+    assert told["drop-layers"]["status"] == "done"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def test_an_older_package_is_named_before_any_work(home, monkeypatch, stage, pac
     assert not (home / "run").exists()
 
 
-@pytest.mark.parametrize("word", ["lora", "masks", "sparsify"])
+@pytest.mark.parametrize("word", ["lora", "learned_masks", "sparsify"])
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
 def test_what_trains_in_blocks_is_refused_of_a_model_that_has_none(stage, settings, word):
     asked = settings.model_validate({word: {}})

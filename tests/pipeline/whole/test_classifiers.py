@@ -17,10 +17,10 @@ model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1}
-  - prune: {what: [heads, ffn], keep: 0.5, rows: 8}
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1}
-  - factorize: {rank: 8, aim: size}
+  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, num_evals: 1}
+  - prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 8}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1}
+  - factorize: {rank: 8, optimize_for: size}
   - quantize: {}
   - onnx: {}
 score: {latency: false}
@@ -108,7 +108,7 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
     family = json.loads((folder / "m" / "config.json").read_text())["model_type"]
     types = ["token_type_ids"] if family == "bert" else []
     assert names == ["input_ids", "attention_mask", *types]
-    operators = steps_of(folder)["onnx"]["facts"]["graphs"]["model"]["operators"]
+    operators = steps_of(folder)["onnx"]["details"]["graphs"]["model"]["operators"]
     assert operators["DynamicQuantizeMatMul"] > 5
     assert not operators.keys() & {"MatMul", "Gemm"}
 
@@ -147,7 +147,7 @@ def test_a_gate_on_an_error_limits_its_rise(tmp_path):
     """mse falls from the model to the step that was trained: no drop; a lower limit of its fall fails."""
     tail = """
 stages:
-  - finetune: {max_steps: 20, batch_size: 4, learning_rate: 0.01, evals: 0}
+  - finetune: {max_steps: 20, batch_size: 4, learning_rate: 0.01, num_evals: 0}
 score: {latency: false, quality: [mse]}
 """
     recipe = CHAIN.split("stages:", maxsplit=1)[0] + tail

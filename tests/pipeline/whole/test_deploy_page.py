@@ -1,4 +1,4 @@
-"""What docs/deploy.md says of the service of a package: its commands, paths and options."""
+"""What docs/how-to/deploy.md says of the service of a package: its commands, paths and options."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from served import served
 from smelt.export.package.standalone.parts import serve
 from smelt.export.package.standalone.parts.http_requests import PATHS
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "deploy.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^curl .*", PAGE, flags=re.M)
 
 
@@ -49,12 +49,12 @@ def test_its_table_has_every_option_and_path(monkeypatch, tmp_path):
     monkeypatch.setattr(argparse.ArgumentParser, "add_argument", spy)
     serve.options_of([])
     options = {name: default for name, default in seen if name not in ("-h", "--health")}
-    rows = dict(re.findall(r"^\| `(--[\w-]+)`, `\w+` \| ([^|;]+?)(?:;[^|]*)? \|", PAGE, flags=re.M))
+    rows = dict(re.findall(r"^\|`(--[\w-]+)`, `\w+`\|([^|;]+)(?:;[^|]*)?\|", PAGE, flags=re.M))
     assert rows.keys() == options.keys()
     said = {name: value for name, value in rows.items() if name not in ("--threads", "--workers")}
     large = {name: f"{int(options[name]) / 2**20:g} MiB" for name in ("--max-body", "--max-bodies")}
     assert said == {name: options[name] for name in said} | large
     for name in options:
         assert f"`{name}`, `{name[2:].upper().replace('-', '_')}`" in PAGE
-    found = re.findall(r"^\| `(GET|POST) (/\w*)` \|", PAGE, flags=re.M)
+    found = re.findall(r"^\|`(GET|POST) (/\w*)`\|", PAGE, flags=re.M)
     assert {path: method for method, path in found} == PATHS

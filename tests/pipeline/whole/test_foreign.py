@@ -17,7 +17,7 @@ from smelt.planning.load import load_plan
 
 RECIPE = """
 model: m.onnx
-task: tensors
+task: custom
 data: {test: test.npz, calibration: calibration.npz}
 stages: STAGES
 score: {latency: LATENCY}
@@ -95,7 +95,7 @@ def test_a_fixed_batch_is_kept_when_scoring_and_timing(here: Path, monkeypatch: 
 
 def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
     harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
-    assert "m.yaml: tensors" in harness.smelt("plan", "m.yaml", code=0).output
+    assert "m.yaml: custom" in harness.smelt("plan", "m.yaml", code=0).output
     assert max(map(len, (here / "m.yaml").read_text().splitlines())) <= 88
     assert "m.yaml" in str(harness.smelt("init", "m.onnx", code=2).error)
 
@@ -103,12 +103,12 @@ def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "setting", "named"),
     [
-        ({"stages: []": "stages: [prune: {keep: 0.5}]"}, "wrong-model-format", "stages[0].prune", ()),
+        ({"stages: []": "stages: [prune: {keep_ratio: 0.5}]"}, "wrong-model-format", "stages[0].prune", ()),
         (
-            {"task: tensors": "task: tensors\ntokenizer: there"},
+            {"task: custom": "task: custom\ntokenizer: there"},
             "does-not-fit-task",
             "tokenizer",
-            ("tensors",),
+            ("custom",),
         ),
         ({"test: test.npz": "test: m.onnx"}, "wrong-format", "data.test", (".npz",)),
         ({"test: test.npz": "test: test.npz, columns: {text: x}"}, "does-not-fit-task", "data.columns", ()),

@@ -17,7 +17,7 @@ NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 NAMELESS = ([None, None, 4], [1, None, 8], [1, None, 8])
 RECIPE = """
 model: m.onnx
-task: tensors
+task: custom
 data: {test: test.npz, calibration: calibration.npzAXES}
 stages: [simplify, {fp16: {}}]
 score: {batch_size: 7, latency: LATENCY}

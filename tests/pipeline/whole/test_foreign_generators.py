@@ -69,7 +69,7 @@ def test_it_writes_what_the_artifact_wrote_and_is_scored_and_made_smaller(
     wanted = generated(exported.artifact(kind))
     assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == wanted
     assert len(generated("runs/r/artifacts/quantize")) == len(TEXTS)
-    harness.smelt("package", "runs/r/artifacts/model", "--for", "optimum", "--out", "again", code=0)
+    harness.smelt("package", "runs/r/artifacts/model", "--format", "optimum", "--out", "again", code=0)
     error = error_of(harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2))
     assert error.code == "missing-graph"
 

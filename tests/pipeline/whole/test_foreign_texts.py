@@ -85,14 +85,16 @@ def test_a_classifier_of_torch_is_scored_quantized_and_answers_as_the_model(here
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
 def test_ranges_are_found_on_padded_texts_of_different_lengths(here: Path, method: str) -> None:
     recipe = write(
-        here, "exported.onnx\ntokenizer: hub", f"[quantize: {{scheme: int8-static, method: {method}}}]"
+        here,
+        "exported.onnx\ntokenizer: hub",
+        f"[quantize: {{scheme: int8-static, calibration_method: {method}}}]",
     )
     harness.smelt("run", recipe, code=0)
     with smelt.load("runs/r/artifacts/quantize") as model:
         found = [list(p.probabilities.values()) for p in model.predict(TEXTS)]
     np.testing.assert_allclose(found, torch_logits(here / "hub"), atol=0.02)
     step = json.loads((here / "runs/r/report.json").read_text())["steps"][-1]
-    assert 0 < step["facts"]["parity"]["error"] < 0.3
+    assert 0 < step["details"]["parity"]["error"] < 0.3
 
 
 def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> None:

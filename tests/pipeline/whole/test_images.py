@@ -12,14 +12,17 @@ from refusals import error_of, places, refused
 import smelt
 from smelt.core.errors import InputError
 
-TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
+TRAIN = "max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32"
 CUT = [
-    "depth: {layers: 1, rows: 4}",
-    "prune: {what: [heads, ffn], keep: 0.5, rows: 4}",
+    "drop-layers: {layers: 1, calibration_samples: 4}",
+    "prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 4}",
     f"distill: {{{TRAIN}}}",
-    "factorize: {rank: 6, aim: size, rows: 4}",
+    "factorize: {rank: 6, optimize_for: size, calibration_samples: 4}",
 ]
-CODED = {"dynamic": "quantize: {scheme: int8-dynamic}", "static": "quantize: {scheme: int8-static, rows: 8}"}
+CODED = {
+    "dynamic": "quantize: {scheme: int8-dynamic}",
+    "static": "quantize: {scheme: int8-static, calibration_samples: 8}",
+}
 
 
 def recipe(folder: Path, stages: list[str], family: str = "vit", score: str = "latency: false") -> Path:
@@ -45,12 +48,12 @@ def finished(path: Path) -> dict:
 @pytest.mark.parametrize("coded", CODED)
 def test_a_vision_transformer_is_cut_coded_and_exported(coded, tmp_path):
     steps = finished(recipe(tmp_path, [*CUT, CODED[coded], "onnx: {target: ort-cpu}"]))
-    sizes = [steps[name]["parameters"] for name in ("model", "depth", "prune", "distill", "factorize")]
+    sizes = [steps[name]["parameters"] for name in ("model", "drop-layers", "prune", "distill", "factorize")]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 2 * sizes[-1]
     last = steps["onnx"]
     assert {"accuracy", "f1"} <= set(last["quality"])
-    assert last["facts"]["parity"]["model"]["operators"] > 4
+    assert last["details"]["parity"]["model"]["operators"] > 4
     folder, picture = tmp_path / "run" / last["artifact"], tmp_path / "test" / "light" / "1.png"
     with smelt.load(folder) as model:
         found = model.classify([picture, Image.open(picture)])
@@ -73,8 +76,8 @@ def test_a_residual_network_is_trained_and_exported(target, tmp_path):
     path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", f"onnx: {{target: {target}{dtype}}}"], "resnet")
     onnx = finished(path)["onnx"]
     # batch norms are part of the convolutions before them
-    assert "BatchNormalization" not in onnx["facts"]["graphs"]["model"]["operators"]
-    assert onnx["facts"]["graphs"]["model"]["operators"]["Conv"] == 6
+    assert "BatchNormalization" not in onnx["details"]["graphs"]["model"]["operators"]
+    assert onnx["details"]["graphs"]["model"]["operators"]["Conv"] == 6
     if target == "tensorrt":
         said = harness.smelt("tensorrt-check", tmp_path / "run" / onnx["artifact"]).output
         assert "nothing found that TensorRT would reject" in said
@@ -104,16 +107,20 @@ def test_an_untrained_model_learns_and_says_how_large_its_images_are(tmp_path):
 REFUSED = pytest.mark.parametrize(
     ("stage", "code", "setting"),
     [
-        ("prune: {}", "does-not-fit-model", "prune.what"),
-        ("depth: {}", "does-not-fit-model", "depth"),
-        ("share: {}", "does-not-fit-model", "share"),
+        ("prune: {}", "does-not-fit-model", "prune.targets"),
+        ("drop-layers: {}", "does-not-fit-model", "drop-layers"),
+        ("share-weights: {}", "does-not-fit-model", "share-weights"),
         ("sparsify: {}", "does-not-fit-model", "sparsify"),
         ("quantize: {scheme: int8-dynamic}", "unsupported-scheme", "quantize.scheme"),
-        ("quantize: {scheme: int8-static, smooth: 0.5}", "does-not-fit-model", "quantize.smooth"),
-        ("vocabulary: {}", "unsupported-task", "vocabulary"),
-        ("distill: {losses: {hidden: 1}}", "does-not-fit-task", "distill.losses"),
+        (
+            "quantize: {scheme: int8-static, smoothquant_alpha: 0.5}",
+            "does-not-fit-model",
+            "quantize.smoothquant_alpha",
+        ),
+        ("trim-vocabulary: {}", "unsupported-task", "trim-vocabulary"),
+        ("distill: {losses: {hidden_states: 1}}", "does-not-fit-task", "distill.losses"),
         ("factorize: {method: svd}", "does-not-fit-model", "factorize.method"),
-        ("onnx: {tune: true}", "unsupported-task", "onnx.tune"),
+        ("onnx: {autotune: true}", "unsupported-task", "onnx.autotune"),
     ],
 )
 

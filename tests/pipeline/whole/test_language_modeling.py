@@ -15,7 +15,7 @@ model: m
 task: language-modeling
 data: {train: t.txt, validation: t.txt, test: t.txt, windows: {length: 32, stride: 16}}
 stages:
-  - prune: {what: [heads, ffn], keep: 0.5, rows: 8}
+  - prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 8}
   - quantize: {scheme: int8-dynamic}
   - onnx: {target: ort-cpu}
 score:

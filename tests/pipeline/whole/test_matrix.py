@@ -62,44 +62,62 @@ DATA = {
     "language-modeling": lambda path: causal.lines(path, 1),
     sentences.TASK: sentences.rows,
 }
-TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
+TRAIN = "max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32"
 STAGES = {
     "finetune": [f"finetune: {{{TRAIN}}}"],
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
-    "vocabulary": ["vocabulary: {coverage: 0.8}"],
-    "depth": ["depth: {keep: 0.5, rows: 4}"],
-    "depth-parts": ["depth: {what: [attention, ffn], keep: 0.75, importance: block-influence, rows: 4}"],
-    "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
-    "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
-    "masks": [f"finetune: {{masks: {{learning_rate: 5, warmup: 0.5, round_to: 4}}, {TRAIN}}}"],
-    "movement": [f"finetune: {{sparsify: {{start: 0, end: 1}}, {TRAIN}}}"],
-    "prune": ["prune: {what: [heads, ffn], keep: 0.5, rows: 4}"],
-    "prune-global": [
-        "prune: {what: [heads, ffn], keep: 0.5, scope: global, importance: fisher, round_to: 4, rows: 4}"
+    "vocabulary": ["trim-vocabulary: {coverage: 0.8}"],
+    "depth": ["drop-layers: {keep_ratio: 0.5, calibration_samples: 4}"],
+    "depth-parts": [
+        "drop-layers: {targets: [attention, ffn], keep_ratio: 0.75, importance: block-influence,"
+        " calibration_samples: 4}"
     ],
-    "prune-width": ["prune: {what: [width], keep: 0.75, rows: 4}"],
-    "prune-channels": ["prune: {what: [channels], keep: 0.5, round_to: 4, rows: 4}"],
-    "factorize": ["factorize: {rank: 6, aim: size}"],
-    "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
-    "share": ["share: {}"],
-    "share-difference": ["share: {take: mean, difference: {rank: 3}}"],
-    "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
+    "distill-inside": [
+        f"distill: {{losses: {{hidden_states: 1, input_embeddings: 1, self_attention_relations: 1}},"
+        f" {TRAIN}}}"
+    ],
+    "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
+    "masks": [f"finetune: {{learned_masks: {{learning_rate: 5, warmup: 0.5, multiple_of: 4}}, {TRAIN}}}"],
+    "movement": [f"finetune: {{sparsify: {{start: 0, end: 1}}, {TRAIN}}}"],
+    "prune": ["prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 4}"],
+    "prune-global": [
+        "prune: {targets: [heads, ffn], keep_ratio: 0.5, scope: global, importance: fisher, multiple_of: 4,"
+        " calibration_samples: 4}"
+    ],
+    "prune-width": ["prune: {targets: [width], keep_ratio: 0.75, calibration_samples: 4}"],
+    "prune-channels": [
+        "prune: {targets: [channels], keep_ratio: 0.5, multiple_of: 4, calibration_samples: 4}"
+    ],
+    "factorize": ["factorize: {rank: 6, optimize_for: size}"],
+    "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", calibration_samples: 4}'],
+    "share": ["share-weights: {}"],
+    "share-difference": ["share-weights: {init_from: mean, low_rank_delta: {rank: 3}}"],
+    "shortlist": ["shortlist: {candidates_per_token: 3, frequent_tokens: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
-    "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
+    "int8-static": ["quantize: {scheme: int8-static, calibration_samples: 8, sensitivity_samples: 1}"],
     "int8-smooth": [
-        "quantize: {scheme: int8-static, granularity: tensor, smooth: 0.5, rows: 8, damage_rows: 1}"
+        "quantize: {scheme: int8-static, granularity: tensor, smoothquant_alpha: 0.5, calibration_samples:"
+        " 8, sensitivity_samples: 1}"
     ],
     "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
-    "awq": ["quantize: {scheme: int4, group_size: 32, method: awq, clip: awq, rows: 4}"],
+    "awq": ["quantize: {scheme: int4, group_size: 32, method: awq, clip: awq, calibration_samples: 4}"],
     "hqq": ["quantize: {scheme: int4, group_size: 16, symmetric: false, method: hqq}"],
     "int3": ["quantize: {scheme: int3, group_size: 32, symmetric: false}"],
     "int2": ["quantize: {scheme: int2, group_size: 32}"],
-    "kmeans4": ["quantize: {scheme: kmeans4, codebook_inputs: 128}"],
+    "kmeans4": ["quantize: {scheme: kmeans4, group_size: 128}"],
     "pow2": ["quantize: {scheme: pow2, group_size: 32}"],
-    "ternary": ["quantize: {scheme: ternary, group_size: 32, granularity: row, vocabulary: ternary}"],
-    "mixed": ["quantize: {bits: {budget: 4.5}, group_size: 32, rows: 8, damage_rows: 1}"],
-    "int4-pairs": ["quantize: {scheme: int4, group_size: 32, low_rank: {rank: 3, error: outputs}, rows: 4}"],
+    "ternary": [
+        "quantize: {scheme: ternary, group_size: 32, granularity: channel, embedding_scheme: ternary}"
+    ],
+    "mixed": [
+        "quantize: {mixed_precision: {target_bits: 4.5}, group_size: 32, calibration_samples: 8,"
+        " sensitivity_samples: 1}"
+    ],
+    "int4-pairs": [
+        "quantize: {scheme: int4, group_size: 32, low_rank_correction: {rank: 3, objective: outputs},"
+        " calibration_samples: 4}"
+    ],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -244,7 +262,7 @@ def test_a_family_goes_through_a_stage_and_tensorrts_providers_are_told_its_size
     last = _check(family, stage, target, tmp_path)
     folder = tmp_path / "run" / last["artifact"]
     told = read_told(folder, PROVIDERS[target].name)
-    assert set(told) == set(last["facts"]["graphs"]) == {path.stem for path in folder.glob("*.onnx")}
+    assert set(told) == set(last["details"]["graphs"]) == {path.stem for path in folder.glob("*.onnx")}
     for graph in told.values():
         assert (
             "pixel_values" if FAMILIES.get(family) and FAMILIES[family].reads == "images" else "input_ids"
@@ -266,8 +284,8 @@ def _check(family, stage, target, tmp_path):
     assert steps[-1]["target"] == target
     if target is None:
         return steps[-1]
-    parity = steps[-1]["facts"]["parity"]
-    assert set(parity) == set(steps[-1]["facts"]["graphs"])
+    parity = steps[-1]["details"]["parity"]
+    assert set(parity) == set(steps[-1]["details"]["graphs"])
     if task == "language-modeling" and not unscored:
         parent, graph = (s["quality"]["perplexity"]["value"] for s in steps[-2:])
         assert graph == pytest.approx(parent, rel=0.02)

@@ -28,7 +28,7 @@ def home(folder, task, setting):
     rows(folder / "data.jsonl")
     (folder / "recipe.yaml").write_text(
         f"model: m\ntask: {task}\ndata: {{train: data.jsonl, validation: data.jsonl, test: data.jsonl}}\n"
-        f"stages: [{{distill: {{{setting}, max_steps: 1, batch_size: 4, evals: 1}}}}]\n"
+        f"stages: [{{distill: {{{setting}, max_steps: 1, batch_size: 4, num_evals: 1}}}}]\n"
         "score: {latency: false}\n"
     )
     return folder / "recipe.yaml"

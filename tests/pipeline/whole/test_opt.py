@@ -21,9 +21,9 @@ data: {train: t.txt, validation: t.txt, test: t.txt, windows: {length: 32}}
 """
 SCORE = "threads: 1\nscore: {latency: false, generation: {max_new_tokens: 6}}\n"
 STAGES = """stages:
-  - prune: {what: [heads, ffn], keep: 0.5, rows: 4}
-  - prune: {what: [width], keep: 0.75, rows: 4}
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 4}
+  - prune: {targets: [width], keep_ratio: 0.75, calibration_samples: 4}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
   - quantize: {scheme: int8-dynamic}
   - onnx: {target: ort-cpu}
 """
@@ -66,7 +66,8 @@ def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_s
 def test_transformers_opens_what_training_and_a_pruned_feed_forward_part_leave(home):
     every_family.make(home / "m", "opt")
     stages = (
-        "stages:\n  - prune: {what: [ffn], keep: 0.5, rows: 4}\n  - finetune: {max_steps: 2, batch_size: 4}\n"
+        "stages:\n  - prune: {targets: [ffn], keep_ratio: 0.5, calibration_samples: 4}\n"
+        "  - finetune: {max_steps: 2, batch_size: 4}\n"
     )
     (home / "recipe.yaml").write_text(HEAD + stages + SCORE)
     step = smelt.run(home / "recipe.yaml", out=home / "run").report["steps"][-1]

@@ -18,8 +18,8 @@ model: m
 task: translation
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - prune: {what: [ffn], keep: 0.5}
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1}
+  - prune: {targets: [ffn], keep_ratio: 0.5}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1}
   - quantize: {scheme: int8-dynamic}
 score: {quality: [bleu, chrf], generation: {max_new_tokens: 6}, latency: false}
 """
@@ -68,7 +68,7 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
 
 def test_fresh_builds_anew_what_is_named(home, tmp_path):
     _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune")
-    _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune", "--fresh", "prune")
+    _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune", "--rebuild", "prune")
     assert [s["status"] for s in _report(tmp_path / "r")["steps"]] == ["cached", "done"]
 
 
@@ -84,12 +84,12 @@ def test_until_set_and_limit_change_what_is_done(home, tmp_path):
         "--limit",
         3,
         "--set",
-        "prune.keep=0.25",
+        "prune.keep_ratio=0.25",
     )
     assert result.exit_code == 0, result.output
     report = _report(tmp_path / "r")
     assert [s["name"] for s in report["steps"]] == ["model", "prune"]
-    assert report["steps"][1]["settings"]["keep"] == 0.25
+    assert report["steps"][1]["settings"]["keep_ratio"] == 0.25
     assert report["steps"][0]["quality"]["bleu"]["n"] == 3
 
 
@@ -110,7 +110,7 @@ def test_until_may_stop_before_the_baseline(home, tmp_path):
 
 def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_path):
     """The step that a setting names counts by what it is: neither its name nor its branch matters."""
-    train = "max_steps: 1, batch_size: 4, evals: 1"
+    train = "max_steps: 1, batch_size: 4, num_evals: 1"
     head = (
         RECIPE.split("stages:", maxsplit=1)[0]
         .replace("model: m", f"model: {home / 'm'}")
@@ -253,6 +253,6 @@ def test_a_killed_run_goes_on_from_the_last_finished_step(home, tmp_path):
 
 
 def test_unknown_fresh_step_is_refused_before_any_work(home, tmp_path):
-    result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--fresh", "nothing")
+    result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--rebuild", "nothing")
     assert result.exit_code == 2
     assert not (tmp_path / "s").exists()

@@ -63,7 +63,7 @@ def test_an_artifact_opens_in_the_precision_that_it_was_exported_for(home):
     found = {}
     for name, dtype in (("ov", "fp32"), ("ov-bf16", "bf16")):
         folder = home / "run" / "artifacts" / name
-        assert read_artifact(folder).manifest.facts["dtype"] == dtype
+        assert read_artifact(folder).manifest.details["dtype"] == dtype
         with smelt.load(folder, threads=1) as model:
             assert model._runner.backend.dtype == dtype
             assert model.device == "cpu"

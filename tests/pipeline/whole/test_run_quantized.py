@@ -12,10 +12,10 @@ model: m
 task: translation
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - finetune: {max_steps: 2, batch_size: 4, evals: 0}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 0}
   - quantize: {scheme: binary, group_size: 32}
-  - distill: {max_steps: 2, batch_size: 4, evals: 1, learning_rate: 1.0e-2}
-  - finetune: {max_steps: 1, batch_size: 4, evals: 0}
+  - distill: {max_steps: 2, batch_size: 4, num_evals: 1, learning_rate: 1.0e-2}
+  - finetune: {max_steps: 1, batch_size: 4, num_evals: 0}
     name: again
   - onnx: {target: ort-cpu}
 score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
@@ -28,14 +28,14 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    facts = {
-        name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["facts"]
+    details = {
+        name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["details"]
         for name in ("quantize", "distill", "again")
     }
     # the step above quantize, not the untouched model; afterwards what the training before kept
-    assert facts["distill"]["latent_weights"] == "finetune"
-    assert facts["again"]["latent_weights"] == "kept"
-    assert 0 < facts["distill"]["codes_changed"] < 1
+    assert details["distill"]["latent_weights"] == "finetune"
+    assert details["again"]["latent_weights"] == "kept"
+    assert 0 < details["distill"]["codes_changed"] < 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     assert steps["distill"]["size_bytes"] == steps["quantize"]["size_bytes"]
@@ -44,10 +44,10 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     assert parameters[1] == parameters[2]
     assert 1 <= parameters[1] / parameters[0] < 1.05
     artifacts = tmp_path / "run" / "artifacts"
-    there = {name: (artifacts / name / LATENTS) for name in (*facts, "onnx")}
+    there = {name: (artifacts / name / LATENTS) for name in (*details, "onnx")}
     assert [name for name, path in there.items() if path.exists()] == ["distill", "again"]
     assert (
-        facts["distill"]["latent_bytes"] == there["distill"].stat().st_size > steps["distill"]["size_bytes"]
+        details["distill"]["latent_bytes"] == there["distill"].stat().st_size > steps["distill"]["size_bytes"]
     )
     assert steps["again"]["size_bytes"] == steps["quantize"]["size_bytes"]
 
@@ -55,7 +55,7 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "--until", "distill")
     assert result.exit_code == 1
     assert LATENTS in result.output
-    assert "--fresh distill" in result.output
+    assert "--rebuild distill" in result.output
 
 
 PRUNED = """
@@ -64,8 +64,8 @@ task: translation
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
   - quantize: {scheme: int4, group_size: 32}
-  - prune: {what: [heads, ffn], keep: 0.5, rows: 8}
-  - distill: {max_steps: 2, batch_size: 4, evals: 1, learning_rate: 1.0e-2}
+  - prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 8}
+  - distill: {max_steps: 2, batch_size: 4, num_evals: 1, learning_rate: 1.0e-2}
   - onnx: {target: ort-cpu}
 score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
 """
@@ -80,15 +80,15 @@ def test_what_was_quantized_is_pruned_trained_and_exported(tmp_path):
     steps = {
         step["name"]: step for step in json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
     }
-    facts = {
-        name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["facts"]
+    details = {
+        name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["details"]
         for name in ("quantize", "prune", "distill", "onnx")
     }
     assert steps["prune"]["size_bytes"] < steps["quantize"]["size_bytes"]
     assert steps["distill"]["size_bytes"] == steps["prune"]["size_bytes"]
     assert (
-        0.5 < facts["prune"]["codes_kept"] < 1
+        0.5 < details["prune"]["codes_kept"] < 1
     )  # rows that are left keep theirs, what reads them is refitted
     # the training goes on from the float weights that were quantized, cut as the codes were
-    assert facts["distill"]["latent_weights"] == "kept"
-    assert facts["onnx"]["parity"].keys() == facts["onnx"]["graphs"].keys()
+    assert details["distill"]["latent_weights"] == "kept"
+    assert details["onnx"]["parity"].keys() == details["onnx"]["graphs"].keys()

@@ -78,8 +78,8 @@ def test_engines_are_built_and_kept_with_all_that_a_runner_needs(done):
     weights = 2 * steps["model"]["parameters"]  # fp16
     plans = {p.name: p.stat().st_size for p in artifact.path.glob("*.plan")}
     assert engine["size_bytes"] == sum(plans.values()) > weights
-    assert artifact.manifest.facts["tensorrt"].startswith("tensorrt 11.")
-    assert artifact.manifest.facts["profile"] == {"batch": [1, 1, 4], "input": [1, 8, 16]}
+    assert artifact.manifest.details["tensorrt"].startswith("tensorrt 11.")
+    assert artifact.manifest.details["profile"] == {"batch": [1, 1, 4], "input": [1, 8, 16]}
 
 
 def test_report_says_of_the_engine_that_a_gpu_is_needed(done):

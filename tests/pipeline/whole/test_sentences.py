@@ -19,9 +19,9 @@ model: m
 task: sentence-similarity
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
-  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1}
-  - prune: {what: [heads, ffn], keep: 0.5, rows: 8}
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1, select: spearman}
+  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, num_evals: 1}
+  - prune: {targets: [heads, ffn], keep_ratio: 0.5, calibration_samples: 8}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, metric_for_best_model: spearman}
   - quantize: {}
   - onnx: {}
 score: {latency: false}
@@ -208,7 +208,7 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
     assert made.exit_code == 0, made.output
     text = (folder / "made.yaml").read_text()
     assert "task: sentence-similarity" in text
-    assert "losses: {embedding: 1.0, similarity: 1.0}" in text
+    assert "losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0}" in text
     done = harness.smelt(
         "run", folder / "made.yaml", "--out", folder / "run", "--quiet", "--limit", "8",
         "--set", "score.latency=false", "--set", "small.max_steps=2",
@@ -255,12 +255,12 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
             {"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)},
             "unknown-loss",
             "stages[0].distill.losses.logits",
-            ("attention, cosine, embedding, embeddings, hidden, relations, scores, similarity",),
+            ("cosent", "hidden_states", "pairwise_similarity", "sentence_embedding"),
         ),
         (
-            {"recipe": CHAIN.replace("select: spearman", "select: agreement")},
+            {"recipe": CHAIN.replace("metric_for_best_model: spearman", "metric_for_best_model: agreement")},
             "metric-not-scored",
-            "stages[2].finetune.select",
+            "stages[2].finetune.metric_for_best_model",
             ("'agreement'",),
         ),
         (

@@ -1,4 +1,4 @@
-"""The infer.py of docs/serving.md, run as it stands there behind the service of a package."""
+"""The infer.py of docs/how-to/serve.md, run as it stands there behind the service of a package."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from served import served
 
 import smelt
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ data:
   test: data.jsonl
   columns: {source: dialogue, target: summary}
 stages:
-  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
-  - distill: {student: {decoder_layers: 1}, max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
-  - prune: {what: [heads, ffn], keep: 0.5}
-  - factorize: {rank: 6, aim: size}
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
+  - distill: {student: {decoder_layers: 1}, max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32}
+  - prune: {targets: [heads, ffn], keep_ratio: 0.5}
+  - factorize: {rank: 6, optimize_for: size}
   - quantize: {}
   - onnx: {}
 score:
@@ -55,7 +55,7 @@ def test_every_step_is_scored_by_rouge(home):
     assert sizes[0] == sizes[1] > sizes[2] > sizes[3] > sizes[4]
     # of the last torch step: beside weights as few as these a graph's nodes weigh the most
     assert steps[-2]["size_bytes"] < steps[0]["size_bytes"]
-    assert steps[0]["facts"]["prefix"] == seq2seq.PREFIX
+    assert steps[0]["details"]["prefix"] == seq2seq.PREFIX
 
 
 def test_the_plan_says_which_prefix_is_taken(home):

@@ -130,7 +130,7 @@ def test_several_tokens_on_a_past_are_refused_for_several_rows(tmp_path):
             assert runner.extend(state, ids, ids).shape == (2, 2, 1)
 
 
-SEARCHES = {"greedy": {}, "beams": {"beams": 3}, "sampling": {"do_sample": True, "seed": 3}}
+SEARCHES = {"greedy": {}, "num_beams": {"num_beams": 3}, "sampling": {"do_sample": True, "seed": 3}}
 PROMPT = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
 
 
@@ -157,7 +157,7 @@ def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_o
     monkeypatch.setattr(onnx_backend, "_LARGE", 1)
     with opened(exported.artifact("writer")) as runner:
         assert search(runner, first) == expected[first]
-        one = {"greedy": "generate", "beams": "generate_beams", "sampling": "model"}[first]
+        one = {"greedy": "generate", "num_beams": "generate_beams", "sampling": "model"}[first]
         assert list(runner.backend._sessions) == [one]
         for graph in ("generate", "generate_beams"):
             with runner.backend.using(graph) as promised:
@@ -252,7 +252,7 @@ def anonymous():
 prompt = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
 with open_folder(Path(sys.argv[1]), "onnx", "ort-cpu", 1) as runner:
     before = anonymous()
-    for wishes in ({}, {"beams": 3}, {"do_sample": True}):
+    for wishes in ({}, {"num_beams": 3}, {"do_sample": True}):
         runner.generator(runner, prompt, settle(Generation(max_new_tokens=2, **wishes), runner))
     print(anonymous() - before)
 """

@@ -25,7 +25,7 @@ MASK[1, :4] = MASK[2, :8] = 0
 def mistral(home):
     """Attention that sees six tokens."""
     folder = every_family.make(home / "m", "mistral")
-    harness.run(Onnx(), OnnxSettings(loop=False), folder, home / "out", "language-modeling")
+    harness.run(Onnx(), OnnxSettings(generation_graph=False), folder, home / "out", "language-modeling")
 
 
 def folder_of(kind):

@@ -50,7 +50,7 @@ def test_threads_are_the_users_then_the_artifacts(monkeypatch, named, given, exp
     asked = []
     monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: asked.append(arguments[3]))
     artifact = tiny.artifact("/nowhere", "translation")
-    artifact.manifest.facts["threads"] = named
+    artifact.manifest.details["threads"] = named
     open_runner(artifact, given)
     assert asked == [expected]
 

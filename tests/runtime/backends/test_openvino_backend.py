@@ -46,7 +46,7 @@ def test_tokens_equal_those_of_transformers_and_of_onnx_runtime(family, beams):
     wishes = {"num_beams": beams, "max_new_tokens": 8}
     model, _ = load_model(made.folder.parent / "model")  # the one that was exported was changed for that
     expected = generating.theirs(model, batch, do_sample=False, **wishes)
-    settings = Generation(beams=beams, max_new_tokens=8)
+    settings = Generation(num_beams=beams, max_new_tokens=8)
     with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
         assert (runner.name, runner.device) == ("openvino", "cpu")
         assert generate(runner, batch, settings) == generate(other, batch, settings) == expected

@@ -34,10 +34,10 @@ RANGES = {"batch": Range(1, 1, 2), "input": Range(1, 6, 16), "past": Range(0, 4,
 
 
 def artifact(folder, kind, task):
-    facts = {"target": "tensorrt"}
+    details = {"target": "tensorrt"}
     manifest = Manifest(
         key="0" * 64, format=kind, task=task, stage="x", settings={}, seed=0, parent=None, versions={},
-        facts=facts,
+        details=details,
     )  # fmt: skip
     return Artifact(folder, manifest)
 
@@ -115,7 +115,7 @@ def batch_of(runner, rows):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_translations_equal_onnx_runtimes_also_where_a_batch_is_split(trt, translator, beams):
     """Five sentences on an engine that takes two rows: three parts, and with beams eight."""
-    generation = Generation(beams=beams, max_new_tokens=10)
+    generation = Generation(num_beams=beams, max_new_tokens=10)
     with open_folder(translator, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, batch_of(runner, 5), generation)
     with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
@@ -183,7 +183,7 @@ def prompts():
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_continuations_equal_onnx_runtimes_though_rows_and_prompts_are_split(trt, writer, beams):
-    generation = Generation(beams=beams, max_new_tokens=8)
+    generation = Generation(num_beams=beams, max_new_tokens=8)
     with open_folder(writer, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, prompts(), generation)
     with open_runner(artifact(writer, "tensorrt", "language-modeling")) as runner:
@@ -276,7 +276,7 @@ def test_arrays_are_cut_on_the_axis_that_holds_their_rows(trt, tmp_path):
         path, {n: (least[n], least[n], most[n]) for n in most}, source.path / "model.plan"
     )
     wanted = foreign_graphs.by_hand(path, rows)
-    with open_runner(artifact(source.path, "tensorrt", "tensors"), 1) as runner:
+    with open_runner(artifact(source.path, "tensorrt", "custom"), 1) as runner:
         found = runner.run(rows)
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5)

@@ -223,7 +223,7 @@ def beside(plan, **other):
     said = {
         "package": "tensorrt", "version": "11.4.0", "gpu": None, "graph": "model.onnx",
         "graph_sha256": hash_of_graph(plan.with_suffix(".onnx")), "size_bytes": plan.stat().st_size,
-        "weights": "inside", "version_compatible": False, "hardware_compatibility": "none", "flags": {},
+        "weights": "embedded", "version_compatible": False, "hardware_compatibility": "none", "flags": {},
         "profiles": [],
     }  # fmt: skip
     write_sidecar(plan, Sidecar(**(said | other)))
@@ -251,7 +251,7 @@ def test_each_call_takes_the_smallest_profile_that_fits(trt, tmp_path):
 
 
 def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_path):
-    plan = beside(graph(tmp_path), weights="outside")
+    plan = beside(graph(tmp_path), weights="stripped")
     Engine(trt, plan, stream())
     names = [call[0] for call in trt.calls]
     assert names[:3] == ["deserialize_cuda_engine", "refit_from_file", "refit_cuda_engine"]

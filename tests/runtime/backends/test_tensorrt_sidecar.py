@@ -30,7 +30,7 @@ def engine(folder, **other):
     plan.write_bytes(b"plan")
     said = {
         "package": "tensorrt", "version": "11.4.0.106", "gpu": A10, "graph": "model.onnx",
-        "graph_sha256": "0" * 64, "size_bytes": 4, "weights": "inside", "version_compatible": False,
+        "graph_sha256": "0" * 64, "size_bytes": 4, "weights": "embedded", "version_compatible": False,
         "hardware_compatibility": "none", "flags": {"tf32": True}, "profiles": [{"x": [[1], [2], [3]]}],
     }  # fmt: skip
     write_sidecar(plan, Sidecar(**(said | other)))
@@ -59,7 +59,7 @@ def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path
         ({"hardware_compatibility": "same-cc"}, {"gpu": H200}, "wrong-gpu", ("same-cc",)),
         ({"hardware_compatibility": "ampere+"}, {"gpu": T4}, "wrong-gpu", ("Tesla T4",)),
         ({"size_bytes": 5}, {}, "incomplete-file", (" 4 ", " 5 ")),
-        ({"weights": "outside"}, {}, "missing-file", ("model.onnx",)),
+        ({"weights": "stripped"}, {}, "missing-file", ("model.onnx",)),
     ],
 )  # fmt: skip
 def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, code, values):
@@ -88,7 +88,7 @@ def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
 
     save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "model.onnx")
     with refused("changed-file", InputError) as caught:
-        check(engine(tmp_path, weights="outside"))
+        check(engine(tmp_path, weights="stripped"))
     assert all(part in str(caught.value) for part in ("model.onnx", "model.plan"))
 
 

@@ -28,7 +28,7 @@ def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None
     assert found.signature is not None
     assert [v.described() for v in found.signature.inputs] == ["x float32 [N, 8]"]
     assert [v.described() for v in found.signature.outputs] == ["logits float32 [N, 4]"]
-    assert found.facts == {
+    assert found.details == {
         "opset": 17,
         "nodes": 6,
         "parameters": 8 * 16 + 16 + 16 * 4 + 4,
@@ -329,13 +329,13 @@ def random_graph(training: bool) -> Any:
 
 def test_nodes_that_draw_random_numbers_are_named(tmp_path: Path) -> None:
     path = graphs.save(random_graph(training=True), tmp_path / "m.onnx")
-    assert answer([str(path)])["facts"]["random"] == ["Dropout 'drop'"]
+    assert answer([str(path)])["details"]["random"] == ["Dropout 'drop'"]
     graphs.save(random_graph(training=False), path)
-    assert answer([str(path)])["facts"]["random"] == []
+    assert answer([str(path)])["details"]["random"] == []
     noisy = random_graph(training=False)
     noisy.graph.node[-1].CopyFrom(helper.make_node("RandomNormalLike", ["logits"], ["out"], "noise"))
     graphs.save(noisy, path)
-    assert answer([str(path)])["facts"]["random"] == ["RandomNormalLike 'noise'"]
+    assert answer([str(path)])["details"]["random"] == ["RandomNormalLike 'noise'"]
 
 
 def test_an_axis_called_by_a_question_mark_has_no_name(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_settled_sentences_leave_the_batch_and_stay_in_the_result(runners, early
     monkeypatch.setattr(
         runner, "decode_step", lambda state, tokens: fed.append(len(tokens)) or real(state, tokens)
     )
-    wishes, config = {"beams": 3, "early_stopping": early}, {"eos_token_id": [1, 5, 9, 11]}
+    wishes, config = {"num_beams": 3, "early_stopping": early}, {"eos_token_id": [1, 5, 9, 11]}
     batch = generating.batch(17, seed=2)
     ours, theirs = generating.both(runner, runner.backend.model, batch, wishes, config)
     assert ours == theirs
@@ -69,14 +69,14 @@ def test_settled_sentences_leave_the_batch_and_stay_in_the_result(runners, early
 def test_beams_find_what_greedy_search_does_not(runners):
     batch = generating.batch(8, seed=3)
     greedy = generate(runners["bart"], batch, Generation(max_new_tokens=12))
-    assert generate(runners["bart"], batch, Generation(max_new_tokens=12, beams=4)) != greedy
+    assert generate(runners["bart"], batch, Generation(max_new_tokens=12, num_beams=4)) != greedy
 
 
 def test_a_sentence_gives_the_same_alone_and_in_a_padded_batch(runners):
     for kind in KINDS:
         left = kind in generating.CAUSAL
         whole = generating.batch(4, seed=5, left=left)
-        wishes = Generation(beams=3, max_new_tokens=8)
+        wishes = Generation(num_beams=3, max_new_tokens=8)
         together = generate(runners[kind], whole, wishes)
         for row in range(4):
             used = whole.attention_mask[row].astype(bool)
@@ -86,7 +86,7 @@ def test_a_sentence_gives_the_same_alone_and_in_a_padded_batch(runners):
 
 def test_a_prompt_of_one_token_is_like_a_start_token(runners):
     batch = Batch(np.array([[4], [9]]), np.ones((2, 1), dtype=np.int64))
-    wishes = {"beams": 3, "forced_bos_token_id": 6, "max_new_tokens": 6}
+    wishes = {"num_beams": 3, "forced_bos_token_id": 6, "max_new_tokens": 6}
     model = runners["llama"].backend.model
     ours, theirs = generating.both(runners["llama"], model, batch, wishes, {})
     assert ours == theirs
@@ -103,7 +103,7 @@ def test_beams_in_onnx_runtime_equal_generate(tmp_path):
     found = []
     with open_runner(source) as parent, open_folder(tmp_path / "onnx", "onnx", "ort-cpu", 1) as runner:
         for _, batch in make_batches(tiny.SENTENCES, tokenizer, 4, 40):
-            ours = generate(runner, batch, Generation(beams=4, max_new_tokens=12, length_penalty=0.5))
+            ours = generate(runner, batch, Generation(num_beams=4, max_new_tokens=12, length_penalty=0.5))
             wishes = {"num_beams": 4, "length_penalty": 0.5, "max_new_tokens": 12}
             assert ours == generating.theirs(parent.backend.model, batch, do_sample=False, **wishes)
             found += ours

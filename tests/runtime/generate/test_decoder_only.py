@@ -71,7 +71,7 @@ def test_a_prompt_can_be_fed_with_its_last_token_and_gives_the_same(at_once):
 def test_both_searches_feed_prompts_as_they_are_told(beams):
     for at_once, first in ((True, (2, 3)), (False, (2, 2))):
         model = runner()
-        generate_with(model, LEFT, Decoding(beams=beams, max_new_tokens=3), 0, at_once)
+        generate_with(model, LEFT, Decoding(num_beams=beams, max_new_tokens=3), 0, at_once)
         assert np.shape(model.backend.fed[0]["input_ids"]) == first
 
 

@@ -34,16 +34,16 @@ BART = {
 
 def test_what_the_recipe_does_not_say_comes_from_the_model_but_not_the_kind_of_search():
     found = settle(Generation(), runner(BART))
-    assert (found.beams, found.do_sample) == (1, False)
+    assert (found.num_beams, found.do_sample) == (1, False)
     assert (found.no_repeat_ngram_size, found.forced_bos_token_id, found.forced_eos_token_id) == (3, 0, [2])
     assert (found.longest(1), found.shortest(1)) == (142, 56)
-    beams = settle(Generation(beams=4), runner(BART))
+    beams = settle(Generation(num_beams=4), runner(BART))
     assert (beams.length_penalty, beams.early_stopping) == (2.0, True)
 
 
 def test_what_the_recipe_says_wins():
     wishes = Generation(
-        beams=2, length_penalty=0.5, max_new_tokens=10, min_new_tokens=0, no_repeat_ngram_size=0
+        num_beams=2, length_penalty=0.5, max_new_tokens=10, min_new_tokens=0, no_repeat_ngram_size=0
     )
     found = settle(wishes, runner({**BART, "max_new_tokens": 99, "min_new_tokens": 7}))
     assert (found.length_penalty, found.no_repeat_ngram_size) == (0.5, 0)
@@ -93,7 +93,7 @@ def test_tokens_that_begin_and_end_a_text():
         ({"typical_p": 0.5}, {"do_sample": True}, UNSUPPORTED, ("typical_p", "0.5", "1.0")),
         (
             {"length_penalty": "long"},
-            {"beams": 2},
+            {"num_beams": 2},
             "wrong-value",
             ("m/generation_config.json", "length_penalty", "'long'"),
         ),
@@ -110,9 +110,9 @@ def test_what_cannot_be_done_is_said(own, wishes, code, values):
 @pytest.mark.parametrize(
     ("own", "wishes"),
     [
-        ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"beams": 4}),
+        ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 4}),
         ({"diversity_penalty": 0.5}, {}),
-        ({"force_words_ids": [[5]]}, {"beams": 2}),
+        ({"force_words_ids": [[5]]}, {"num_beams": 2}),
         ({"constraints": [1]}, {}),
         ({"penalty_alpha": 0.6}, {}),
         ({"dola_layers": "high"}, {}),
@@ -127,7 +127,7 @@ def test_a_setting_that_would_change_the_outputs_is_refused(own, wishes):
         settle(Generation(**wishes), runner(own))
 
 
-@pytest.mark.parametrize("search", [{}, {"beams": 2}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize("search", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
 def test_a_setting_that_is_off_is_accepted(search):
     """The values for which transformers adds no logits processor."""
     off = {
@@ -140,7 +140,7 @@ def test_a_setting_that_is_off_is_accepted(search):
 
 
 def test_settings_of_sampling_do_not_matter_to_other_searches():
-    assert settle(Generation(), runner({"typical_p": 0.5, "temperature": 0.0, "top_p": 0})).beams == 1
+    assert settle(Generation(), runner({"typical_p": 0.5, "temperature": 0.0, "top_p": 0})).num_beams == 1
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_settings_of_sampling_do_not_matter_to_other_searches():
         ({"max_length": 64}, {}, "gen:greedy|max_length:64"),
         (
             {"length_penalty": 0.6, "bad_words_ids": [[3]], "forced_eos_token_id": 1},
-            {"beams": 4, "max_new_tokens": 32},
+            {"num_beams": 4, "max_new_tokens": 32},
             "gen:beam 4|length_penalty:0.6|early_stopping:false|max_new_tokens:32|bad_words:1|forced_eos:[1]",
         ),
         (

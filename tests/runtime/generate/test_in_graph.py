@@ -43,7 +43,7 @@ def test_the_rule_of_each_step_does_what_the_rules_of_python_do(prompt):
 
 
 def test_several_forced_tokens_share_their_probability_where_scores_are_renormalized():
-    decoding = Decoding(**WISHES, beams=2, renormalize_logits=True)
+    decoding = Decoding(**WISHES, num_beams=2, renormalize_logits=True)
     feeds = feeds_of(decoding, 1, 12)
     last = feeds["rule_biases"][feeds["step_rules"][-1]]
     scores = np.zeros((1, 12), dtype=np.float32)
@@ -53,7 +53,7 @@ def test_several_forced_tokens_share_their_probability_where_scores_are_renormal
 
 
 def test_what_no_graph_does_is_known():
-    assert does(Decoding(**WISHES, beams=3, repetition_penalty=1.5, no_repeat_ngram_size=2))
+    assert does(Decoding(**WISHES, num_beams=3, repetition_penalty=1.5, no_repeat_ngram_size=2))
     for more in ({"do_sample": True}, {"bad_words_ids": [[4, 5]]}, {"remove_invalid_values": True}):
         assert not does(Decoding(**WISHES | more))
 
@@ -67,7 +67,7 @@ def test_a_model_without_an_end_is_told_of_a_token_that_never_comes():
     ("never", 0.0, False, False),
 ])  # fmt: skip
 def test_early_stopping_is_two_questions(early, penalty, full, never):
-    feeds = feeds_of(Decoding(start=3, beams=2, early_stopping=early, length_penalty=penalty), 1, 5)
+    feeds = feeds_of(Decoding(start=3, num_beams=2, early_stopping=early, length_penalty=penalty), 1, 5)
     assert (bool(feeds["early_stopping"]), bool(feeds["never_stop_early"])) == (full, never)
 
 
@@ -95,14 +95,14 @@ BATCH = Batch(np.ones((1, 2), np.int64), np.ones((1, 2), np.int64))
 def test_beams_and_greedy_search_have_a_graph_each():
     runner = Noting()
     assert generate_in_graph(runner, BATCH, Decoding(**WISHES)) == [[4, 1]]
-    generate_in_graph(runner, BATCH, Decoding(**WISHES, beams=2))
+    generate_in_graph(runner, BATCH, Decoding(**WISHES, num_beams=2))
     assert [graph for graph, _ in runner.asked] == ["generate", "generate_beams"]
 
 
 @pytest.mark.parametrize(
     ("whole", "promised", "more"),
     [
-        (("generate",), True, {"beams": 2}),
+        (("generate",), True, {"num_beams": 2}),
         (("generate",), True, {"do_sample": True}),
         (("generate",), False, {}),
     ],
@@ -118,8 +118,8 @@ def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, promised
 
 
 @pytest.mark.parametrize(("length", "faster", "more", "graph"), [
-    (256, True, {}, False), (255, True, {}, True), (256, False, {}, True), (256, True, {"beams": 2}, True),
-    (256, True, {"start": 3}, True),
+    (256, True, {}, False), (255, True, {}, True), (256, False, {}, True),
+    (256, True, {"num_beams": 2}, True), (256, True, {"start": 3}, True),
 ])  # fmt: skip
 def test_long_prompts_are_continued_step_by_step_where_that_is_faster(
     monkeypatch, length, faster, more, graph

@@ -195,7 +195,7 @@ def test_a_continuation_stands_alone_when_the_prompt_reads_otherwise_before_it()
     ("wishes", "own"),
     [
         ({"max_new_tokens": 50}, {}),
-        ({"max_new_tokens": 50, "beams": 3}, {}),
+        ({"max_new_tokens": 50, "num_beams": 3}, {}),
         ({}, {"max_length": 40}),
         ({}, {"min_length": 30, "max_length": 60}),
     ],

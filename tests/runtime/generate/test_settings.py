@@ -9,7 +9,7 @@ from smelt.runtime.generate.settings import Generation
 @pytest.mark.parametrize(
     ("wishes", "code", "name"),
     [
-        ({"beams": 2, "do_sample": True}, "settings-conflict", "do_sample"),
+        ({"num_beams": 2, "do_sample": True}, "settings-conflict", "do_sample"),
         ({"length_penalty": 1.0}, "unused-setting", "length_penalty"),
         ({"early_stopping": "never"}, "unused-setting", "early_stopping"),
         ({"top_p": 0.9}, "unused-setting", "top_p"),
@@ -24,5 +24,5 @@ def test_settings_that_contradict_each_other_are_refused(wishes, code, name):
 
 def test_summary_names_the_search():
     assert Generation(max_new_tokens=9).summary() == "greedy, at most 9 new tokens"
-    assert Generation(beams=4).summary() == "beam 4, to the model's longest output"
+    assert Generation(num_beams=4).summary() == "beam 4, to the model's longest output"
     assert Generation(do_sample=True).summary().startswith("sampled")

@@ -23,7 +23,8 @@ def test_edits_make_room_on_the_meta_device_and_share_codes():
         model = nn.ModuleDict(
             {"words": nn.Embedding(10, 8, padding_idx=0), "head": nn.Linear(8, 10, bias=False)}
         )
-    edits = [{"op": "quantize", "module": n, "scheme": "int8-dynamic"} for n in ("words", "head")]
+    coding = {"op": "quantize", "scheme": "int8-dynamic", "granularity": "channel"}
+    edits = [{**coding, "module": n} for n in ("words", "head")]
     apply_edits(model, [*edits, {"op": "share", "module": "head.matrix", "with": "words.matrix"}])
     assert isinstance(model["words"], QuantizedEmbedding)
     assert isinstance(model["head"], QuantizedLinear)
@@ -43,7 +44,8 @@ def test_unknown_scheme_and_module_are_refused():
 
 
 def test_scheme_of_tells_quantized_layers_from_others():
-    assert scheme_of(empty_quantized(nn.Linear(2, 2), "int8-dynamic", {})) == "int8-dynamic"
+    quantized = empty_quantized(nn.Linear(2, 2), "int8-dynamic", {"granularity": "channel"})
+    assert scheme_of(quantized) == "int8-dynamic"
     assert scheme_of(nn.Linear(2, 2)) is None
 
 

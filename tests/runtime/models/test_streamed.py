@@ -14,7 +14,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.families.walk import blocks_of
 from smelt.runtime.models import streamed
@@ -82,16 +82,24 @@ def test_memory_between_pieces_that_stay_is_given_back():
     [
         (Sparsify(), SparsifySettings(method="wanda")),
         (Sparsify(), SparsifySettings(method="magnitude", pattern="2:4")),
-        (Factorize(), FactorizeSettings(rank=6, aim="size", rows=6)),
-        (Factorize(), FactorizeSettings(method="svd", energy=0.7, aim="size", dtype="fp32")),
-        (Factorize(), FactorizeSettings(method="asvd", ratio=0.5, aim="size", rows=6)),
+        (Factorize(), FactorizeSettings(rank=6, optimize_for="size", calibration_samples=6)),
+        (Factorize(), FactorizeSettings(method="svd", energy=0.7, optimize_for="size", dtype="fp32")),
+        (
+            Factorize(),
+            FactorizeSettings(method="asvd", keep_ratio=0.5, optimize_for="size", calibration_samples=6),
+        ),
         (Prune(), PruneSettings(importance="magnitude")),
-        (Prune(), PruneSettings(importance="magnitude", what=["ffn"], compensate=False)),
+        (Prune(), PruneSettings(importance="magnitude", targets=["ffn"], reconstruct=False)),
         (Quantize(), QuantizeSettings(scheme="int4", group_size=16)),
-        (Quantize(), QuantizeSettings(scheme="int4", group_size=16, method="gptq", rows=6)),
-        (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", vocabulary="int4")),
-        (Quantize(), QuantizeSettings(scheme="int8-dynamic", skip=["*.down_proj"], head=False)),
-        (Quantize(), QuantizeSettings(scheme="pow2", group_size=16, embeddings=False, method="gptq", rows=6)),
+        (Quantize(), QuantizeSettings(scheme="int4", group_size=16, method="gptq", calibration_samples=6)),
+        (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", embedding_scheme="int4")),
+        (Quantize(), QuantizeSettings(scheme="int8-dynamic", exclude=["*.down_proj"], output_layer=False)),
+        (
+            Quantize(),
+            QuantizeSettings(
+                scheme="pow2", group_size=16, embeddings=False, method="gptq", calibration_samples=6
+            ),
+        ),
     ],
 )
 def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_path, monkeypatch):
@@ -101,9 +109,9 @@ def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_
     parts = every_family.run(*stage, tmp_path / "parts")
     assert (parts.out / "model.safetensors.index.json").is_file()
     for ctx in (whole, parts):
-        ctx.facts.pop("calibration", None)  # which names the file of rows
-        ctx.facts.pop("bytes_after", None)  # of which each shard has a head of its own
-    assert (parts.facts, parts.warnings) == (whole.facts, whole.warnings)
+        ctx.details.pop("calibration", None)  # which names the file of rows
+        ctx.details.pop("bytes_after", None)  # of which each shard has a head of its own
+    assert (parts.details, parts.warnings) == (whole.details, whole.warnings)
     assert read_edits(parts.out) == read_edits(whole.out)
     assert (parts.out / "config.json").read_text() == (whole.out / "config.json").read_text()
     a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
@@ -116,7 +124,7 @@ def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, tmp_path, 
     whole = every_family.run(*stage, tmp_path / "whole")
     monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
     parts = every_family.run(*stage, tmp_path / "parts")
-    assert parts.facts == whole.facts
+    assert parts.details == whole.details
     a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -125,6 +133,6 @@ def test_models_that_have_to_be_whole_are(llama, tmp_path):
     assert open_streamed(llama, tmp_path) is None  # it is small
     assert open_streamed(every_family.of_layers("gpt2", 1), tmp_path, larger_than=0) is None  # turned around
     shared = every_family.run(
-        Share(), ShareSettings(), every_family.of_layers("bert", 2), "bert", tmp_path / "s"
+        ShareWeights(), ShareWeightsSettings(), every_family.of_layers("bert", 2), "bert", tmp_path / "s"
     )
     assert open_streamed(shared.out, tmp_path, larger_than=0) is None

@@ -47,7 +47,9 @@ def translated(runner, rows, beams):
     pad = runner.config["pad_token_id"]
     texts = batch(rows)
     ids = np.where(texts.attention_mask == 1, texts.input_ids, pad)
-    return generate(runner, Batch(ids, texts.attention_mask), Generation(beams=beams, max_new_tokens=10))[0]
+    return generate(runner, Batch(ids, texts.attention_mask), Generation(num_beams=beams, max_new_tokens=10))[
+        0
+    ]
 
 
 @pytest.mark.parametrize("runtime", ["onnx", "torch"])

@@ -208,5 +208,5 @@ def test_only_four_bits_have_positive_scales():
     assert QuantizeSettings(scheme="int4", symmetric="positive").symmetric == "positive"
     assert QuantizeSettings(scheme="int4", symmetric=False).symmetric is False
     with invalid("wrong-value") as caught:
-        QuantizeSettings(scheme="int2", symmetric="positive")
+        QuantizeSettings(scheme="int2", symmetric="positive", embedding_scheme="int3")
     assert all(part in str(caught.value) for part in ("symmetric", "positive", "int2"))

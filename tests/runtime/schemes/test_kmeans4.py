@@ -10,7 +10,7 @@ from torch import nn
 from smelt.compress.quantize.coding import quantize_module, round_to_nearest
 from smelt.runtime.schemes.kmeans4 import Kmeans4
 
-OPTIONS = {"codebook_inputs": 128, "accuracy_level": 0}
+OPTIONS = {"group_size": 128, "accuracy_level": 0}
 
 
 def least_error(row, count):
@@ -101,7 +101,7 @@ def test_two_codes_lie_in_a_byte_the_first_in_the_low_bits():
 def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
     torch.manual_seed(0)
     layers = [
-        quantize_module(nn.Linear(300, 24), "kmeans4", {"codebook_inputs": size, "accuracy_level": level})
+        quantize_module(nn.Linear(300, 24), "kmeans4", {"group_size": size, "accuracy_level": level})
         for size, level in itertools.product((128, 256), (0, 4))
     ]
     said = schemes.said_of_products([layer.eval() for layer in layers], tmp_path / "optimized.onnx")

@@ -10,7 +10,7 @@ from smelt.runtime.schemes.registry import bits_per_weight, find
 from smelt.runtime.schemes.scheme import Codes
 from smelt.runtime.schemes.ternary import Ternary
 
-LAYOUTS = list(itertools.product((32, 64, 128), ("group", "row"), (0, 4)))
+LAYOUTS = list(itertools.product((32, 64, 128), ("group", "channel"), (0, 4)))
 
 
 def random_layer(inputs=100, outputs=24, group=32, granularity="group", level=4):
@@ -28,7 +28,7 @@ def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_
     assert {(a["accuracy_level"], a["bits"]) for a in said} == {(0, 4), (4, 2)}
 
 
-@pytest.mark.parametrize("granularity", ["group", "row"])
+@pytest.mark.parametrize("granularity", ["group", "channel"])
 def test_codes_and_scales_are_those_of_ternary_weight_networks(granularity):
     """arXiv:1605.04711, D = 0.7 E|W|; +1 above D, -1 below -D, else 0; a = E(|W| beyond D)."""
     torch.manual_seed(0)
@@ -36,8 +36,8 @@ def test_codes_and_scales_are_those_of_ternary_weight_networks(granularity):
     weight[2, :32] = 0
     values = schemes.filled("ternary", weight, group_size=32, granularity=granularity).dequantize().numpy()
     for row in range(5):
-        for start in range(0, 96, 96 if granularity == "row" else 32):
-            group = weight[row, start : start + (96 if granularity == "row" else 32)].double().numpy()
+        for start in range(0, 96, 96 if granularity == "channel" else 32):
+            group = weight[row, start : start + (96 if granularity == "channel" else 32)].double().numpy()
             size = np.abs(group)
             beyond = size > 0.7 * size.mean()
             alpha = size[beyond].mean() if beyond.any() else 0.0
@@ -73,7 +73,7 @@ def test_five_codes_lie_in_a_byte():
 
 
 def test_a_row_costs_little_more_than_five_codes_a_byte():
-    row = {"group_size": 64, "granularity": "row", "accuracy_level": 4}
+    row = {"group_size": 64, "granularity": "channel", "accuracy_level": 4}
     assert bits_per_weight(find("ternary"), row, 1280) == 1.6 + 16 / 1280
 
 

@@ -109,9 +109,9 @@ def test_pairs_are_refused(ours):
 
 @pytest.mark.parametrize("missing", ["eos", "unknown"])
 def test_what_says_nothing_of_the_end_or_of_unknown_words_is_refused(folder, theirs, missing):
-    facts = facts_of(theirs).model_copy(update={missing: None})
+    details = facts_of(theirs).model_copy(update={missing: None})
     with refused("missing-special-token", InputError) as caught:
-        MarianTokenizer(folder, facts)
+        MarianTokenizer(folder, details)
     assert "tokenizing.json" in str(caught.value)
 
 

@@ -21,9 +21,9 @@ def test_transformers_reads_what_nobody_has_compared(folder):
 
 
 def test_the_light_reader_serves_once_it_is_written_down(folder):
-    facts = facts_of(load_tokenizer(folder))
-    write_tokenizing(folder, facts)
-    assert read_tokenizing(folder) == facts
+    details = facts_of(load_tokenizer(folder))
+    write_tokenizing(folder, details)
+    assert read_tokenizing(folder) == details
     (folder / "text.json").write_text('{"prefix": ">>deu<< "}')
     found = open_tokenizer(folder)
     assert (found.reader, found.prefix) == ("sentencepiece", ">>deu<< ")

@@ -13,7 +13,8 @@ import seq2seq
 import tiny
 
 TRAINING: dict[str, Any] = {
-    "max_steps": 8, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "dropout": 0.0, "evals": 0,
+    "max_steps": 8, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "dropout": 0.0,
+    "num_evals": 0,
 }  # fmt: skip
 MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.marian, "translation"),
@@ -48,25 +49,31 @@ REFIT, TURNED = 0.02, 0.2
 SIGNS = 0.05
 # A search over a grid of scales takes the neighbour where two are nearly as good (0.076 was seen).
 SEARCHED = 0.1
-HALF: dict[str, Any] = {"what": ["heads", "ffn"], "keep": 0.5}
+HALF: dict[str, Any] = {"targets": ["heads", "ffn"], "keep_ratio": 0.5}
 LABELS_TOO: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}
-INSIDE: dict[str, Any] = {"hidden": 1, "embeddings": 1, "attention": 1, "cosine": 1, "relations": 1}
+INSIDE: dict[str, Any] = {
+    "hidden_states": 1,
+    "input_embeddings": 1,
+    "attention": 1,
+    "cosine": 1,
+    "self_attention_relations": 1,
+}
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
-STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
+STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_method": "mse", "sensitivity_samples": 2}
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
 NF4: dict[str, Any] = {"scheme": "bnb-nf4"}
 INT3: dict[str, Any] = {"scheme": "int3", "group_size": 16, "symmetric": False}
-KMEANS4: dict[str, Any] = {"scheme": "kmeans4", "codebook_inputs": 128}
+KMEANS4: dict[str, Any] = {"scheme": "kmeans4", "group_size": 128}
 POW2: dict[str, Any] = {"scheme": "pow2", "group_size": 32}
 INT2: dict[str, Any] = {"scheme": "int2", "group_size": 32}
-TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "row"}
+TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "channel"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
-LISTED: dict[str, Any] = {"per_token": 3, "frequent": 5}
+LISTED: dict[str, Any] = {"candidates_per_token": 3, "frequent_tokens": 5}
 GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
 CASES: dict[str, Case] = {
     "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
-    "finetune bert": Case("finetune", "bert", TRAINING | {"schedule": "cosine", "ema": 0.8}),
-    "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"accumulate": 2}),
+    "finetune bert": Case("finetune", "bert", TRAINING | {"lr_schedule": "cosine", "ema_decay": 0.8}),
+    "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"gradient_accumulation_steps": 2}),
     "distill marian": Case("distill", "marian", TRAINING | LABELS_TOO),
     "distill bert, half of its layers": Case(
         "distill", "bert", TRAINING | {"temperature": 2.0, "student": {"layers": 1}}
@@ -78,31 +85,33 @@ CASES: dict[str, Case] = {
         "distill", "marian", TRAINING | LABELS_TOO, (("quantize", BINARY),)
     ),
     "finetune marian, learned scales": Case(
-        "finetune", "marian", TRAINING | {"codes": {"scales": "lsq"}}, (("quantize", INT2),)
+        "finetune", "marian", TRAINING | {"qat": {"scales": "lsq"}}, (("quantize", INT2),)
     ),
     "finetune bert, masks of the width": Case(
         "finetune",
         "bert",
-        TRAINING | {"masks": {"what": ["ffn", "width"], "learning_rate": 5, "warmup": 0.5}},
+        TRAINING | {"learned_masks": {"targets": ["ffn", "width"], "learning_rate": 5, "warmup": 0.5}},
     ),
     "finetune bert, split": Case(
         "finetune",
         "bert",
-        TRAINING | {"codes": {"split": True}},
+        TRAINING | {"qat": {"weight_splitting": True}},
         (("quantize", {"scheme": "ternary", "group_size": 32}),),
     ),
     "finetune bert, binary inputs": Case(
         "finetune",
         "bert",
-        TRAINING | {"codes": {"activations": "one-bit"}},
+        TRAINING | {"qat": {"activations": "one-bit"}},
         (("quantize", {"scheme": "binary", "group_size": 32}),),
         allowed=SIGNS,
     ),
-    "vocabulary marian": Case("vocabulary", "marian", {"coverage": 0.7, "round_to": 1}),
-    "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
-    "depth bert": Case("depth", "bert", {"importance": "block-influence"}),
-    "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
-    "depth bert, of parts": Case("depth", "bert", {"what": ["attention", "ffn"], "keep": 0.75}),
+    "vocabulary marian": Case("trim-vocabulary", "marian", {"coverage": 0.7, "multiple_of": 1}),
+    "vocabulary gpt2": Case("trim-vocabulary", "gpt2", {"size": 280}),
+    "depth bert": Case("drop-layers", "bert", {"importance": "block-influence"}),
+    "depth marian, by the loss": Case("drop-layers", "marian", {"decoder_layers": 1, "importance": "loss"}),
+    "depth bert, of parts": Case(
+        "drop-layers", "bert", {"targets": ["attention", "ffn"], "keep_ratio": 0.75}
+    ),
     "prune bert": Case("prune", "bert", HALF, allowed=REFIT),
     "prune marian, by magnitude": Case("prune", "marian", HALF | {"importance": "magnitude"}, allowed=REFIT),
     "prune bert, across layers by Fisher": Case(
@@ -110,45 +119,53 @@ CASES: dict[str, Case] = {
     ),
     "prune qwen2": Case("prune", "qwen2", HALF),
     "prune bert, within a budget": Case(
-        "prune", "bert", {"budget": {"parameters": 0.8}, "compensate": False}
+        "prune", "bert", {"budget": {"parameters": 0.8}, "reconstruct": False}
     ),
-    "prune bert, its width": Case("prune", "bert", {"what": ["width"], "keep": 0.5}, allowed=REFIT),
+    "prune bert, its width": Case("prune", "bert", {"targets": ["width"], "keep_ratio": 0.5}, allowed=REFIT),
     "quantize resnet, int8-static": Case(
-        "quantize", "resnet", {"scheme": "int8-static", "rows": 8, "damage_rows": 2}, allowed=TURNED
+        "quantize",
+        "resnet",
+        {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 2},
+        allowed=TURNED,
     ),
-    "prune resnet, channels": Case("prune", "resnet", {"what": ["channels"], "keep": 0.5, "round_to": 4}),
+    "prune resnet, channels": Case(
+        "prune", "resnet", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4}
+    ),
     "prune resnet, channels by magnitude": Case(
         "prune",
         "resnet",
-        {"what": ["channels"], "keep": 0.5, "round_to": 4, "importance": "magnitude"},
+        {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, "importance": "magnitude"},
     ),
-    "prune bert, not compensated": Case("prune", "bert", HALF | {"compensate": False}),
+    "prune bert, not compensated": Case("prune", "bert", HALF | {"reconstruct": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
-    "factorize marian, embeddings": Case("factorize", "marian", {"what": "embeddings", "rank": 7}),
+    "factorize marian, embeddings": Case("factorize", "marian", {"targets": "embeddings", "rank": 7}),
     "factorize marian, one budget": Case(
-        "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}, allowed=TURNED
+        "factorize", "marian", {"parameter_budget": 0.5, "optimize_for": "size"}, allowed=TURNED
     ),
     "factorize bert, plain, by energy": Case(
-        "factorize", "bert", {"method": "svd", "energy": 0.5, "aim": "size"}
+        "factorize", "bert", {"method": "svd", "energy": 0.5, "optimize_for": "size"}
     ),
     "factorize resnet, tucker": Case(
-        "factorize", "resnet", {"method": "tucker", "ratio": 0.5}, allowed=TURNED
+        "factorize", "resnet", {"method": "tucker", "keep_ratio": 0.5}, allowed=TURNED
     ),
     "factorize resnet, cp by energy": Case(
         "factorize", "resnet", {"method": "cp", "energy": 0.8}, allowed=TURNED
     ),
-    "share bert": Case("share", "bert"),
-    "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
+    "share bert": Case("share-weights", "bert"),
+    "share marian, mean": Case("share-weights", "marian", {"init_from": "mean", "targets": ["ffn"]}),
     "share marian, with differences": Case(
-        "share", "marian", {"take": "mean", "difference": {"rank": 4, "iterations": 2}}, allowed=TURNED
+        "share-weights",
+        "marian",
+        {"init_from": "mean", "low_rank_delta": {"rank": 4, "iterations": 2}},
+        allowed=TURNED,
     ),
     "shortlist marian": Case("shortlist", "marian", LISTED),
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize marian, int8 of one scale": Case("quantize", "marian", {"granularity": "tensor"}),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
-    "quantize gpt2, int8-static of the worst float": Case("quantize", "gpt2", STATIC | {"skip": "auto"}),
-    "quantize gpt2, int8-static smoothed": Case("quantize", "gpt2", STATIC | {"smooth": 0.5}),
+    "quantize gpt2, int8-static of the worst float": Case("quantize", "gpt2", STATIC | {"exclude": "auto"}),
+    "quantize gpt2, int8-static smoothed": Case("quantize", "gpt2", STATIC | {"smoothquant_alpha": 0.5}),
     "quantize marian, int8-groupwise": Case("quantize", "marian", GROUPWISE),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
@@ -156,7 +173,8 @@ CASES: dict[str, Case] = {
     "quantize bert, int3 by awq": Case(
         "quantize",
         "bert",
-        INT4 | {"scheme": "int3", "group_size": 16, "method": "awq", "clip": "awq", "rows": 16},
+        INT4
+        | {"scheme": "int3", "group_size": 16, "method": "awq", "clip": "awq", "calibration_samples": 16},
         allowed=SEARCHED,
     ),
     "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
@@ -166,10 +184,15 @@ CASES: dict[str, Case] = {
     "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
-    "quantize gpt2, mixed precision": Case("quantize", "gpt2", {"bits": {"budget": 4.5}, "damage_rows": 2}),
+    "quantize gpt2, mixed precision": Case(
+        "quantize", "gpt2", {"mixed_precision": {"target_bits": 4.5}, "sensitivity_samples": 2}
+    ),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
     "quantize bert, int4 and pairs": Case(
-        "quantize", "bert", INT4 | {"low_rank": {"rank": 4, "error": "outputs"}}, allowed=TURNED
+        "quantize",
+        "bert",
+        INT4 | {"low_rank_correction": {"rank": 4, "objective": "outputs"}},
+        allowed=TURNED,
     ),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
@@ -192,11 +215,11 @@ CASES: dict[str, Case] = {
     "onnx marian, ternary": Case("onnx", "marian", {}, (("quantize", TERNARY),)),
     "onnx marian, bnb-nf4": Case("onnx", "marian", {}, (("quantize", NF4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),
-    "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share", {}),)),
+    "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share-weights", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
     "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
     "simplify graph": Case("simplify", GRAPH),
-    "quantize-graph graph": Case("quantize-graph", GRAPH),
-    "quantize-graph graph, static": Case("quantize-graph", GRAPH, {"scheme": "int8-static"}),
+    "quantize-onnx graph": Case("quantize-onnx", GRAPH),
+    "quantize-onnx graph, static": Case("quantize-onnx", GRAPH, {"scheme": "int8-static"}),
     "fp16 graph": Case("fp16", GRAPH),
 }

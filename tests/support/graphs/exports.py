@@ -75,7 +75,7 @@ class Exported:
     folder: Path
     subject: Any
     reference: Any
-    facts: dict[str, Any]
+    details: dict[str, Any]
 
 
 def context(out: Path, task: str) -> Context:
@@ -94,7 +94,7 @@ def exported(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp
 
     def make(folder: Path) -> None:
         traced.append(export(folder, family, scheme, target, dtype))
-        (folder / "facts.json").write_text(json.dumps(traced[0].facts))
+        (folder / "details.json").write_text(json.dumps(traced[0].details))
         kept = {name: sorted(modules) for name, modules in traced[0].subject.float32.items()}
         (folder / "float32.json").write_text(json.dumps(kept))
 
@@ -114,9 +114,9 @@ def export(folder: Path, family: str, scheme: str, target: str = "ort-cpu", dtyp
         ctx = context(folder / "codes", task)
         Quantize()(tiny.artifact(source, task), QuantizeSettings(**settings), ctx)
     ctx = context(folder / "onnx", task)
-    settings = OnnxSettings(target=target, dtype=dtype, loop=False)
+    settings = OnnxSettings(target=target, dtype=dtype, generation_graph=False)
     subject, reference = captured(parent_in(folder), settings, ctx)
-    return Exported(ctx.out, subject, without_exact(reference, dtype), ctx.facts)
+    return Exported(ctx.out, subject, without_exact(reference, dtype), ctx.details)
 
 
 def parent_in(folder: Path) -> Path:
@@ -137,22 +137,22 @@ def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
     from smelt.export.stage import write
     from smelt.export.stage.settings import OnnxSettings
 
-    facts = json.loads((folder / "facts.json").read_text())
+    details = json.loads((folder / "details.json").read_text())
 
     def take(graph: Any, settings: Any, tokens: Any, ctx: Context, *more: Any) -> Any:
         _prepare(graph, settings.graphs_of)
         shutil.copyfile(folder / "onnx" / f"{graph.name}.onnx", ctx.out / f"{graph.name}.onnx")
-        return facts["graphs"][graph.name]
+        return details["graphs"][graph.name]
 
-    settings = OnnxSettings(target=target, dtype=dtype, loop=False)
+    settings = OnnxSettings(target=target, dtype=dtype, generation_graph=False)
     with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
         patch.setattr(write, "_write", take)
         kept = json.loads((folder / "float32.json").read_text())
         patch.setattr(choose, "narrow_graphs", lambda *_: kept)
-        patch.setattr(check, "check_graphs", lambda *_: facts["parity"])
+        patch.setattr(check, "check_graphs", lambda *_: details["parity"])
         found = captured(parent_in(folder), settings, context(Path(out) / "onnx", FAMILIES[family][1]))
     subject = replace(found[0], folder=folder / "onnx")
-    return Exported(subject.folder, subject, without_exact(found[1], dtype), facts)
+    return Exported(subject.folder, subject, without_exact(found[1], dtype), details)
 
 
 def captured(source: Path, settings: Any, ctx: Context) -> tuple[Any, Any]:

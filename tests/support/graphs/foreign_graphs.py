@@ -166,8 +166,8 @@ def pointing(location: str, **said: str) -> Any:
     return made
 
 
-def artifact(folder: Path, model: Any, **facts: Any) -> Any:
-    """Write `model` as the first artifact of a run of the task `tensors`, without a store."""
+def artifact(folder: Path, model: Any, **details: Any) -> Any:
+    """Write `model` as the first artifact of a run of the task `custom`, without a store."""
     from smelt.core.artifact import MANIFEST, FileRecord, Manifest, read_artifact
     from smelt.core.files import sha256_of, write_json
     from smelt.runtime.foreign.signature import write_signature
@@ -181,8 +181,8 @@ def artifact(folder: Path, model: Any, **facts: Any) -> Any:
         if p.name != MANIFEST
     }
     manifest = Manifest(
-        key="0" * 64, format="onnx", task="tensors", stage="model", settings={}, seed=0, parent=None,
-        versions={}, files=files, facts={"foreign": True, "target": "ort-cpu", **facts},
+        key="0" * 64, format="onnx", task="custom", stage="model", settings={}, seed=0, parent=None,
+        versions={}, files=files, details={"foreign": True, "target": "ort-cpu", **details},
     )  # fmt: skip
     write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
     return read_artifact(folder)

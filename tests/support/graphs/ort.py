@@ -11,7 +11,7 @@ from onnx import helper
 from smelt.runtime.backends.onnx_session import lacks_vnni, session_options
 
 LACKS_VNNI = lacks_vnni(Path("/proc/cpuinfo"))
-# docs/quantize.md says what that means for a user
+# docs/reference/stages/quantize.md#int8-dynamic says what that means for a user
 needs_vnni = pytest.mark.skipif(
     LACKS_VNNI,
     reason="without VNNI ONNX Runtime 1.31 and OpenVINO 2026 add pairs of int8 products in 16 bits, and ONNX"

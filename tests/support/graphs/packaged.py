@@ -21,7 +21,7 @@ TEXTS: list[str] = [
 GENERATIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 9},
     "rules": {"max_new_tokens": 9, "min_new_tokens": 3, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-    "beams": {"beams": 3, "max_new_tokens": 7, "length_penalty": 0.6},
+    "beams": {"num_beams": 3, "max_new_tokens": 7, "length_penalty": 0.6},
     "the model's own": {},
 }
 

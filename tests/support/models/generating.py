@@ -74,25 +74,25 @@ GREEDY: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"suppress_tokens": [4, 12, 13]}, {"remove_invalid_values": True}),
 ]
 BEAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"beams": 2}, {}),
-    ({"beams": 4, "max_new_tokens": 1}, {}),
-    ({"beams": 3, "length_penalty": 2.0, "early_stopping": True}, {"eos_token_id": [1, 5, 9, 11]}),
-    ({"beams": 5, "length_penalty": -1.0, "early_stopping": False}, {"eos_token_id": [1, 5, 9]}),
-    ({"beams": 4, "length_penalty": 0.5, "early_stopping": "never"}, {"eos_token_id": [1, 7, 8, 10]}),
-    ({"beams": 4, "length_penalty": 0.0, "early_stopping": "never"}, {"eos_token_id": [1, 6]}),
-    ({"beams": 3, "no_repeat_ngram_size": 2, "bad_words_ids": [[7], [3, 4], [5, 6, 9], [1]]}, {}),
-    ({"beams": 3, "no_repeat_ngram_size": 1, "min_new_tokens": 4}, {"eos_token_id": [1, 5, 9, 11]}),
-    ({"beams": 2, "repetition_penalty": 1.8}, {"renormalize_logits": True}),
-    ({"beams": 4, "min_length": 9, "forced_eos_token_id": 1}, {"eos_token_id": [1, 4, 8]}),
-    ({"beams": 4, "forced_bos_token_id": 6, "begin_suppress_tokens": [7, 8, 9, 10]}, {}),
-    ({"beams": 3, "suppress_tokens": [4, 12, 13]}, {"remove_invalid_values": True}),
+    ({"num_beams": 2}, {}),
+    ({"num_beams": 4, "max_new_tokens": 1}, {}),
+    ({"num_beams": 3, "length_penalty": 2.0, "early_stopping": True}, {"eos_token_id": [1, 5, 9, 11]}),
+    ({"num_beams": 5, "length_penalty": -1.0, "early_stopping": False}, {"eos_token_id": [1, 5, 9]}),
+    ({"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never"}, {"eos_token_id": [1, 7, 8, 10]}),
+    ({"num_beams": 4, "length_penalty": 0.0, "early_stopping": "never"}, {"eos_token_id": [1, 6]}),
+    ({"num_beams": 3, "no_repeat_ngram_size": 2, "bad_words_ids": [[7], [3, 4], [5, 6, 9], [1]]}, {}),
+    ({"num_beams": 3, "no_repeat_ngram_size": 1, "min_new_tokens": 4}, {"eos_token_id": [1, 5, 9, 11]}),
+    ({"num_beams": 2, "repetition_penalty": 1.8}, {"renormalize_logits": True}),
+    ({"num_beams": 4, "min_length": 9, "forced_eos_token_id": 1}, {"eos_token_id": [1, 4, 8]}),
+    ({"num_beams": 4, "forced_bos_token_id": 6, "begin_suppress_tokens": [7, 8, 9, 10]}, {}),
+    ({"num_beams": 3, "suppress_tokens": [4, 12, 13]}, {"remove_invalid_values": True}),
     # what a longer text may still be worth decides here, and how many candidates are kept for many ends
     (
-        {"beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
+        {"num_beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
         {"eos_token_id": [6, 8, 15, 20, 21, 22]},
     ),
     (
-        {"beams": 2, "length_penalty": 5.0, "early_stopping": "never", "max_new_tokens": 25},
+        {"num_beams": 2, "length_penalty": 5.0, "early_stopping": "never", "max_new_tokens": 25},
         {"eos_token_id": [5, 14, 15, 21]},
     ),
 ]
@@ -122,7 +122,7 @@ def drawn(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
             "length_penalty": draw.choice([-1.0, 0.0, 0.5, 2.0]),
             "early_stopping": draw.choice([True, False, "never"]),
         }
-        wishes["beams"] = draw.randint(2, 5)
+        wishes["num_beams"] = draw.randint(2, 5)
         wishes |= {name: value for name, value in of_beams.items() if draw.random() < 0.6}
     return wishes, {name: value for name, value in beside.items() if draw.random() < 0.35}
 
@@ -247,5 +247,5 @@ def both(runner: Any, torch_model: Any, batch: Batch, wishes: dict[str, Any], co
     ours = runner.generator(runner, batch, decoding)
     runner.generation_config.clear()
     runner.generation_config.update(before)
-    asked["num_beams"] = asked.pop("beams", 1)
+    asked.setdefault("num_beams", 1)
     return ours, theirs(torch_model, batch, do_sample=False, **asked, **config)

@@ -10,7 +10,7 @@ import every_family
 import torch
 
 from smelt.compress.prune.learned.masks import LearnedMasks
-from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.prune.learned.settings import LearnedMasksSettings
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import Edit
 
@@ -20,7 +20,7 @@ ALL = ("heads", "ffn", "width")
 def of_model(source: Path, **settings: Any) -> tuple[LearnedMasks, Any, list[Edit]]:
     """Return the masks of the model in `source`, the model, and its edits."""
     model, edits = load_model(source)
-    found = LearnedMasks(model, MasksSettings(**{"what": ALL} | settings), edits)
+    found = LearnedMasks(model, LearnedMasksSettings(**{"targets": ALL} | settings), edits)
     torch.manual_seed(0)
     with torch.no_grad():
         for log_alpha in [*found.units.values(), *found.parts.values(), found.hidden.log_alpha]:

@@ -128,7 +128,7 @@ def bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
     return folder
 
 
-def artifact(folder: Path, task: str = "translation", **facts: Any) -> Any:
+def artifact(folder: Path, task: str = "translation", **details: Any) -> Any:
     """Present a model folder as a torch artifact."""
     from smelt.core.artifact import Artifact, Manifest
 
@@ -141,7 +141,7 @@ def artifact(folder: Path, task: str = "translation", **facts: Any) -> Any:
         seed=0,
         parent=None,
         versions={},
-        facts=facts,
+        details=details,
     )
     return Artifact(folder, manifest)
 

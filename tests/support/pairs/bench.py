@@ -86,7 +86,7 @@ class Bench:
             recipe, data = plan.recipe, plan.read_data()
             store, score = Store(self.folder / ".store"), recipe.score
             scorer = Scorer(
-                store, recipe.task, score.quality, score.generation, score.batch_size, 1, False, "cpu"
+                store, recipe.task, score.quality, score.generation, score.batch_size, 1, "warn", "cpu"
             )
             windows = recipe.data.windows if recipe.task == "language-modeling" else None
             display = Display(self.folder / "log.txt", quiet=True)

@@ -29,8 +29,9 @@ def takes(model: Model, technique: Technique) -> bool:
         return False
     if model.task not in stage.tasks:
         return False
-    masks = technique.settings.get("masks", {})
-    if model.task == SIMILARITY and "width" in {*technique.settings.get("what", ()), *masks.get("what", ())}:
+    masks = technique.settings.get("learned_masks", {})
+    targets = {*technique.settings.get("targets", ()), *masks.get("targets", ())}
+    if model.task == SIMILARITY and "width" in targets:
         return False  # its vectors are what the width is of
     check = getattr(stage, "check_model", None)
     return not (check and check(settings, {"model_type": model.kind})[0])
@@ -43,18 +44,18 @@ def follows(first: Technique, second: Technique) -> bool:
     needs layers that do not hold theirs. Adapters have no place beside halves of layers.
     """
     if (holds := getattr(load_stage(first.word), "holds_units", None)) and (
-        getattr(load_stage(second.word), "cuts_units", False) or "masks" in second.settings
+        getattr(load_stage(second.word), "cuts_units", False) or "learned_masks" in second.settings
     ):
         settings: Settings = load_stage(first.word).settings_type.model_validate(dict(first.settings))
         if holds(settings):
             return False
     schemes = _schemes(first)
-    if (codes := second.settings.get("codes")) is not None:
-        if codes.get("split"):
+    if (codes := second.settings.get("qat")) is not None:
+        if codes.get("weight_splitting"):
             return bool(schemes) and bool(schemes[0].halves) and not _splits(first)
         return any(scheme.learns for scheme in schemes)
     floats = getattr(load_stage(second.word), "needs_float", False)
-    if schemes and (floats or {"masks", "sparsify"} & second.settings.keys()):
+    if schemes and (floats or {"learned_masks", "sparsify"} & second.settings.keys()):
         return False
     if schemes and (unfit := getattr(load_stage(second.word), "unfit_for_codes", None)):
         settings = load_stage(second.word).settings_type.model_validate(dict(second.settings))
@@ -123,19 +124,19 @@ def _schemes(technique: Technique) -> list[Scheme]:
 def _before(first: Technique, schemes: list[Scheme]) -> CodesBefore:
     """Return the codes of the linear layers behind a technique, as stages ask for them."""
     made = TECHNIQUES[first.behind] if first.behind else first
-    mixed = "bits" in made.settings
-    codes = first.settings.get("codes", {})
-    halved = [SCHEMES[schemes[0].halves]] if codes.get("split") else schemes[:1]
+    mixed = "mixed_precision" in made.settings
+    codes = first.settings.get("qat", {})
+    halved = [SCHEMES[schemes[0].halves]] if codes.get("weight_splitting") else schemes[:1]
     return CodesBefore(
         tuple(scheme.name for scheme in (schemes if mixed else halved)),
-        pairs="low_rank" in made.settings or "lora" in first.settings,
-        split=bool(codes.get("split")),
+        pairs="low_rank_correction" in made.settings or "lora" in first.settings,
+        split=bool(codes.get("weight_splitting")),
         one_bit=codes.get("activations") == "one-bit",
     )
 
 
 def _splits(technique: Technique) -> bool:
-    return bool(technique.settings.get("codes", {}).get("split"))
+    return bool(technique.settings.get("qat", {}).get("weight_splitting"))
 
 
 def _settings(technique: Technique, model: Model) -> Settings:

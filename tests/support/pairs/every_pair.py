@@ -2,7 +2,7 @@
 
 Each line of the log (build/matrix/pairs.jsonl) tells of one pair: what the plan said against it, or that it
 was done and what it took, or what broke. A run goes on where the last one ended; what broke is tried again,
-and all of it where `--fresh` is given. Of one pair in PART the graph is made and compared as well.
+and all of it where `--rebuild` is given. Of one pair in PART the graph is made and compared as well.
 
     make matrix ARGS="bert t5"          # these models
     make matrix ARGS="--first share"    # these first (`--second` likewise)
@@ -39,7 +39,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("models", nargs="*", help=", ".join(MODELS))
     for place in ("first", "second"):
         parser.add_argument(f"--{place}", action="append", choices=list(TECHNIQUES))
-    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--rebuild", action="store_true")
     said = parser.parse_args(arguments)
     if odd := sorted(set(said.models) - MODELS.keys()):
         parser.error(f"no model '{odd[0]}'; known: {', '.join(MODELS)}")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     """Work through the pairs; return 1 where one broke."""
     said = parsed(arguments)
     LOG.parent.mkdir(parents=True, exist_ok=True)
-    if said.fresh:
+    if said.rebuild:
         LOG.unlink(missing_ok=True)
     known = _read()
     possible = set(every_cell())

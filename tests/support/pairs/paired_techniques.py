@@ -102,53 +102,63 @@ class Technique:
         if model.task == IMAGES:
             found.pop("losses", None)
         if model.task == SIMILARITY and "losses" in found:
-            found["losses"] = {"embedding": 1, **INSIDE}
+            found["losses"] = {"sentence_embedding": 1, **INSIDE}
         elif "losses" in found:
             found["losses"] = {"logits": 1, **INSIDE}
         return found
 
 
-TRAIN: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "evals": 0, "precision": "fp32"}
-FEW: dict[str, Any] = {"rows": 4}
-STATIC: dict[str, Any] = {"scheme": "int8-static", "rows": 8, "damage_rows": 1}
-INSIDE = {"hidden": 1, "embeddings": 1, "relations": 1}
+TRAIN: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
+FEW: dict[str, Any] = {"calibration_samples": 4}
+STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 1}
+INSIDE = {"hidden_states": 1, "input_embeddings": 1, "self_attention_relations": 1}
 TECHNIQUES: dict[str, Technique] = {
     "finetune": Technique("finetune", TRAIN),
     "lora": Technique("finetune", {"lora": {"rank": 2}, **TRAIN}),
     "masks": Technique(
-        "finetune", {"masks": {"learning_rate": 5, "warmup": 0.5, "round_to": 4}, **TRAIN}, True
+        "finetune", {"learned_masks": {"learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAIN}, True
     ),
     "masks-parts": Technique(
         "finetune",
-        {"masks": {"parts": ["attention", "ffn"], "learning_rate": 5, "warmup": 0.5, "round_to": 4}, **TRAIN},
+        {
+            "learned_masks": {
+                "parts": ["attention", "ffn"],
+                "learning_rate": 5,
+                "warmup": 0.5,
+                "multiple_of": 4,
+            },
+            **TRAIN,
+        },
         True,
     ),
     "masks-width": Technique(
         "finetune",
-        {"masks": {"what": ["heads", "width"], "learning_rate": 5, "warmup": 0.5}, **TRAIN},
+        {"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5, "warmup": 0.5}, **TRAIN},
         True,
     ),
-    "lsq": Technique("finetune", {"codes": {"scales": "lsq"}, **TRAIN}, behind="int4"),
-    "split": Technique("finetune", {"codes": {"split": True}, **TRAIN}, behind="ternary"),
+    "lsq": Technique("finetune", {"qat": {"scales": "lsq"}, **TRAIN}, behind="int4"),
+    "split": Technique("finetune", {"qat": {"weight_splitting": True}, **TRAIN}, behind="ternary"),
     "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAIN}),
     "distill": Technique("distill", TRAIN),
     "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),
-    "vocabulary": Technique("vocabulary", {"coverage": 0.5, "round_to": 1}, True),
-    "depth": Technique("depth", {"keep": 0.5, **FEW}, True),
-    "prune": Technique("prune", {"what": ["heads", "ffn"], "keep": 0.5, **FEW}, True),
+    "vocabulary": Technique("trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True),
+    "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW}, True),
+    "prune": Technique("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW}, True),
     "prune-budget": Technique("prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW}, True),
-    "depth-parts": Technique("depth", {"what": ["attention", "ffn"], **FEW}, True),
-    "width": Technique("prune", {"what": ["width"], "keep": 0.5, **FEW}, True),
-    "channels": Technique("prune", {"what": ["channels"], "keep": 0.5, "round_to": 4, **FEW}, True),
+    "depth-parts": Technique("drop-layers", {"targets": ["attention", "ffn"], **FEW}, True),
+    "width": Technique("prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW}, True),
+    "channels": Technique(
+        "prune", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW}, True
+    ),
     "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW}),
-    "factorize": Technique("factorize", {"rank": 12, "aim": "size", **FEW}, True),
-    "factorize-embeddings": Technique("factorize", {"what": "embeddings", "rank": 12}, True),
-    "tucker": Technique("factorize", {"method": "tucker", "ratio": 0.5}, True),
-    "share": Technique("share", {}, True),
-    "share-difference": Technique("share", {"difference": {"rank": 2}}, True),
-    "shortlist": Technique("shortlist", {"per_token": 3, "frequent": 6}),
+    "factorize": Technique("factorize", {"rank": 12, "optimize_for": "size", **FEW}, True),
+    "factorize-embeddings": Technique("factorize", {"targets": "embeddings", "rank": 12}, True),
+    "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
+    "share": Technique("share-weights", {}, True),
+    "share-difference": Technique("share-weights", {"low_rank_delta": {"rank": 2}}, True),
+    "shortlist": Technique("shortlist", {"candidates_per_token": 3, "frequent_tokens": 6}),
     "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
-    "int8-static": Technique("quantize", {"smooth": 0.5, **STATIC}, True),
+    "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **STATIC}, True),
     "int8-plain": Technique("quantize", STATIC, True),
     "int8-groupwise": Technique(
         "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
@@ -156,7 +166,7 @@ TECHNIQUES: dict[str, Technique] = {
     "int4": Technique("quantize", {"scheme": "int4", "group_size": 32}, True),
     "int3": Technique("quantize", {"scheme": "int3", "group_size": 32}, True),
     "int2": Technique("quantize", {"scheme": "int2", "group_size": 32}, True),
-    "kmeans4": Technique("quantize", {"scheme": "kmeans4", "codebook_inputs": 128}, True),
+    "kmeans4": Technique("quantize", {"scheme": "kmeans4", "group_size": 128}, True),
     "pow2": Technique("quantize", {"scheme": "pow2", "group_size": 32}, True),
     "ternary": Technique("quantize", {"scheme": "ternary"}, True),
     "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW}, True),
@@ -166,10 +176,17 @@ TECHNIQUES: dict[str, Technique] = {
     "hqq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "hqq"}, True),
     "bits": Technique(
         "quantize",
-        {"bits": {"budget": 8.5, "widths": [4, 8]}, "group_size": 16, "damage_rows": 1, **FEW},
+        {
+            "mixed_precision": {"target_bits": 8.5, "bit_widths": [4, 8]},
+            "group_size": 16,
+            "sensitivity_samples": 1,
+            **FEW,
+        },
         True,
     ),
-    "low-rank": Technique("quantize", {"scheme": "int4", "group_size": 32, "low_rank": {"rank": 2}}, True),
+    "low-rank": Technique(
+        "quantize", {"scheme": "int4", "group_size": 32, "low_rank_correction": {"rank": 2}}, True
+    ),
     "binary": Technique("quantize", {"scheme": "binary", "group_size": 32}, True),
     "bnb-nf4": Technique("quantize", {"scheme": "bnb-nf4"}, True),
     "bnb-int8": Technique("quantize", {"scheme": "bnb-int8"}, True),

@@ -26,9 +26,9 @@ NO_ZEROS = {"factorize", "quantize"}
 """Stages that make other matrices of those that had zeros: the docstring of `sparsify` says so."""
 CUTS = {"prune", "finetune"}
 """Stages that may take units away (`finetune` with masks)."""
-NO_LAYERS = {"depth", "distill"}
+NO_LAYERS = {"drop-layers", "distill"}
 """Stages that may leave so few layers that no two of them share."""
-NO_VALUES = {"share", "factorize"}
+NO_VALUES = {"share-weights", "factorize"}
 """Stages of whose layers a plan says that the work is lost (or that leave too few to be counted)."""
 
 
@@ -170,11 +170,11 @@ def check(technique: Technique, before: Seen, after: Seen, warned: Collection[st
     fewer = sum(after.layers.values()) < sum(before.layers.values())
     empty = fewer and len(after.units) == len(before.units)  # what went had no parts any more
     thin = "student" in settings and 1 in before.layers.values()  # as it is to be
-    shared = word == "depth" and before.distinct < 1  # what goes may still be used elsewhere
+    shared = word == "drop-layers" and before.distinct < 1  # what goes may still be used elsewhere
     if technique.shrinks and GAINS_NOTHING.isdisjoint(warned):
         grown = size[0] > size[1] if thin or empty or shared else size[0] >= size[1]
         assert not grown, f"{size[1]:,} became {size[0]:,}"
-    if word in ("finetune", "distill") and "masks" not in settings and "student" not in settings:
+    if word in ("finetune", "distill") and "learned_masks" not in settings and "student" not in settings:
         assert (after.layers, after.units) == (before.layers, before.units)
         # a student that is its teacher's equal has nothing to learn
         assert word == "distill" or not torch.equal(after.outputs, before.outputs), "nothing was learned"
@@ -214,7 +214,7 @@ def check_lasting(stage: str, before: Seen, after: Seen, lost: Collection[str]) 
         )
     if stage not in NO_LAYERS:
         assert after.distinct <= before.distinct, "layers that were shared are apart"
-        assert after.thin >= before.thin or stage == "share"
+        assert after.thin >= before.thin or stage == "share-weights"
 
 
 GROWS = {"quantize", "finetune", "distill", "prune"}

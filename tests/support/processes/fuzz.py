@@ -218,7 +218,7 @@ RECIPE = """model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl, columns: {label: label}}
 stages:
-  - prune: {what: [ffn], keep: 0.5, importance: taylor}
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: taylor}
     name: small
   - distill: {teacher: small, losses: {logits: 1.0, labels: 0.5}, student: {layers: 1}, epochs: 2}
   - quantize: {scheme: int8-dynamic}

@@ -1,6 +1,6 @@
 """Drawn graphs through the stages for ONNX: `python staged_graphs.py DRAWS HOME [SEED]` prints what is wrong.
 
-Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-graph` in four ways
+Each graph that onnx and ONNX Runtime take by itself goes through `simplify`, `quantize-onnx` in four ways
 and `fp16`. A stage may refuse it with an error that has a code. What it writes must be a valid file that runs
 with one thread and with two, and gives what the graph gave, or a warning. A draw has a process of its own,
 with limits: what a native library does there ends that draw alone.
@@ -167,14 +167,14 @@ def _staged(
         if (off := _difference(got, wanted)) > FAR[name] and not ctx.warnings:
             return (
                 "far",
-                f"{off:.3g} off with {threads} threads, parity {ctx.facts.get('parity')}, no warning",
+                f"{off:.3g} off with {threads} threads, parity {ctx.details.get('parity')}, no warning",
             )
     return (f"warned {ctx.warnings[0].code}" if ctx.warnings else "done"), None
 
 
 def _stage(name: str) -> tuple[Any, Any]:
     from smelt.export.foreign.fp16 import Fp16, Fp16Settings
-    from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+    from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
     from smelt.export.foreign.simplify import Simplify, SimplifySettings
 
     if name == "simplify":
@@ -182,8 +182,8 @@ def _stage(name: str) -> tuple[Any, Any]:
     if name == "fp16":
         return Fp16(), Fp16Settings()
     if name == "dynamic":
-        return QuantizeGraph(), QuantizeGraphSettings(scheme="int8-dynamic")
-    return QuantizeGraph(), QuantizeGraphSettings(scheme="int8-static", method=name)  # type: ignore[arg-type]
+        return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-dynamic")
+    return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", calibration_method=name)  # type: ignore[arg-type]
 
 
 def _run(path: Path, graph: Drawn, threads: int) -> list[Any]:

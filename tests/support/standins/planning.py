@@ -27,7 +27,7 @@ BOTH = frozenset({"translation", "text-classification"})
 
 
 class _TrainSettings(Settings):
-    keep: float = Field(default=0.5, ge=0, le=1)
+    keep_ratio: float = Field(default=0.5, ge=0, le=1)
     student: dict[str, int] | None = None
 
 
@@ -42,8 +42,8 @@ class _OnnxSettings(Settings):
 
 class _QuantizeSettings(_TrainSettings):
     scheme: ClassVar[str] = "int8-dynamic"
-    bits: ClassVar[None] = None
-    vocabulary: ClassVar[None] = None
+    mixed_precision: ClassVar[None] = None
+    embedding_scheme: ClassVar[None] = None
 
     def schemes(self) -> tuple[str, ...]:
         return ("int8-dynamic",)
@@ -113,7 +113,7 @@ def mistakes(folder: Path, stages: str, *overrides: str, **more: Any) -> list[Me
 
 TREE = """
   - distill: {student: {decoder_layers: 1}}
-  - prune: {keep: 0.25}
+  - prune: {keep_ratio: 0.25}
   - prune
   - factorize:
     name: small

@@ -11,9 +11,9 @@ import tiny
 from refusals import codes_of, error_of
 
 HEAD = "model: m\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
-RECIPE = HEAD + "stages: [{prune: {keep: 0.5}}]\nscore: {quality: [accuracy], latency: false}\n"
+RECIPE = HEAD + "stages: [{prune: {keep_ratio: 0.5}}]\nscore: {quality: [accuracy], latency: false}\n"
 PAIRS = "model: t\ntask: translation\ndata: {train: pairs.jsonl, test: pairs.jsonl}\n"
-TRANSLATE = PAIRS + "stages: [{prune: {keep: 0.5}}]\nscore: {quality: [bleu], latency: false}\n"
+TRANSLATE = PAIRS + "stages: [{prune: {keep_ratio: 0.5}}]\nscore: {quality: [bleu], latency: false}\n"
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def sample():
         {"metric": "size_bytes", "kind": "max", "limit": 40e6, "value": 25.1e6, "passed": True},
     ]
     return {
-        "schema": 2,
+        "schema": 3,
         "recipe": {
             "model": "models/marian-small-en-de",
             "task": "translation",
@@ -92,7 +92,7 @@ def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
         "artifact": f"artifacts/{name}" if measured else None,
         "deployable": stage != "quantize" if measured else None,
         "key": "4f" * 32 if measured else None,
-        "settings": {"keep": 0.5, "what": ["ffn"], "losses": {"logits": 1.0}} if parent else {},
+        "settings": {"keep_ratio": 0.5, "targets": ["ffn"], "losses": {"logits": 1.0}} if parent else {},
         "parameters": round(parameters * 1e6) if measured else None,
         "size_bytes": round(size * 1e6) if measured else None,
         "seconds": 12.5 if measured else None,
@@ -105,7 +105,7 @@ def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
         "against_baseline": difference if measured and parent else {},
         "against_parent": {"bleu": difference["bleu"]} if measured and parent else {},
         "gates": [],
-        "facts": {"parity": {"largest": 0.00012}} if kind == "onnx" else {},
+        "details": {"parity": {"largest": 0.00012}} if kind == "onnx" else {},
     }
 
 
@@ -140,7 +140,7 @@ def times(p50, baseline, size):
         "p50_ms": p50,
         "p90_ms": p50 * 1.3,
         "p99_ms": p50 * 1.7,
-        "processor_ms": p50 * 1.04,
+        "cpu_ms": p50 * 1.04,
         "throughput": 1000 * size / p50,
         "unit": "sentences/s",
         "speedup": ratio,
@@ -150,8 +150,8 @@ def times(p50, baseline, size):
         "parts": {
             "tokenizing_ms": 0.3,
             "encoding_ms": p50 * 0.2,
-            "first_token_ms": 0.3 + p50 * 0.25,
-            "further_token_ms": p50 * 0.05,
+            "time_to_first_token_ms": 0.3 + p50 * 0.25,
+            "time_per_output_token_ms": p50 * 0.05,
             "further_tokens": 14.6,
             "detokenizing_ms": 0.2,
         },
@@ -169,7 +169,7 @@ def circumstances(factor, ratio):
         "baseline_processor_share": 0.99,
         "lost_share": 0.02,
         "other_processors": 0.05,
-        "stolen_processors": 0.0,
+        "cpu_steal": 0.0,
         "pressure": 0.01,
     }
 

@@ -19,7 +19,7 @@ from smelt.core.labels import MULTI, SINGLE
 from smelt.core.rows.examples import read_split
 
 T = 2.0
-SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "evals": 1}
+SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "num_evals": 1}
 
 
 def logits(*shape, seed=0):
@@ -115,10 +115,10 @@ def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
     rows = Split("x", tuple(Example(text, label=("pos", "cat")) for text in tiny.SENTENCES * 2))
     said = SHORT | {"teacher": [{"model": str(one)}, {"model": str(other)}], "temperature": 1.0}
     settings = DistillSettings.model_validate(
-        said | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "keep_logits": {}}
+        said | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "cache_logits": {}}
     )
     ctx = harness.run(Distill(), settings, student, tmp_path / "o/out", "text-classification", data=rows)
-    start, *_, end = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    start, *_, end = [found["loss"] for found in ctx.details["training"]["validations"]]
     assert end < 0.05 * start
     made = harness.model_of(ctx)
     ids = torch.tensor([[2, 7, 9, 3], [2, 6, 8, 3]])
@@ -127,7 +127,7 @@ def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
         ours, p, q = made(ids).logits.sigmoid(), *(m(ids).logits.softmax(-1) for m in models)
     expected = torch.cat([q[:, [1, 2, 0]], p], dim=1)
     assert float((ours - expected).abs().mean()) < 0.15
-    assert ctx.facts["teacher"] == f"{one}, {other}"
+    assert ctx.details["teacher"] == f"{one}, {other}"
 
 
 def test_two_translators_teach_and_each_is_run(tmp_path):
@@ -143,7 +143,7 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
             SHORT | {"teacher": teacher, "max_steps": 1, "losses": {"logits": 1, "labels": 0}}
         )
         ctx = harness.run(Distill(), settings, source, tmp_path / name / "out", data=rows)
-        losses[name] = ctx.facts["training"]["validations"][0]["loss"]
+        losses[name] = ctx.details["training"]["validations"][0]["loss"]
     assert losses["one"] == pytest.approx(0, abs=1e-5)  # the student is its own teacher
     assert losses["same"] == pytest.approx(0, abs=1e-4)
     assert losses["two"] > 0.1
@@ -152,8 +152,12 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("said", "code", "named"),
     [
-        ({"teacher": ["model", "model"], "losses": {"hidden": 1}}, "several-teachers", "hidden"),
-        ({"teacher": ["model", "model"], "sequences": {}}, "missing-setting", "decoded_by"),
+        (
+            {"teacher": ["model", "model"], "losses": {"hidden_states": 1}},
+            "several-teachers",
+            "hidden_states",
+        ),
+        ({"teacher": ["model", "model"], "sequence_level": {}}, "missing-setting", "generator"),
         ({"teacher": []}, "missing-setting", "teacher"),
     ],
 )

@@ -32,7 +32,7 @@ from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 ALL = 10**6
 WHO = {"artifacts": ["a"]}
-SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "evals": 2}
+SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "num_evals": 2}
 
 
 def rows_of(task, folder):
@@ -56,7 +56,7 @@ MODELS = {
 
 def settings_of(top, task, **more):
     losses = {} if task == "sentence-similarity" else {"losses": {"logits": 0.7, "labels": 0.3}}
-    return DistillSettings.model_validate(SHORT | losses | {"keep_logits": {"top": top}} | more)
+    return DistillSettings.model_validate(SHORT | losses | {"cache_logits": {"top_k": top}} | more)
 
 
 @pytest.mark.parametrize("task", MODELS)
@@ -116,11 +116,11 @@ def test_images_are_known_by_their_content(tmp_path, shop):
             images.picture(first + n).save(tmp_path / name / f"{n}.png")
         (tmp_path / name / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         split = read_split("rows.jsonl", images.TASK, Columns(), tmp_path / name)
-        settings = DistillSettings.model_validate(SHORT | {"keep_logits": {"top": 8}, "max_steps": 2})
+        settings = DistillSettings.model_validate(SHORT | {"cache_logits": {"top_k": 8}, "max_steps": 2})
         ctx = harness.run(
             Distill(), settings, folder, tmp_path / name / "out", images.TASK, split, files=shop.files
         )
-        runs[name] = ctx.facts["kept_logits"]["rows_of_teacher"]
+        runs[name] = ctx.details["cache_logits"]["rows_of_teacher"]
     assert runs == {"a": 6, "b": 6, "again": 0}
     row = encode_split(split, load_model(folder)[0].config, read_processor(folder), ctx)[0]
     other = replace(row, image=replace(row.image, processor=replace(row.image.processor, resample=0)))
@@ -150,7 +150,7 @@ def test_the_teacher_reads_each_row_once_and_nothing_in_a_later_recipe(tmp_path,
     def go(name, settings=settings):
         return harness.run(Distill(), settings, source, tmp_path / name / "out", data=rows, files=shop.files)
 
-    first = go("a").facts["kept_logits"]
+    first = go("a").details["cache_logits"]
     assert runs == [len(rows)]  # of training and validation, which are the same here
     assert first["rows_of_teacher"] == len(rows)
     # three epochs, and three validations
@@ -158,7 +158,7 @@ def test_the_teacher_reads_each_row_once_and_nothing_in_a_later_recipe(tmp_path,
     assert first["hit_rate"] == pytest.approx(5 / 6, abs=1e-4)
     assert first["bytes"] == first["positions"] * (8 * (2 + 2) + 4)
 
-    second = go("b", settings.model_copy(update={"learning_rate": 1e-4})).facts["kept_logits"]
+    second = go("b", settings.model_copy(update={"learning_rate": 1e-4})).details["cache_logits"]
     assert (second["rows_of_teacher"], second["hit_rate"], runs) == (0, 1.0, [len(rows)])
     go("c", settings.model_copy(update={"temperature": 2.0}))  # another tail
     assert len(runs) == 2
@@ -195,10 +195,10 @@ def test_a_damaged_file_is_made_again(tmp_path, shop, lines):
     (values,) = (tmp_path / "store" / "kept").glob("*/values.npy")
     right = values.read_bytes()
     values.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
-    assert go("b").facts["kept_logits"]["rows_of_teacher"] == len(rows)
+    assert go("b").details["cache_logits"]["rows_of_teacher"] == len(rows)
     assert values.read_bytes() == right
     assert any("not those that were written; made again" in line for line in lines)
-    assert go("c").facts["kept_logits"]["rows_of_teacher"] == 0
+    assert go("c").details["cache_logits"]["rows_of_teacher"] == 0
 
 
 def test_too_small_a_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_too_small_a_disk_is_said_before_anything_is_written(tmp_path, monkeypat
         harness.run(
             Distill(), settings, tiny.marian(tmp_path / "m"), tmp_path / "o/out", data=rows, files=shop.files
         )
-    assert caught.value.setting == "keep_logits"
+    assert caught.value.setting == "cache_logits"
     assert list((tmp_path / "store" / "tmp").iterdir()) == []
     assert not list((tmp_path / "store").glob("kept/*"))
 
@@ -228,11 +228,11 @@ def test_labels_of_classes_are_no_part_of_the_key_and_words_are(tmp_path):
     assert keys[0] != keys[2]
 
 
-@pytest.mark.parametrize("losses", [{"logits": 0, "labels": 1}, {"logits": 1, "hidden": 1}])
+@pytest.mark.parametrize("losses", [{"logits": 0, "labels": 1}, {"logits": 1, "hidden_states": 1}])
 def test_what_would_save_nothing_is_refused(tmp_path, losses):
-    settings = DistillSettings.model_validate({"losses": losses, "keep_logits": {}})
+    settings = DistillSettings.model_validate({"losses": losses, "cache_logits": {}})
     (found,) = Distill.check_rows(settings, "translation", {})
-    assert (found.setting, found.code) == ("keep_logits", "nothing-to-store")
+    assert (found.setting, found.code) == ("cache_logits", "nothing-to-store")
 
 
 def test_the_arrays_are_plain_files_of_numpy(tmp_path, shop):

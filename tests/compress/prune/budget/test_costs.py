@@ -13,15 +13,15 @@ from smelt.compress.float_model import stored_parameters
 from smelt.compress.prune.budget.costs import operation_costs, parameter_costs, text_length
 from smelt.compress.prune.cut import cut_heads, cut_neurons
 from smelt.compress.prune.groups import AttentionGroup, find_groups
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import load_model
 
 FAMILIES = ("marian", "t5", "bert", "gpt2", "llama", "qwen3", "modernbert", "mpnet")
 STAGES = {
     "none": None,
-    "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=5)),
-    "share": (Share(), ShareSettings()),
+    "factorize": (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=5)),
+    "share": (ShareWeights(), ShareWeightsSettings()),
 }
 
 
@@ -70,5 +70,5 @@ def test_a_text_is_as_long_as_the_model_has_places():
     assert (text_length(bert, None), text_length(t5, None)) == (min(128, places), 128)
     with refused("longer-than-model", InputError) as caught:
         text_length(bert, 9999)
-    assert caught.value.setting == "budget.length"
+    assert caught.value.setting == "budget.sequence_length"
     assert str(places) in str(caught.value)

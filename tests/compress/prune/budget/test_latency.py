@@ -42,7 +42,7 @@ def test_a_text_has_each_product_as_often_as_it_is_computed(family, monkeypatch,
     if model.can_generate():
         head = model.get_output_embeddings()
         assert timed.fixed == 1000 * TOKENS * head.weight.numel()
-    assert timed.measured["length"] == TOKENS
+    assert timed.measured["sequence_length"] == TOKENS
     assert {n for kind in timed.measured["timings"] for n in kind["of"]} == {g.name for g in groups}
 
 

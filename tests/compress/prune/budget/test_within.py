@@ -15,8 +15,8 @@ from smelt.runtime.models.checkpoint import load_model
 
 MEASURES = {
     "parameters": {"parameters": 0.75},
-    "operations": {"operations": 0.75, "length": 10},
-    "latency": {"latency": 0.75, "length": 10, "on": "ort-cpu"},
+    "flops": {"flops": 0.75, "sequence_length": 10},
+    "latency": {"latency": 0.75, "sequence_length": 10, "measure_on": "ort-cpu"},
 }
 
 
@@ -31,31 +31,37 @@ def weights(part):
 def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypatch, tmp_path):
     monkeypatch.setattr(latency, "seconds_of", lambda parts, on, threads: [weights(part) for part in parts])
     source = every_family.of_layers(family, 3)
-    settings = PruneSettings(budget=MEASURES[measure], rows=4, compensate=False, round_to=4)
+    settings = PruneSettings(
+        budget=MEASURES[measure], calibration_samples=4, reconstruct=False, multiple_of=4
+    )
     ctx = every_family.run(Prune(), settings, source, family, tmp_path / "out")
-    said = ctx.facts["budget"]
+    said = ctx.details["budget"]
     assert (said["measure"], said["asked"]) == (measure, 0.75)
     assert 0.6 < said["left"] <= 0.75
     assert said["reached"] == pytest.approx(said["left"] * said["before"], rel=1e-3)
     model, _ = load_model(ctx.out)
     assert stored_parameters(model) < stored_parameters(load_model(source)[0])
     if measure == "parameters":
-        assert said["reached"] == stored_parameters(model) == ctx.facts["parameters_after"]
+        assert said["reached"] == stored_parameters(model) == ctx.details["parameters_after"]
 
 
 @pytest.mark.parametrize("importance", ["random", "magnitude", "taylor"])
 def test_units_compete_by_any_importance(importance, tmp_path):
     what = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
     settings = PruneSettings(
-        budget={"parameters": 0.8}, importance=importance, what=what, rows=4, compensate=False
+        budget={"parameters": 0.8},
+        importance=importance,
+        targets=what,
+        calibration_samples=4,
+        reconstruct=False,
     )
     ctx = every_family.run(Prune(), settings, every_family.of_layers("bert", 3), "bert", tmp_path / "out")
-    assert 0.75 < ctx.facts["budget"]["left"] <= 0.8
+    assert 0.75 < ctx.details["budget"]["left"] <= 0.8
 
 
 def test_heads_alone_cannot_be_the_half_of_a_model(tmp_path):
     half = {"parameters": 0.5}
-    settings = PruneSettings(budget=half, what=["heads"], importance="random", compensate=False)
+    settings = PruneSettings(budget=half, targets=["heads"], importance="random", reconstruct=False)
     with refused("budget-too-small", InputError) as caught:
         every_family.run(Prune(), settings, every_family.of_layers("bert", 3), "bert", tmp_path / "out")
     assert caught.value.setting == "budget.parameters"
@@ -64,15 +70,15 @@ def test_heads_alone_cannot_be_the_half_of_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "code", "named"),
     [
-        ({"budget": {}}, "missing-setting", "parameters, operations, latency"),
+        ({"budget": {}}, "missing-setting", "parameters, flops, latency"),
         ({"budget": {"parameters": 0.5, "latency": 0.5}}, "settings-conflict", "parameters and latency"),
         ({"budget": {"parameters": 1.0}}, "less_than", "1"),
-        ({"budget": {"parameters": 0.5, "length": 9}}, "unused-setting", "length"),
-        ({"budget": {"operations": 0.5, "on": "torch"}}, "unused-setting", "on is"),
+        ({"budget": {"parameters": 0.5, "sequence_length": 9}}, "unused-setting", "sequence_length"),
+        ({"budget": {"flops": 0.5, "measure_on": "torch"}}, "unused-setting", "measure_on"),
         (
-            {"budget": {"parameters": 0.5}, "keep": 0.5, "scope": "global"},
+            {"budget": {"parameters": 0.5}, "keep_ratio": 0.5, "scope": "global"},
             "settings-conflict",
-            "keep and scope",
+            "keep_ratio and scope",
         ),
         ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "wrong-importance", "importance"),
     ],
@@ -91,18 +97,19 @@ def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
 
 
 def test_a_recipe_without_a_budget_has_the_key_that_it_had():
-    assert "budget" not in PruneSettings().model_dump(mode="json")
-    given = PruneSettings.model_validate({"budget": {"operations": 0.5, "length": 8}})
-    said = given.model_dump(mode="json")["budget"]
-    assert (said["operations"], said["length"]) == (0.5, 8)
-    assert PruneSettings.model_validate(given.model_dump(mode="json")) == given
+    given = PruneSettings.model_validate({"budget": {"flops": 0.5, "sequence_length": 8}})
+    said = given.meant()["budget"]
+    assert (said["flops"], said["sequence_length"]) == (0.5, 8)
+    assert PruneSettings.model_validate(given.meant()) == given
 
 
 @pytest.mark.parametrize("family", ["t5", "bert", "gpt2"])
 def test_a_text_is_as_long_as_those_of_the_data(family, tmp_path):
     """Counted here by the tokenizer alone; running text has no texts, and takes the default."""
     source = every_family.of_layers(family, 3)
-    settings = PruneSettings(budget={"operations": 0.75}, rows=4, compensate=False, importance="random")
+    settings = PruneSettings(
+        budget={"flops": 0.75}, calibration_samples=4, reconstruct=False, importance="random"
+    )
     ctx = every_family.run(Prune(), settings, source, family, tmp_path / "out")
     expected = text_length(load_model(source)[0], None)
     if family != "gpt2":
@@ -110,4 +117,4 @@ def test_a_text_is_as_long_as_those_of_the_data(family, tmp_path):
         texts = [text for e in ctx.data["train"].examples for text in (e.text, *e.references)]
         expected = round(sum(len(tokenizer(text).input_ids) for text in texts) / len(texts))
         assert 3 < expected < 30
-    assert ctx.facts["budget"]["length"] == expected
+    assert ctx.details["budget"]["sequence_length"] == expected

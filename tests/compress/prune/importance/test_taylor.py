@@ -45,7 +45,9 @@ def both(request, tmp_path):
     save_model(model, edits, tmp_path / "whole", folder)
     source = tiny.artifact(tmp_path / "whole")
     Factorize()(
-        source, FactorizeSettings(method="svd", aim="size", rank=RANK), harness.context(tmp_path / "pairs")
+        source,
+        FactorizeSettings(method="svd", optimize_for="size", rank=RANK),
+        harness.context(tmp_path / "pairs"),
     )
     return tmp_path / "whole", tmp_path / "pairs"
 
@@ -59,7 +61,7 @@ def test_magnitude_of_a_pair_is_that_of_its_product(both):
 
 
 def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_path):
-    settings = PruneSettings(keep=0.5, importance="magnitude", round_to=1)
+    settings = PruneSettings(keep_ratio=0.5, importance="magnitude", multiple_of=1)
     kept = []
     for at, folder in enumerate(both):
         ctx = harness.context(tmp_path / str(at))
@@ -93,7 +95,7 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     save_model(model, edits, tmp_path / "whole", folder)
     Factorize()(
         tiny.artifact(tmp_path / "whole"),
-        FactorizeSettings(method="svd", aim="size", rank=RANK),
+        FactorizeSettings(method="svd", optimize_for="size", rank=RANK),
         harness.context(tmp_path / "pairs"),
     )
     ids = torch.arange(5, 25).view(2, 10)

@@ -68,7 +68,7 @@ def test_the_expected_size_by_hand():
 
 @pytest.mark.parametrize("what", [["width"], ["ffn", "width"]])
 def test_parts_whose_units_have_no_masks_become_narrower_too(what):
-    masks, model, _ = hidden_masks.of_family("bert", what=what)
+    masks, model, _ = hidden_masks.of_family("bert", targets=what)
     products = [name for block in blocks_of(model) for part in block.parts for name in part.products]
     matrices = sum(model.get_submodule(name).weight.numel() for name in products)
     biases = sum(model.get_submodule(name).bias.numel() for name in products)

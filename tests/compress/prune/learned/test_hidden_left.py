@@ -21,7 +21,7 @@ from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.compress.train.settings import left_by_training
 from smelt.core.data import SIMILARITY, Columns
 from smelt.core.errors import InputError
@@ -51,7 +51,11 @@ def agrees(masks, model, edits, source, out, outputs):
         assert torch.equal(outputs(model), masked)
     ctx = harness.context(out)
     masks.settle(ctx)
-    assert ctx.facts["masks"]["width_after"] == width_of(model) < ctx.facts["masks"]["width_before"]
+    assert (
+        ctx.details["learned_masks"]["width_after"]
+        == width_of(model)
+        < ctx.details["learned_masks"]["width_before"]
+    )
     (out / "cut").mkdir()
     save_model(model, edits, out / "cut", source)
     for folder in ("meanwhile", "cut"):
@@ -68,7 +72,7 @@ def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     source = every_family.of_layers(family, 2)
     ctx = agrees(masks, model, edits, source, tmp_path / "out", harness.logits)
     assert any(edit["op"] == "skip" for edit in edits) or FAMILIES[family].kind == "seq2seq"
-    assert ctx.facts["masks"]["width_after"] % 8 == 0
+    assert ctx.details["learned_masks"]["width_after"] % 8 == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -89,7 +93,7 @@ def test_a_head_that_is_the_embedding_or_not(family, tied, tmp_path):
 def test_patches_of_images_have_the_mask_too(divided, tmp_path):
     source = images.model(tmp_path / "model")
     if divided:
-        thin = FactorizeSettings(method="tucker", ratio=0.5)
+        thin = FactorizeSettings(method="tucker", keep_ratio=0.5)
         shown = images.split(images.rows(tmp_path / "rows.jsonl"))
         source = harness.run(Factorize(), thin, source, tmp_path / "thin", images.TASK, shown).out
     masks, model, edits = hidden_masks.of_model(source)
@@ -104,12 +108,14 @@ def test_patches_of_images_have_the_mask_too(divided, tmp_path):
 
 def test_pairs_and_shared_layers_have_it_once(tmp_path):
     source = every_family.of_layers("marian", 2)
-    shared = every_family.run(Share(), ShareSettings(groups=1), source, "marian", tmp_path / "shared").out
+    shared = every_family.run(
+        ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
+    ).out
     thin = every_family.run(
-        Factorize(), FactorizeSettings(what="embeddings", rank=12), shared, "marian", tmp_path / "thin"
+        Factorize(), FactorizeSettings(targets="embeddings", rank=12), shared, "marian", tmp_path / "thin"
     ).out
     pairs = every_family.run(
-        Factorize(), FactorizeSettings(aim="size", rank=6), thin, "marian", tmp_path / "pairs"
+        Factorize(), FactorizeSettings(optimize_for="size", rank=6), thin, "marian", tmp_path / "pairs"
     ).out
     masks, model, edits = hidden_masks.of_model(pairs)
     assert model.model.encoder.layers[0].fc1 is model.model.encoder.layers[1].fc1
@@ -117,7 +123,7 @@ def test_pairs_and_shared_layers_have_it_once(tmp_path):
 
 
 def test_a_config_that_can_says_the_width(tmp_path):
-    masks, model, edits = hidden_masks.of_family("llama", what=["width"])
+    masks, model, edits = hidden_masks.of_family("llama", targets=["width"])
     source = every_family.of_layers("llama", 2)
     masks.settle(harness.context(tmp_path))
     save_model(model, edits, tmp_path, source)
@@ -128,14 +134,17 @@ def test_a_config_that_can_says_the_width(tmp_path):
 
 
 def test_where_no_channel_goes_the_width_stays(tmp_path):
-    masks, model, edits = hidden_masks.of_family("bert", what=["width"])
+    masks, model, edits = hidden_masks.of_family("bert", targets=["width"])
     hidden_masks.open_at(masks, range(32))
     before = harness.logits(model)
     ctx = harness.context(tmp_path)
     masks.settle(ctx)
     assert edits == []
     assert torch.equal(harness.logits(model), before)
-    assert (ctx.facts["masks"]["width_before"], ctx.facts["masks"]["width_after"]) == (32, 32)
+    assert (ctx.details["learned_masks"]["width_before"], ctx.details["learned_masks"]["width_after"]) == (
+        32,
+        32,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -147,33 +156,47 @@ def rows(tmp_path_factory):
 def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):
     source = tiny.marian(tmp_path / "model", num_layers=1)
     settings = FinetuneSettings(
-        max_steps=120, batch_size=4, learning_rate=3e-3, precision="fp32", evals=4,
-        masks={"what": hidden_masks.ALL, "keep": 0.5, "warmup": 0.6, "learning_rate": 0.3, "round_to": 4},
-    )  # fmt: skip
+        max_steps=120,
+        batch_size=4,
+        learning_rate=3e-3,
+        precision="fp32",
+        num_evals=4,
+        learned_masks={
+            "targets": hidden_masks.ALL,
+            "keep_ratio": 0.5,
+            "warmup": 0.6,
+            "learning_rate": 0.3,
+            "multiple_of": 4,
+        },
+    )
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
-    facts = ctx.facts["masks"]
-    assert facts["kept"] == pytest.approx(0.5, abs=0.06)
+    details = ctx.details["learned_masks"]
+    assert details["kept"] == pytest.approx(0.5, abs=0.06)
     assert not {"more-kept-than-asked", "fewer-kept-than-asked"} & set(codes(ctx.warnings))
-    assert ctx.facts["training"]["kept_step"] >= 90
+    assert ctx.details["training"]["kept_step"] >= 90
     model = harness.model_of(ctx)
-    assert width_of(model) == facts["width_after"] < facts["width_before"] == 32
-    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", evals=1)
+    assert width_of(model) == details["width_after"] < details["width_before"] == 32
+    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
     later = harness.run(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    told = {v["step"]: v["loss"] for v in ctx.facts["training"]["validations"]}
-    kept = told[ctx.facts["training"]["kept_step"]]
-    assert later.facts["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = told[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["hidden", "relations"])
+@pytest.mark.parametrize("name", ["hidden_states", "self_attention_relations"])
 def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows, tmp_path):
     settings = DistillSettings(
-        max_steps=4, batch_size=4, precision="fp32", evals=0, losses={"logits": 1, "labels": 0.5, name: 1},
-        masks={"what": ["width"], "learning_rate": 5, "warmup": 0.5},
-    )  # fmt: skip
+        max_steps=4,
+        batch_size=4,
+        precision="fp32",
+        num_evals=0,
+        losses={"logits": 1, "labels": 0.5, name: 1},
+        learned_masks={"targets": ["width"], "learning_rate": 5, "warmup": 0.5},
+    )
     source = every_family.of_layers("marian", 2)
     ctx = harness.run(Distill(), settings, source, tmp_path / "out", data=rows)
-    assert ctx.facts["masks"]["width_after"] == width_of(harness.model_of(ctx)) < 32
-    told = ctx.facts["training"]["train_losses"]
+    assert ctx.details["learned_masks"]["width_after"] == width_of(harness.model_of(ctx)) < 32
+    told = ctx.details["training"]["train_losses"]
     assert {f"{name}.encoder_layers", "logits", "budget"} <= told.keys()
 
 
@@ -188,11 +211,11 @@ def test_what_is_left_can_be_exported(family, tmp_path):
 
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
 def test_the_vectors_of_an_embedder_keep_their_width(stage, settings, tmp_path):
-    asked = settings.model_validate({"masks": {"what": ["width"]}})
+    asked = settings.model_validate({"learned_masks": {"targets": ["width"]}})
     found = stage.check_rows(asked, SIMILARITY, {})
-    assert [(one.setting, one.code) for one in found] == [("masks.what", "fixed-width")]
+    assert [(one.setting, one.code) for one in found] == [("learned_masks.targets", "fixed-width")]
     assert "[heads, ffn]" in found[0].message
-    assert stage.check_rows(settings.model_validate({"masks": {}}), SIMILARITY, {}) == []
+    assert stage.check_rows(settings.model_validate({"learned_masks": {}}), SIMILARITY, {}) == []
     assert stage.check_rows(asked, "text-classification", {}) == []
     source = sentences.embedder(tmp_path / "model")
     home = tmp_path / "rows"
@@ -200,9 +223,12 @@ def test_the_vectors_of_an_embedder_keep_their_width(stage, settings, tmp_path):
     data = read_split(str(sentences.rows(home / "rows.jsonl")), SIMILARITY, Columns(), home)
     with refused("fixed-width", InputError) as caught:
         harness.run(stage(), asked, source, tmp_path / "out", SIMILARITY, data)
-    assert caught.value.setting == "masks.what"
+    assert caught.value.setting == "learned_masks.targets"
 
 
 def test_layers_stay_alike_where_the_width_alone_goes():
-    assert left_by_training(FinetuneSettings(masks={"what": ["width"]})) == {"training"}
-    assert left_by_training(FinetuneSettings(masks={"what": hidden_masks.ALL})) == {"training", "widths"}
+    assert left_by_training(FinetuneSettings(learned_masks={"targets": ["width"]})) == {"training"}
+    assert left_by_training(FinetuneSettings(learned_masks={"targets": hidden_masks.ALL})) == {
+        "training",
+        "widths",
+    }

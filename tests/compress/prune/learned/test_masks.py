@@ -10,7 +10,7 @@ from refusals import refused
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned.hard_concrete import OPEN, open_chance
 from smelt.compress.prune.learned.masks import LearnedMasks
-from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.prune.learned.settings import LearnedMasksSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.data import Columns
@@ -21,7 +21,7 @@ from smelt.runtime.models.checkpoint import load_model
 
 def masks_of(family, **settings):
     model, edits = load_model(every_family.of_layers(family, 2))
-    found = LearnedMasks(model, MasksSettings(round_to=1, **settings), edits)
+    found = LearnedMasks(model, LearnedMasksSettings(multiple_of=1, **settings), edits)
     torch.manual_seed(0)
     with torch.no_grad():
         for log_alpha in found.units.values():
@@ -61,7 +61,7 @@ def test_the_cut_computes_what_the_masks_did(family):
     ctx = harness.context(every_family.of_layers(family, 2))
     masks.settle(ctx)
     torch.testing.assert_close(harness.logits(model), masked, rtol=1e-4, atol=1e-4)
-    assert list(ctx.facts["masks"]["units"].values()) == stay
+    assert list(ctx.details["learned_masks"]["units"].values()) == stay
     assert sum(p.numel() for p in model.parameters()) < whole
 
 
@@ -72,7 +72,7 @@ def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
     # 0.9986 + 0.0006 + 0.8318 + 0.4998: 2.33 of 4
     assert masks.kept(0).tolist() == [0, 2]
     assert masks.values(0).tolist() == pytest.approx([1.0, 0.0, 0.5, 0.0])
-    masks.settings = MasksSettings(round_to=8)
+    masks.settings = LearnedMasksSettings(multiple_of=8)
     number = len(masks.masked) - 1
     assert len(masks.kept(number)) % 8 == 0
     with torch.no_grad():
@@ -83,8 +83,8 @@ def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
 
 
 def test_widths_that_end_equal_are_said_in_the_config():
-    masks, model = masks_of("bert", what=["ffn"])
-    masks.settings = MasksSettings(what=["ffn"], round_to=8)
+    masks, model = masks_of("bert", targets=["ffn"])
+    masks.settings = LearnedMasksSettings(targets=["ffn"], multiple_of=8)
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(-50.0)
@@ -94,7 +94,7 @@ def test_widths_that_end_equal_are_said_in_the_config():
 
 
 def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
-    masks, _ = masks_of("bert", keep=0.5, warmup=0.5)
+    masks, _ = masks_of("bert", keep_ratio=0.5, warmup=0.5)
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(OPEN)
@@ -123,25 +123,25 @@ def rows(tmp_path_factory):
 def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_path):
     source = tiny.marian(tmp_path / "model", num_layers=1)
     settings = FinetuneSettings(
-        max_steps=60, batch_size=4, learning_rate=3e-3, precision="fp32", evals=4,
-        masks={"keep": 0.5, "warmup": 0.3, "learning_rate": 0.3, "round_to": 4},
+        max_steps=60, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=4,
+        learned_masks={"keep_ratio": 0.5, "warmup": 0.3, "learning_rate": 0.3, "multiple_of": 4},
     )  # fmt: skip
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
-    assert ctx.facts["masks"]["kept"] == pytest.approx(0.5, abs=0.06)
-    assert ctx.facts["training"]["kept_step"] >= 30
-    assert "budget" in ctx.facts["training"]["train_losses"]
+    assert ctx.details["learned_masks"]["kept"] == pytest.approx(0.5, abs=0.06)
+    assert ctx.details["training"]["kept_step"] >= 30
+    assert "budget" in ctx.details["training"]["train_losses"]
     model = harness.model_of(ctx)
     before, _ = load_model(source)
     assert sum(p.numel() for p in model.parameters()) < 0.9 * sum(p.numel() for p in before.parameters())
-    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", evals=1)
+    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
     later = harness.run(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    told = {v["step"]: v["loss"] for v in ctx.facts["training"]["validations"]}
-    kept = told[ctx.facts["training"]["kept_step"]]
-    assert later.facts["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = told[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
 def test_multipliers_rise_while_more_stays_than_is_asked_for():
-    masks, model = masks_of("bert", keep=0.5, warmup=0.5)
+    masks, model = masks_of("bert", keep_ratio=0.5, warmup=0.5)
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(OPEN)
@@ -159,7 +159,9 @@ def test_multipliers_rise_while_more_stays_than_is_asked_for():
 
 def test_a_budget_that_few_updates_do_not_reach_is_said(rows, tmp_path):
     source = tiny.marian(tmp_path / "model", num_layers=1)
-    settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", evals=0, masks={"keep": 0.1})
+    settings = FinetuneSettings(
+        max_steps=2, batch_size=4, precision="fp32", num_evals=0, learned_masks={"keep_ratio": 0.1}
+    )
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
     (said,) = [one for one in ctx.warnings if one.code == "more-kept-than-asked"]
     assert all(share in said.message for share in ("100.0%", "10.0%"))
@@ -168,10 +170,10 @@ def test_a_budget_that_few_updates_do_not_reach_is_said(rows, tmp_path):
 def test_codes_are_refused(rows, tmp_path):
     source = tiny.marian(tmp_path / "model", num_layers=1)
     codes = harness.run(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "q", data=rows)
-    settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", masks={})
+    settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", learned_masks={})
     with refused("behind-quantize", InputError) as caught:
         harness.run(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
-    short = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", evals=0, lora={"rank": 2})
+    short = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=0, lora={"rank": 2})
     beside = harness.run(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
     assert "LatentLinear" in str(caught.value)
     with refused("behind-quantize", InputError) as caught:
@@ -180,7 +182,7 @@ def test_codes_are_refused(rows, tmp_path):
 
 
 def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
-    masks, _model = masks_of("bert", keep=0.9)
+    masks, _model = masks_of("bert", keep_ratio=0.9)
     with torch.no_grad():
         for log_alpha in masks.units.values():
             log_alpha.fill_(-1.7)  # open with a chance of 0.47

@@ -13,7 +13,7 @@ from refusals import invalid, refused
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned.masks import LearnedMasks
-from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.prune.learned.settings import LearnedMasksSettings
 from smelt.compress.train.settings import check_training, left_by_training
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
@@ -32,8 +32,8 @@ def kinds_of(family):
 
 def masks_of(family, **settings):
     model, edits = load_model(every_family.of_layers(family, 3))
-    said = {"round_to": 1, "parts": kinds_of(family)} | settings
-    found = LearnedMasks(model, MasksSettings(**said), edits)
+    said = {"multiple_of": 1, "parts": kinds_of(family)} | settings
+    found = LearnedMasks(model, LearnedMasksSettings(**said), edits)
     torch.manual_seed(0)
     with torch.no_grad():
         for log_alpha in [*found.units.values(), *found.parts.values()]:
@@ -123,17 +123,17 @@ def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     ctx = harness.context(tmp_path / "out")
     masks.settle(ctx)
     torch.testing.assert_close(harness.logits(model), masked, **near)
-    facts = ctx.facts["masks"]
-    gone = sum(map(len, facts["dropped_parts"].values()))
+    details = ctx.details["learned_masks"]
+    gone = sum(map(len, details["dropped_parts"].values()))
     assert gone == masks.staying().count(False) == sum(edit["op"] == "skip" for edit in edits)
-    assert facts["kept"] == pytest.approx(left, abs=1e-4)
+    assert details["kept"] == pytest.approx(left, abs=1e-4)
     save_model(model, edits, tmp_path / "out", source)
     again, _ = load_model(tmp_path / "out")
     torch.testing.assert_close(harness.logits(again), masked, **near)
 
 
 def test_parts_alone_go_whole_and_others_are_as_they_were():
-    masks, model, edits = masks_of("t5", what=[], parts=["attention", "cross-attention"])
+    masks, model, edits = masks_of("t5", targets=[], parts=["attention", "cross-attention"])
     assert not masks.units
     close(masks, "encoder_layers 0 attention", "decoder_layers 2 cross-attention")
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_of_each_kind_one_stays_in_each_stack(tmp_path):
             log_alpha.fill_(-9.0 + 0.01 * int(number))
     ctx = harness.context(tmp_path / "out")
     masks.settle(ctx)
-    gone = ctx.facts["masks"]["dropped_parts"]
+    gone = ctx.details["learned_masks"]["dropped_parts"]
     assert {stack: len(parts) for stack, parts in gone.items()} == {"encoder_layers": 4, "decoder_layers": 6}
     assert not any(name.startswith("2 ") for parts in gone.values() for name in parts)  # the largest alphas
     assert torch.isfinite(harness.logits(model)).all()
@@ -178,7 +178,7 @@ def test_drawn_masks_of_parts_are_those_of_the_training_alone():
 
 
 def test_weights_are_not_kept_while_what_would_be_cut_is_above_the_budget():
-    masks, _, _ = masks_of("llama", what=[], keep=0.6, warmup=0.1)
+    masks, _, _ = masks_of("llama", targets=[], keep_ratio=0.6, warmup=0.1)
     with torch.no_grad():
         for log_alpha in masks.parts.values():
             log_alpha.fill_(-1.4)  # open with a chance of 0.55: of three 1.65, and so two
@@ -199,20 +199,30 @@ def rows(tmp_path_factory):
 def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
     source = every_family.of_layers("marian", 3)
     settings = FinetuneSettings(
-        max_steps=120, batch_size=4, learning_rate=3e-3, precision="fp32", evals=4,
-        masks={"keep": 0.5, "warmup": 0.8, "learning_rate": 0.2, "round_to": 4, "parts": KINDS},
-    )  # fmt: skip
+        max_steps=120,
+        batch_size=4,
+        learning_rate=3e-3,
+        precision="fp32",
+        num_evals=4,
+        learned_masks={
+            "keep_ratio": 0.5,
+            "warmup": 0.8,
+            "learning_rate": 0.2,
+            "multiple_of": 4,
+            "parts": KINDS,
+        },
+    )
     ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
-    facts = ctx.facts["masks"]
-    assert facts["kept"] == pytest.approx(0.5, abs=0.06)
+    details = ctx.details["learned_masks"]
+    assert details["kept"] == pytest.approx(0.5, abs=0.06)
     assert not {"more-kept-than-asked", "fewer-kept-than-asked"} & set(codes(ctx.warnings))
-    assert ctx.facts["training"]["kept_step"] >= 96
-    assert any(facts["dropped_parts"].values())
-    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", evals=1)
+    assert ctx.details["training"]["kept_step"] >= 96
+    assert any(details["dropped_parts"].values())
+    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
     later = harness.run(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    told = {v["step"]: v["loss"] for v in ctx.facts["training"]["validations"]}
-    kept = told[ctx.facts["training"]["kept_step"]]
-    assert later.facts["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = told[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
@@ -226,14 +236,13 @@ def test_what_is_left_can_be_exported(family, tmp_path):
 
 def test_settings_that_mean_nothing():
     with invalid("missing-setting"):
-        MasksSettings(what=[])
-    assert "parts" not in MasksSettings().model_dump()
-    settings = FinetuneSettings(masks={"what": [], "parts": ["cross-attention"]})
+        LearnedMasksSettings(targets=[])
+    settings = FinetuneSettings(learned_masks={"targets": [], "parts": ["cross-attention"]})
     wrong = check_training(settings, {"model_type": "llama"})
-    assert [(one.setting, one.code) for one in wrong] == [("masks.parts", "unknown-part")]
+    assert [(one.setting, one.code) for one in wrong] == [("learned_masks.parts", "unknown-part")]
     assert check_training(settings, {"model_type": "marian"}) == []
     with refused("unknown-part", InputError) as caught:
         masks_of("llama", parts=["cross-attention"])
-    assert caught.value.setting == "masks.parts"
+    assert caught.value.setting == "learned_masks.parts"
     assert left_by_training(settings) == {"training", "parts"}
-    assert left_by_training(FinetuneSettings(masks={})) == {"training", "widths"}
+    assert left_by_training(FinetuneSettings(learned_masks={})) == {"training", "widths"}

@@ -19,19 +19,19 @@ from smelt.runtime.models.structure import read_edits
 
 
 def run(out, family="bert", **settings):
-    said = PruneSettings.model_validate({"what": ["width"], "rows": 8, **settings})
+    said = PruneSettings.model_validate({"targets": ["width"], "calibration_samples": 8, **settings})
     return every_family.run(Prune(), said, every_family.of_layers(family, 2), family, out)
 
 
 @pytest.mark.parametrize("importance", ["activation", "taylor", "fisher", "magnitude", "random"])
 def test_channels_go_and_the_facts_say_so(importance, tmp_path):
-    ctx = run(tmp_path / "out", importance=importance, keep=0.75)
+    ctx = run(tmp_path / "out", importance=importance, keep_ratio=0.75)
     model, _ = load_model(ctx.out)
-    assert ctx.facts["width_before"] == 32
-    assert ctx.facts["width_after"] == width_of(model) == 24
-    assert ctx.facts["parameters_after"] == sum(p.numel() for p in model.parameters())
-    assert ctx.facts["parameters_after"] < 0.8 * ctx.facts["parameters_before"]
-    assert ctx.facts["left_after_refit"]
+    assert ctx.details["width_before"] == 32
+    assert ctx.details["width_after"] == width_of(model) == 24
+    assert ctx.details["parameters_after"] == sum(p.numel() for p in model.parameters())
+    assert ctx.details["parameters_after"] < 0.8 * ctx.details["parameters_before"]
+    assert ctx.details["reconstruction_error"]
     [edit] = read_edits(ctx.out)
     assert json.loads((ctx.out / "config.json").read_text())["hidden_size"] == 32
     assert len(edit["keep"]) == 24
@@ -50,35 +50,37 @@ def test_what_norms_make_largest_stays(tmp_path):
 
     (tmp_path / "idle").mkdir()
     save_model(model, edits, tmp_path / "idle", source)
-    settings = PruneSettings.model_validate({"what": ["width"], "keep": 0.75, "rows": 4, "compensate": False})
+    settings = PruneSettings.model_validate(
+        {"targets": ["width"], "keep_ratio": 0.75, "calibration_samples": 4, "reconstruct": False}
+    )
     ctx = every_family.run(Prune(), settings, tmp_path / "idle", "llama", tmp_path / "out")
     left, _ = load_model(ctx.out)
     stay = [at for at in range(64) if at not in idle]
     assert torch.equal(left.model.norm.weight, model.model.norm.weight[stay])
-    assert "left_after_refit" not in ctx.facts
+    assert "reconstruction_error" not in ctx.details
     assert not (ctx.out / "structure.json").exists()
 
 
 def test_keep_that_takes_nothing_warns(tmp_path):
-    ctx = run(tmp_path / "out", keep=0.9, importance="magnitude")
+    ctx = run(tmp_path / "out", keep_ratio=0.9, importance="magnitude")
     assert codes(ctx.warnings) == ["nothing-to-remove"]
-    assert ctx.facts["width_after"] == 32
+    assert ctx.details["width_after"] == 32
 
 
 def test_keep_below_the_least_that_stays_warns(tmp_path):
-    ctx = run(tmp_path / "out", keep=0.01, importance="magnitude")
+    ctx = run(tmp_path / "out", keep_ratio=0.01, importance="magnitude")
     assert ctx.warnings[0].code == "minimum-kept"
-    assert ctx.facts["width_after"] == 8
+    assert ctx.details["width_after"] == 8
 
 
 @pytest.mark.parametrize(
     ("settings", "code", "named"),
     [
-        ({"what": ["width", "ffn"]}, "settings-conflict", "width"),
-        ({"what": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
-        ({"what": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
-        ({"what": ["width"], "keep_ffn": 0.5}, "unused-setting", "keep_ffn"),
-        ({"what": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
+        ({"targets": ["width", "ffn"]}, "settings-conflict", "width"),
+        ({"targets": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
+        ({"targets": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
+        ({"targets": ["width"], "keep_ratio": {"ffn": 0.5}}, "settings-conflict", "keep_ratio"),
+        ({"targets": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
     ],
 )
 def test_settings_that_mean_nothing(settings, code, named):
@@ -89,8 +91,8 @@ def test_settings_that_mean_nothing(settings, code, named):
 
 def test_what_was_said_before_is_stored_as_before():
     assert PruneSettings().importance == "taylor"
-    assert PruneSettings.model_validate({"what": ["width"]}).importance == "activation"
-    assert Prune.needs_with(PruneSettings.model_validate({"what": ["width"]}), ("train",)) == {"train"}
+    assert PruneSettings.model_validate({"targets": ["width"]}).importance == "activation"
+    assert Prune.needs_with(PruneSettings.model_validate({"targets": ["width"]}), ("train",)) == {"train"}
 
 
 def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
@@ -99,17 +101,17 @@ def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
     assert codes([fixed, strange]) == ["does-not-fit-model", "unsupported-family"]
     assert width_is_fixed({"model_type": "bert"}, "text-classification") is None
     split = Split("pairs.jsonl", (Example("a"), Example("b")))
-    settings = PruneSettings.model_validate({"what": ["width"]})
+    settings = PruneSettings.model_validate({"targets": ["width"]})
     [found] = Prune.check_rows(settings, SIMILARITY, {"train": split})
-    assert (found.setting, found.code) == ("what", "fixed-width")
+    assert (found.setting, found.code) == ("targets", "fixed-width")
     [lack] = check_units(["width"], {"model_type": "resnet"})
-    assert (lack.setting, lack.code) == ("what", "does-not-fit-model")
+    assert (lack.setting, lack.code) == ("targets", "does-not-fit-model")
     assert "[channels]" in lack.message
 
 
 def test_the_plan_goes_on_with_the_width_that_is_left():
     """So that a distillation by cosine, which needs equal widths, is refused before anything runs."""
-    settings = PruneSettings.model_validate({"what": ["width"], "keep": 0.7})
+    settings = PruneSettings.model_validate({"targets": ["width"], "keep_ratio": 0.7})
     mistakes, after = Prune.check_model(settings, {"model_type": "bert", "hidden_size": 768})
     assert not mistakes
     assert after == {"model_type": "bert", "hidden_size": 536}
@@ -126,10 +128,14 @@ def test_channels_go_from_codes_too(tmp_path):
     coded = every_family.run(
         Quantize(), QuantizeSettings(), every_family.of_layers("bert", 2), "bert", tmp_path / "coded"
     ).out
-    settings = PruneSettings.model_validate({"what": ["width"], "rows": 4, "compensate": False})
+    settings = PruneSettings.model_validate(
+        {"targets": ["width"], "calibration_samples": 4, "reconstruct": False}
+    )
     ctx = every_family.run(Prune(), settings, coded, "bert", tmp_path / "out")
-    assert ctx.facts["codes_kept"] == 1  # a scale for each row is no group that could be cut
+    assert ctx.details["codes_kept"] == 1  # a scale for each row is no group that could be cut
     model = harness.model_of(ctx)
-    assert model.get_input_embeddings().matrix.width == ctx.facts["width_after"] < ctx.facts["width_before"]
+    assert (
+        model.get_input_embeddings().matrix.width == ctx.details["width_after"] < ctx.details["width_before"]
+    )
     before = [type(m) for m in load_model(coded)[0].modules() if is_quantized(m)]
     assert [type(m) for m in model.modules() if is_quantized(m)] == before

@@ -12,7 +12,7 @@ from torch import nn
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.prune.compensate import DAMP
 from smelt.compress.prune.width.refit import fit_norm, refit_reader, refit_readers
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.data import Columns
 from smelt.core.rows.examples import read_split
 from smelt.families.registry import FAMILIES
@@ -92,7 +92,7 @@ def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
 @pytest.mark.parametrize("family", ["bert", "marian", "gpt2"])
 def test_layers_that_are_one_are_fitted_to_all_of_their_uses(family, tmp_path):
     made = every_family.run(
-        Share(), ShareSettings(), every_family.of_layers(family, 2), family, tmp_path / "shared"
+        ShareWeights(), ShareWeightsSettings(), every_family.of_layers(family, 2), family, tmp_path / "shared"
     ).out
     whole, _ = load_model(made)
     task = FAMILIES[family].tasks[0]

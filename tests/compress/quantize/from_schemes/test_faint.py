@@ -86,5 +86,5 @@ def test_what_is_to_be_left_float_are_all_layers_of_the_matrix(tmp_path):
     )
     assert '"lm_head"' in told
     names = json.loads(told[told.index("[") : told.index("]") + 1])
-    left = run(Quantize(), QuantizeSettings(**settings, skip=names), source, tmp_path / "b")
+    left = run(Quantize(), QuantizeSettings(**settings, exclude=names), source, tmp_path / "b")
     assert "scale-underflow" not in codes(left.warnings)

@@ -17,7 +17,8 @@ _CELL = re.compile(r"ms(?: \(unstable\))?, ([\d.]+)")
 
 
 def gains(name: str, runtime: str, rows: int) -> Iterator[tuple[str, float]]:
-    """Yield each model and how many times as fast as float32 the scheme is in `runtime`, `rows` at a time.
+    """Yield each model and how many times as fast as float32 the scheme is in `runtime`,
+    `calibration_samples` at a time.
 
     Of each model the first table of times, of the machine that measured all schemes.
     """

@@ -30,7 +30,7 @@ from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 
 DENSE = "bert.encoder.layer.0.intermediate.dense"
-AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "rows": 8}
+AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "calibration_samples": 8}
 
 
 def scaled(model, tmp_path, kind=torch.float32, **settings):
@@ -50,10 +50,10 @@ def test_the_float_model_computes_what_it_did(family, tmp_path):
     before = family_models.run(model, batch).logits
     found, ctx = scaled(model, tmp_path)
     torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
-    errors = ctx.facts["awq_error"].values()
+    errors = ctx.details["awq_error"].values()
     assert max(errors) <= 1
     assert min(errors) < 0.95
-    assert sum(ctx.facts["awq_scales_in"].values()) == sum(a > 0 for a in ctx.facts["awq_alpha"].values())
+    assert sum(ctx.details["awq_scales_in"].values()) == sum(a > 0 for a in ctx.details["awq_alpha"].values())
     for layer in found.layers:
         assert model.get_submodule(layer.name) is layer.module
     wrapped = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear)}
@@ -131,7 +131,7 @@ def test_products_whose_inputs_alone_are_scaled_err_less_than_rounded_to_nearest
     assert sum(ours[n] for n in downs) < 0.97 * sum(theirs[n] for n in downs)
     if clip == "none":
         for name in downs:
-            left = ctx.facts["awq_error"][name]
+            left = ctx.details["awq_error"][name]
             assert ours[name] == pytest.approx(left * theirs[name], rel=0.02)
 
 
@@ -142,12 +142,12 @@ def test_gptq_goes_on_from_the_scales_that_awq_found(tmp_path):
     settings = QuantizeSettings(scheme="int2", group_size=32)
     nearest = every_family.run(Quantize(), settings, source, "gpt2", tmp_path / "nearest")
     both, alone, plain = (errors_of(source, harness.model_of(c), ctx) for c in (ctx, scales, nearest))
-    assert ctx.facts["awq_alpha"] == scales.facts["awq_alpha"]
+    assert ctx.details["awq_alpha"] == scales.details["awq_alpha"]
     downs = [n for n in both if n.endswith("mlp.c_proj")]
-    assert {f"{name}.linear" for name in downs} <= ctx.facts["gptq_error"].keys()
+    assert {f"{name}.linear" for name in downs} <= ctx.details["gptq_error"].keys()
     assert sum(both[n] for n in downs) < 0.7 * sum(alone[n] for n in downs)
     assert sum(both[n] for n in downs) < 0.7 * sum(plain[n] for n in downs)
-    _, one = made("bert", tmp_path / "one", method="awq-gptq", rows=1)
+    _, one = made("bert", tmp_path / "one", method="awq-gptq", calibration_samples=1)
     assert codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods say so
 
 
@@ -157,8 +157,10 @@ def test_what_it_leaves_is_saved_and_leaves_for_onnx(settings, family, tmp_path)
     """bart: factors before queries, keys and values together; phi3: packed products, folded without any."""
     _, ctx = made(family, tmp_path / "awq", **settings)
     what_follows.saved_is_the_same(ctx.out, tmp_path / "saved")
-    exported = every_family.run(Onnx(), OnnxSettings(loop=False), ctx.out, family, tmp_path / "onnx")
-    assert exported.facts["parity"].keys() == exported.facts["graphs"].keys()
+    exported = every_family.run(
+        Onnx(), OnnxSettings(generation_graph=False), ctx.out, family, tmp_path / "onnx"
+    )
+    assert exported.details["parity"].keys() == exported.details["graphs"].keys()
     # a block has four products, of which the first gives queries, keys and values; an encoder makes keys and
     # values for all blocks of the decoder in one more, a language model has its head
     found = products_in(tmp_path / "onnx")
@@ -184,8 +186,8 @@ def test_training_goes_on_from_what_the_codes_stand_for(method, most, tmp_path):
     later = harness.context(tmp_path / "later", ctx.task, ancestors={"model": float_step, "quantize": step})
     model, _ = load_trainable(step, later)
     settle(model, later)
-    assert later.facts["latent_weights"] == "codes"
-    assert later.facts["codes_changed"] < most
+    assert later.details["latent_weights"] == "codes"
+    assert later.details["codes_changed"] < most
 
 
 def test_settings():
@@ -196,16 +198,19 @@ def test_settings():
         ("settings-conflict", ("clip: awq", "awq-gptq"), {"method": "awq-gptq", "clip": "awq"}),
         (
             "settings-conflict",
-            ("low_rank", "method: awq-gptq"),
-            {"method": "awq-gptq", "low_rank": {"rank": 2}},
+            ("low_rank_correction", "method: awq-gptq"),
+            {"method": "awq-gptq", "low_rank_correction": {"rank": 2}},
         ),
         ("settings-conflict", ("method: hqq", "clip: mse"), {"method": "hqq", "clip": "mse"}),
-        ("unused-setting", ("percentile",), {"percentile": 99.9}),
+        ("unused-setting", ("calibration_percentile",), {"calibration_percentile": 99.9}),
     ):
         with invalid(code) as caught:
             QuantizeSettings(scheme="int4", **given)
         assert all(word in caught.value.errors()[0]["msg"] for word in named)
-    assert QuantizeSettings(scheme="int4", clip="percentile", percentile=99.9).percentile == 99.9
+    assert (
+        QuantizeSettings(scheme="int4", clip="percentile", calibration_percentile=99.9).calibration_percentile
+        == 99.9
+    )
     assert not QuantizeSettings(scheme="int4", method="hqq").reads_rows
 
 
@@ -275,7 +280,7 @@ def test_the_output_layer_gets_no_factor_of_its_own(tmp_path):
     head = output_layer(model)
     names = [layer.name for layer in found.layers if layer.module is head]
     assert names
-    assert ctx.facts["awq_without_scales"] == names
+    assert ctx.details["awq_without_scales"] == names
     assert not any(isinstance(m, ScaledLinear) and m.linear is head for m in model.modules())
 
 
@@ -292,5 +297,5 @@ def test_channels_whose_factor_its_type_does_not_hold_are_left_alone():
 
 
 def test_few_rows_are_said(tmp_path):
-    _, ctx = made("bert", tmp_path / "few", rows=1)
+    _, ctx = made("bert", tmp_path / "few", calibration_samples=1)
     assert codes(ctx.warnings).count("few-calibration-tokens") == 1

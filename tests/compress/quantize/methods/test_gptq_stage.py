@@ -18,7 +18,7 @@ from smelt.compress.calibration.statistics import collected
 from smelt.compress.quantize.coding import plain_fit, round_to_nearest
 from smelt.compress.quantize.methods import gptq as module
 from smelt.compress.quantize.methods.gptq import gptq_codes
-from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.data import Columns
@@ -35,7 +35,7 @@ def of(codes, scheme, options, width):
 
 def stage(family, out, **settings):
     source = every_family.of_layers(family, 2)
-    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, **settings)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8, **settings)
     return source, every_family.run(Quantize(), made, source, family, out)
 
 
@@ -44,7 +44,7 @@ def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
     source, ctx = stage(family, tmp_path / "out")
     model = harness.model_of(ctx)
     plain, _ = load_model(source)
-    names = list(ctx.facts["gptq_error"])
+    names = list(ctx.details["gptq_error"])
     last = [n for n in names if ".1." in n][-1]  # the last product of the last block
     # the model as it was when the block was reached: all blocks before it quantized
     place = last[: last.index(".1.") + 3]
@@ -61,7 +61,7 @@ def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
     assert np.isclose(values, matrix.values().double().numpy(), atol=1e-5).mean() > 0.99
     nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
     assert not np.isclose(values, nearest, atol=1e-5).all()
-    assert sum(ctx.facts["gptq_error"].values()) / len(names) < 0.9
+    assert sum(ctx.details["gptq_error"].values()) / len(names) < 0.9
     linears = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
     head = plain.get_output_embeddings()
     tied = head is not None and head.weight is plain.get_input_embeddings().weight
@@ -73,16 +73,16 @@ def test_zeros_that_are_to_stay_stay_and_the_others_make_up_for_them(tmp_path):
     pattern = SparsifySettings(method="magnitude", pattern="2:4")
     sparse = every_family.run(Sparsify(), pattern, every_family.of_layers("bert", 2), "bert", tmp_path / "s")
     before = harness.model_of(sparse)
-    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
     ctx = every_family.run(Quantize(), made, sparse.out, "bert", tmp_path / "out")
     model = harness.model_of(ctx)
-    for name in sparse.facts["sparsity_by_layer"]:
+    for name in sparse.details["sparsity_by_layer"]:
         values = model.get_submodule(name).matrix.values()
         zeros = before.get_submodule(name).weight == 0
         assert int(zeros.sum()) == zeros.numel() // 2
         assert not bool(values[zeros].any())
         assert not torch.equal(values, before.get_submodule(name).weight)
-        assert ctx.facts["gptq_error"][name] < 1
+        assert ctx.details["gptq_error"][name] < 1
 
 
 class Elsewhere:
@@ -117,7 +117,7 @@ def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_
     monkeypatch.setattr(module, "Collector", made)
     source, ctx = stage("bert", tmp_path / "out")
     assert asked == ["cpu"] * load_model(source)[0].config.num_hidden_layers
-    assert ctx.facts["gptq_error"]
+    assert ctx.details["gptq_error"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
     real, invert, source = module.gptq_codes, module.inverse_factor, every_family.of_layers("llama", 2)
 
     def run(name):
-        made = QuantizeSettings(scheme=scheme, method="gptq", rows=8, **options)
+        made = QuantizeSettings(scheme=scheme, method="gptq", calibration_samples=8, **options)
         return every_family.run(Quantize(), made, source, "llama", tmp_path / name)
 
     def seen(rows, *more):
@@ -153,8 +153,8 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
     monkeypatch.setattr(module, "inverse_factor", once)
     parts = run("parts")
     assert max(sizes) == 7
-    assert len(inverted) == len(parts.facts["gptq_error"])  # what a layer is fed is inverted once
-    assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
+    assert len(inverted) == len(parts.details["gptq_error"])  # what a layer is fed is inverted once
+    assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
     a, b = load_file(whole.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -162,7 +162,7 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
 
 def test_rows_that_share_a_scale_are_decided_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)
-    made = QuantizeSettings(granularity="tensor", method="gptq", rows=8)
+    made = QuantizeSettings(granularity="tensor", method="gptq", calibration_samples=8)
     ctx = every_family.run(Quantize(), made, every_family.of_layers("llama", 2), "llama", tmp_path / "out")
     stored = load_file(ctx.out / "model.safetensors")
     scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
@@ -190,11 +190,11 @@ def test_it_decides_on_a_gpu_what_it_decides_on_the_cpu(tmp_path):
     source, found = every_family.of_layers("bert", 2), []
     data = read_split(str(tiny.labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path)
     for device in ("cpu", "cuda"):
-        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8)
+        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
         ctx = harness.run(
             Quantize(), made, source, tmp_path / device, "text-classification", data, device=device
         )
-        found.append(ctx.facts["gptq_error"])
+        found.append(ctx.details["gptq_error"])
     assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
@@ -212,20 +212,20 @@ def test_a_matrix_that_is_looked_up_too_is_rounded_to_nearest(tmp_path):
 def test_tokens_of_the_other_side_are_no_tokens_of_a_layer(method, tmp_path):
     """An encoder-decoder whose rows have more tokens than any layer inputs, and either side fewer."""
     ctx = every_family.run(
-        Quantize(), QuantizeSettings(scheme="int4", group_size=16, method=method, rows=4),
+        Quantize(), QuantizeSettings(scheme="int4", group_size=16, method=method, calibration_samples=4),
         every_family.of_layers("marian", 1), "marian", tmp_path / "out",
     )  # fmt: skip
-    tokens = ctx.facts["calibration"]["tokens"]
+    tokens = ctx.details["calibration"]["tokens"]
     (said,) = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
     few, inputs = (int(word) for word in said.replace(",", "").split() if word.isdigit())
     assert few < inputs <= tokens
 
 
 def test_few_rows_are_said(tmp_path):
-    made = QuantizeSettings(scheme="int4", method="gptq", rows=1)
+    made = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=1)
     ctx = every_family.run(Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / "out")
     assert "few-calibration-tokens" in codes(ctx.warnings)
-    assert "gptq_unfed" not in ctx.facts
+    assert "dead_inputs" not in ctx.details
 
 
 def test_inputs_that_no_row_feeds_are_counted(tmp_path):
@@ -237,9 +237,9 @@ def test_inputs_that_no_row_feeds_are_counted(tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     tensors["model.encoder.layers.0.fc1.bias"][[1, 5]] = -1e4
     save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    made = QuantizeSettings(scheme="int4", method="gptq", rows=8)
+    made = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=8)
     ctx = every_family.run(Quantize(), made, tmp_path / "m", "bart", tmp_path / "out")
-    told = ctx.facts["gptq_unfed"]["model.encoder.layers.0.fc2"]
+    told = ctx.details["dead_inputs"]["model.encoder.layers.0.fc2"]
     values = harness.model_of(ctx).model.encoder.layers[0].fc2.matrix.values()
     unfed = (values == 0).all(dim=0)
     assert told == int(unfed.sum())
@@ -248,25 +248,30 @@ def test_inputs_that_no_row_feeds_are_counted(tmp_path):
 
 def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
     plain = QuantizeSettings(scheme="int4")
-    assert {"method", "clip"}.isdisjoint(plain.model_dump())
     assert needs_of(Quantize, plain, {"train"}) == frozenset()
-    gptq = QuantizeSettings(scheme="int4", method="gptq", rows=16)
+    gptq = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=16)
     assert gptq.model_dump()["method"] == "gptq"
     assert needs_of(Quantize, gptq, {"train"}) == {"train"}
     assert needs_of(Quantize, gptq, {"train", "calibration"}) == {"calibration"}
     with invalid("unused-setting") as caught:
-        QuantizeSettings(scheme="int4", method="gptq", damage_rows=4)
-    assert caught.value.errors()[0]["msg"].startswith("Value error, damage_rows")
+        QuantizeSettings(scheme="int4", method="gptq", sensitivity_samples=4)
+    assert caught.value.errors()[0]["msg"].startswith("Value error, sensitivity_samples")
     with invalid("unused-setting") as caught:
-        QuantizeSettings(scheme="int4", rows=4)
-    assert caught.value.errors()[0]["msg"].startswith("Value error, rows")
+        QuantizeSettings(scheme="int4", calibration_samples=4)
+    assert caught.value.errors()[0]["msg"].startswith("Value error, calibration_samples")
 
 
 def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
     """The pair is of all rows: of some alone it would be another one."""
 
     def run(name):
-        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, low_rank=LowRank(rank=2))
+        made = QuantizeSettings(
+            scheme="int4",
+            method="gptq",
+            group_size=16,
+            calibration_samples=8,
+            low_rank_correction=LowRankCorrection(rank=2),
+        )
         return every_family.run(
             Quantize(), made, every_family.of_layers("llama", 1), "llama", tmp_path / name
         )
@@ -274,19 +279,21 @@ def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
     whole = run("whole")
     monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)
     parts = run("parts")
-    assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
-    assert parts.facts["low_rank"] == whole.facts["low_rank"]
+    assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
+    assert parts.details["low_rank_correction"] == whole.details["low_rank_correction"]
 
 
 def test_beside_a_pair_codes_take_what_it_puts_where_weights_are_zero(tmp_path):
     pattern = SparsifySettings(method="magnitude", pattern="2:4")
     sparse = every_family.run(Sparsify(), pattern, every_family.of_layers("bert", 1), "bert", tmp_path / "s")
     before = harness.model_of(sparse)
-    beside = LowRank(rank=4, begin="pair")
-    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, low_rank=beside)
+    beside = LowRankCorrection(rank=4, init="svd")
+    made = QuantizeSettings(
+        scheme="int4", method="gptq", group_size=16, calibration_samples=8, low_rank_correction=beside
+    )
     ctx = every_family.run(Quantize(), made, sparse.out, "bert", tmp_path / "out")
     model = harness.model_of(ctx)
-    for name in sparse.facts["sparsity_by_layer"]:
+    for name in sparse.details["sparsity_by_layer"]:
         layer, zeros = model.get_submodule(name), before.get_submodule(name).weight == 0
         codes = layer.coded.matrix.values()
         assert bool(codes[zeros].any())

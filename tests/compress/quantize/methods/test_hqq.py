@@ -67,7 +67,12 @@ def test_two_bits_are_warned_of(tmp_path):
     assert warned(scheme="int3") == []
     # one matrix of a mixture, which gets four bits
     skip = ["*attention*", "*intermediate*", "*pooler*", "*embeddings*", "classifier"]
-    assert warned(bits={"budget": 8.0}, rows=4, damage_rows=4, skip=skip) == []
+    assert (
+        warned(
+            mixed_precision={"target_bits": 8.0}, calibration_samples=4, sensitivity_samples=4, exclude=skip
+        )
+        == []
+    )
 
 
 def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():

@@ -25,7 +25,12 @@ from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.schemes.registry import WIDTHS
 
-FEW = {"skip": ["*.layer.1.*", "*.attention.*", "*.pooler.*"], "group_size": 32, "rows": 4, "damage_rows": 2}
+FEW = {
+    "exclude": ["*.layer.1.*", "*.attention.*", "*.pooler.*"],
+    "group_size": 32,
+    "calibration_samples": 4,
+    "sensitivity_samples": 2,
+}
 
 
 def run(out, **settings):
@@ -36,48 +41,54 @@ def run(out, **settings):
 
 @pytest.mark.parametrize("budget", [3.0, 4.5])
 def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path, budget):
-    source, made, ctx = run(tmp_path / "out", bits={"budget": budget}, **FEW)
+    source, made, ctx = run(tmp_path / "out", mixed_precision={"target_bits": budget}, **FEW)
     model, _ = load_model(source)
     units = units_of(plan_layers(model, made), made, sorted(WIDTHS))
-    told = ctx.facts["mixed"]
+    told = ctx.details["mixed_precision"]
     assert len(units) == 4  # the embedding, two products of the first layer, the classifier
     total = sum(unit.weights for unit in units)
     best = min(
-        (sum(told["damage"][u.name][str(b)] for u, b in zip(units, picks, strict=True)), picks)
+        (sum(told["sensitivity"][u.name][str(b)] for u, b in zip(units, picks, strict=True)), picks)
         for picks in itertools.product(sorted(WIDTHS), repeat=len(units))
         if sum(u.costs[b] for u, b in zip(units, picks, strict=True)) <= budget * total
     )
     assert told["bits"] == {u.name: b for u, b in zip(units, best[1], strict=True)}
     assert len(set(told["bits"].values())) > 1
-    assert told["average_bits"] == pytest.approx(ctx.facts["bits_per_weight"], abs=2e-3)
+    assert told["average_bits"] == pytest.approx(ctx.details["bits_per_weight"], abs=2e-3)
     assert told["average_bits"] <= budget
     layers = {n: m for n, m in harness.model_of(ctx).named_modules() if is_quantized(m)}
     assert {n: m.matrix.scheme.bits for n, m in layers.items()} == told["bits"]
-    worst = [damage["2"] for damage in told["damage"].values()]
+    worst = [damage["2"] for damage in told["sensitivity"].values()]
     assert worst == sorted(worst, reverse=True)
 
 
-@pytest.mark.parametrize("settings", [{"bits": {"budget": 4.5}}, {"scheme": "int4", "skip": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"mixed_precision": {"target_bits": 4.5}}, {"scheme": "int4", "exclude": "auto"}], ids=str
+)
 def test_damage_on_next_to_nothing_is_told(tmp_path, settings):
-    few = {"group_size": 32, "rows": 1, "damage_rows": 1}
+    few = {"group_size": 32, "calibration_samples": 1, "sensitivity_samples": 1}
     *_, ctx = run(tmp_path / "out", **few, **settings)
     (told,) = [one for one in ctx.warnings if one.code == "few-sensitivity-tokens"]
     assert "8 tokens" in told.message
 
 
 def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
-    source, made, ctx = run(tmp_path / "out", bits={"budget": 4.5, "widths": [2, 8]}, **FEW)
+    source, made, ctx = run(
+        tmp_path / "out", mixed_precision={"target_bits": 4.5, "bit_widths": [2, 8]}, **FEW
+    )
     model, _ = load_model(source)
     rows = calibration_rows(model, tiny.artifact(source, ctx.task), 4, ctx, "quantize").some(2)
     whole = torch.cat([o.flatten() for o in outputs(model, rows.batches)])
-    name, found = next(iter(ctx.facts["mixed"]["damage"].items()))
+    name, found = next(iter(ctx.details["mixed_precision"]["sensitivity"].items()))
     unit = next(u for u in units_of(plan_layers(model, made), made, [2]) if u.name == name)
     quantize_layers(model, unit.at(2, made), {})
     off = torch.cat([o.flatten() for o in outputs(model, rows.batches)]) - whole
     assert found["2"] == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
 
 
-@pytest.mark.parametrize("given", [{"bits": {"budget": 4.5}}, {"skip": "auto", "scheme": "int4"}])
+@pytest.mark.parametrize(
+    "given", [{"mixed_precision": {"target_bits": 4.5}}, {"exclude": "auto", "scheme": "int4"}]
+)
 def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
     model, edits = load_model(every_family.of_layers("bert", 2))
     with torch.no_grad():
@@ -85,7 +96,7 @@ def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
     source = tmp_path / "astray"
     source.mkdir()
     save_model(model, edits, source, every_family.of_layers("bert", 2))
-    made = QuantizeSettings(rows=2, damage_rows=1, **given)
+    made = QuantizeSettings(calibration_samples=2, sensitivity_samples=1, **given)
     with refused("non-finite-outputs", InputError):
         every_family.run(Quantize(), made, source, "bert", tmp_path / "out")
 
@@ -93,30 +104,39 @@ def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
 def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
     source = every_family.of_layers("gpt2", 1)
     made = QuantizeSettings(
-        bits={"budget": 4.0}, group_size=32, rows=2, damage_rows=1, method="gptq", skip=["*.c_attn"]
+        mixed_precision={"target_bits": 4.0},
+        group_size=32,
+        calibration_samples=2,
+        sensitivity_samples=1,
+        method="gptq",
+        exclude=["*.c_attn"],
     )
     ctx = every_family.run(Quantize(), made, source, "gpt2", tmp_path / "out")
     model = harness.model_of(ctx)
     assert model.get_output_embeddings().matrix is model.get_input_embeddings().matrix
-    assert "lm_head" not in ctx.facts["mixed"]["bits"]
-    assert ctx.facts["gptq_error"]
-    assert ctx.facts["bits_per_weight"] <= 4.0
+    assert "lm_head" not in ctx.details["mixed_precision"]["bits"]
+    assert ctx.details["gptq_error"]
+    assert ctx.details["bits_per_weight"] <= 4.0
 
 
 @pytest.mark.parametrize("clip", ["none", "awq"])
 def test_scales_and_ends_of_ranges_are_searched_for_the_chosen_widths(tmp_path, clip):
-    source, made, ctx = run(tmp_path / "out", bits={"budget": 4.5}, method="awq", clip=clip, **FEW)
-    told = ctx.facts["mixed"]["bits"]
+    source, made, ctx = run(
+        tmp_path / "out", mixed_precision={"target_bits": 4.5}, method="awq", clip=clip, **FEW
+    )
+    told = ctx.details["mixed_precision"]["bits"]
     layers = {n: m for n, m in harness.model_of(ctx).named_modules() if is_quantized(m)}
     assert {n.removesuffix(".linear"): m.matrix.scheme.bits for n, m in layers.items()} == told
     model, _ = load_model(source)
-    rows = calibration_rows(model, tiny.artifact(source, ctx.task), FEW["rows"], ctx, "quantize")
+    rows = calibration_rows(
+        model, tiny.artifact(source, ctx.task), FEW["calibration_samples"], ctx, "quantize"
+    )
     units = units_of(plan_layers(model, made), made, ())
     asked = [layer for unit in units for layer in unit.at(told[unit.name], made)]
     alone = harness.context(tmp_path / "alone")
     awq(model, asked, rows, False, lambda names: torch.float32, alone)
-    assert ctx.facts["awq_alpha"] == alone.facts["awq_alpha"]
-    assert ctx.facts["awq_error"] == alone.facts["awq_error"]
+    assert ctx.details["awq_alpha"] == alone.details["awq_alpha"]
+    assert ctx.details["awq_error"] == alone.details["awq_error"]
 
 
 def scored_by_bits(artifact, *rows):
@@ -136,7 +156,7 @@ WIDTHS_BY_NAME = {scheme.name: bits for bits, scheme in WIDTHS.items()}
 def dropped(out, turned=(), **bits):
     path = tiny.labelled(out / "rows.jsonl")
     data = read_split(str(path), "text-classification", Columns(), out)
-    made = QuantizeSettings(bits=bits, **FEW)
+    made = QuantizeSettings(mixed_precision=bits, **FEW)
     source = every_family.of_layers("bert", 2)
     return harness.run(
         Quantize(),
@@ -152,7 +172,7 @@ def dropped(out, turned=(), **bits):
 
 def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0)
-    told = ctx.facts["mixed"]
+    told = ctx.details["mixed_precision"]
     picked = list(told["bits"].values())
     assert sum(picked) / len(picked) >= 5
     worse = [s for s in told["scores"] if s["bleu"] < 5]
@@ -164,15 +184,15 @@ def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
 
 def test_scores_are_told_as_they_are_where_less_is_better(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
-    told = ctx.facts["mixed"]
+    told = ctx.details["mixed_precision"]
     assert {s["bleu"] < 0 for s in told["scores"]} == {True}  # the stand-in is turned round
     assert told["score_of_floats"] == -8.0
 
 
 def test_what_even_the_widest_codes_lose_is_said(tmp_path):
-    ctx = dropped(tmp_path, max_drop=0.5, widths=[2, 4])
-    told = ctx.facts["mixed"]
-    for name, damage in told["damage"].items():
+    ctx = dropped(tmp_path, max_drop=0.5, bit_widths=[2, 4])
+    told = ctx.details["mixed_precision"]
+    for name, damage in told["sensitivity"].items():
         assert damage[str(told["bits"][name])] == min(damage.values())
     (said,) = [one.message for one in ctx.warnings if one.code == "max-drop-exceeded"]
     assert all(value in said for value in (f"{told['average_bits']:.3g}", "0.5", "bleu"))
@@ -182,34 +202,46 @@ def test_a_metric_that_nobody_scores_is_refused_before_damage_is_measured(tmp_pa
     monkeypatch.setattr(mixed, "measure", lambda *given: pytest.fail("the long part was done first"))
     with refused("metric-not-scored", InputError) as caught:
         dropped(tmp_path, max_drop=0.5, metric="chrf")
-    assert caught.value.setting == "bits.metric"
+    assert caught.value.setting == "mixed_precision.metric"
     assert all(metric in str(caught.value) for metric in ("chrf", "bleu"))
 
 
 def test_a_budget_that_padded_groups_cannot_meet_is_refused(tmp_path):
     with refused("budget-too-small", InputError) as caught:
-        run(tmp_path / "out", bits={"budget": 2.2}, **(FEW | {"group_size": 128}))
-    assert caught.value.setting == "bits.budget"
+        run(tmp_path / "out", mixed_precision={"target_bits": 2.2}, **(FEW | {"group_size": 128}))
+    assert caught.value.setting == "mixed_precision.target_bits"
 
 
 @pytest.mark.parametrize(
     ("given", "code", "named"),
     [
-        ({"bits": {}}, "settings-conflict", "budget"),
-        ({"bits": {"budget": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
-        ({"bits": {"budget": 1.5}}, "budget-out-of-range", "2.25 to 8.25"),
-        ({"bits": {"budget": 9}}, "budget-out-of-range", "2.25 to 8.25"),
-        ({"bits": {"budget": 0}}, "greater_than", "0"),
-        ({"bits": {"budget": 4, "widths": [4]}}, "too_short", "2"),
-        ({"bits": {"budget": 4, "widths": [4, 4]}}, "duplicate-value", "widths"),
-        ({"bits": {"budget": 4, "widths": [4, 5]}}, "literal_error", "8"),
-        ({"bits": {"budget": 4, "metric": "bleu"}}, "unused-setting", "metric"),
-        ({"bits": {"budget": 4}, "scheme": "int4"}, "settings-conflict", "scheme"),
-        ({"bits": {"budget": 4}, "vocabulary": "int4"}, "settings-conflict", "vocabulary"),
-        ({"bits": {"budget": 4}, "smooth": 0.5}, "settings-conflict", "smooth"),
-        ({"bits": {"budget": 4}, "skip": "auto"}, "settings-conflict", "skip: auto"),
-        ({"bits": {"budget": 4}, "damage_rows": 0}, "too-few-rows", "damage_rows"),
-        ({"bits": {"budget": 4}, "group_size": 16}, "wrong-value", "16"),
+        ({"mixed_precision": {}}, "settings-conflict", "target_bits"),
+        ({"mixed_precision": {"target_bits": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
+        ({"mixed_precision": {"target_bits": 1.5}}, "budget-out-of-range", "2.25 to 8.25"),
+        ({"mixed_precision": {"target_bits": 9}}, "budget-out-of-range", "2.25 to 8.25"),
+        ({"mixed_precision": {"target_bits": 0}}, "greater_than", "0"),
+        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4]}}, "too_short", "2"),
+        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 4]}}, "duplicate-value", "bit_widths"),
+        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 5]}}, "literal_error", "8"),
+        ({"mixed_precision": {"target_bits": 4, "metric": "bleu"}}, "unused-setting", "metric"),
+        ({"mixed_precision": {"target_bits": 4}, "scheme": "int4"}, "settings-conflict", "scheme"),
+        (
+            {"mixed_precision": {"target_bits": 4}, "embedding_scheme": "int4"},
+            "settings-conflict",
+            "embedding_scheme",
+        ),
+        (
+            {"mixed_precision": {"target_bits": 4}, "smoothquant_alpha": 0.5},
+            "settings-conflict",
+            "smoothquant_alpha",
+        ),
+        ({"mixed_precision": {"target_bits": 4}, "exclude": "auto"}, "settings-conflict", "exclude: auto"),
+        (
+            {"mixed_precision": {"target_bits": 4}, "sensitivity_samples": 0},
+            "too-few-rows",
+            "sensitivity_samples",
+        ),
+        ({"mixed_precision": {"target_bits": 4}, "group_size": 16}, "wrong-value", "16"),
     ],
 )
 def test_what_cannot_be_is_refused(given, code, named):
@@ -219,17 +251,21 @@ def test_what_cannot_be_is_refused(given, code, named):
 
 
 def test_rows_are_needed_and_validation_for_what_is_scored():
-    budget, drop = (QuantizeSettings(bits=bits) for bits in ({"budget": 4}, {"max_drop": 1}))
+    budget, drop = (QuantizeSettings(mixed_precision=bits) for bits in ({"target_bits": 4}, {"max_drop": 1}))
     assert needs_of(Quantize, budget, {"train"}) == {"train"}
     assert needs_of(Quantize, drop, {"train", "calibration"}) == {"calibration", "validation"}
-    assert "bits" not in QuantizeSettings().model_dump()
-    assert QuantizeSettings(bits={"budget": 5, "widths": [4, 8]}).schemes() == ("int4", "int8-groupwise")
+    assert QuantizeSettings(mixed_precision={"target_bits": 5, "bit_widths": [4, 8]}).schemes() == (
+        "int4",
+        "int8-groupwise",
+    )
 
 
 def test_what_is_measured_is_put_back_under_all_of_its_names(tmp_path):
     source = every_family.of_layers("gpt2", 1)
     model, _ = load_model(source)
-    made = QuantizeSettings(bits={"budget": 4.5}, group_size=32, rows=2, damage_rows=1)
+    made = QuantizeSettings(
+        mixed_precision={"target_bits": 4.5}, group_size=32, calibration_samples=2, sensitivity_samples=1
+    )
     before = dict(model.named_modules(remove_duplicate=False))
     units = units_of(plan_layers(model, made), made, [2, 4])
     assert max(len(unit.layers) for unit in units) == 2  # embedding and head

@@ -21,9 +21,9 @@ from smelt.compress.quantize.coding import quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable
 from smelt.compress.quantize.training.binary_inputs import LearnedInputs, binarize_first
-from smelt.compress.quantize.training.settings import CodesSettings
-from smelt.compress.share.layers import Share
-from smelt.compress.share.settings import ShareSettings
+from smelt.compress.quantize.training.settings import QatSettings
+from smelt.compress.share.layers import ShareWeights
+from smelt.compress.share.settings import ShareWeightsSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.messages import codes
@@ -37,8 +37,8 @@ from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.models.structure import read_edits
 
 BINARY = {"scheme": "binary", "group_size": 32}
-TRAIN = {"max_steps": 3, "learning_rate": 1e-2, "batch_size": 4, "precision": "fp32", "evals": 0}
-BITS = {"codes": {"activations": "one-bit", "learning_rate": 0.05}}
+TRAIN = {"max_steps": 3, "learning_rate": 1e-2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
+BITS = {"qat": {"activations": "one-bit", "learning_rate": 0.05}}
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 RECIPE = """\
@@ -48,12 +48,12 @@ data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}
 stages:
   - quantize: {scheme: binary, group_size: 32}
   - distill:
-      codes: {activations: one-bit}
+      qat: {activations: one-bit}
       max_steps: 20
       learning_rate: 1.0e-2
       batch_size: 4
       precision: fp32
-      evals: 4
+      num_evals: 4
     name: both
   - onnx: {target: ort-cpu}
 score: {latency: false}
@@ -88,24 +88,26 @@ def test_what_was_learned_is_stored_trained_on_and_leaves(family, tmp_path):
     model = harness.model_of(ctx)
     layers = inputs_of(model)
     codes = [m for m in model.modules() if scheme_of(m) == "binary"]
-    facts = ctx.facts["binary_activations"]
-    assert facts["begun"] == facts["layers"] == len(layers) == len(codes) >= 8
-    assert facts["speed_gained"].startswith("none: no runtime here multiplies bits with bits")
-    assert 0.01 < facts["mean_change"] < 0.3
-    assert 0 < facts["mean_shift"] < 0.3
+    details = ctx.details["binary_activations"]
+    assert details["begun"] == details["layers"] == len(layers) == len(codes) >= 8
+    assert details["speed_gained"].startswith("none: no runtime here multiplies bits with bits")
+    assert 0.01 < details["mean_change"] < 0.3
+    assert 0 < details["mean_shift"] < 0.3
     assert all(isinstance(layer.coded, QuantizedLinear) for layer in layers.values())
     assert harness.logits(model).equal(computed[-1])
     # a training that says nothing of it goes on with scales and shifts, from float weights that were kept
     more = trained(family, ctx.out, tmp_path / "more")
-    assert more.facts["latent_weights"] == "kept"
-    assert "begun" not in more.facts["binary_activations"]
-    assert more.facts["binary_activations"]["mean_change"] > 0.001
+    assert more.details["latent_weights"] == "kept"
+    assert "begun" not in more.details["binary_activations"]
+    assert more.details["binary_activations"]["mean_change"] > 0.001
     assert read_edits(more.out) == read_edits(ctx.out)
     again = trained(family, more.out, tmp_path / "again", **BITS)  # nor is it begun twice
-    assert "begun" not in again.facts["binary_activations"]
+    assert "begun" not in again.details["binary_activations"]
     assert read_edits(again.out) == read_edits(ctx.out)
-    left = every_family.run(Onnx(), OnnxSettings(loop=False), again.out, family, tmp_path / "onnx")
-    counts = [graph["operators"].get("Where", 0) for graph in left.facts["graphs"].values()]
+    left = every_family.run(
+        Onnx(), OnnxSettings(generation_graph=False), again.out, family, tmp_path / "onnx"
+    )
+    counts = [graph["operators"].get("Where", 0) for graph in left.details["graphs"].values()]
     assert sum(counts) >= len(codes)
 
 
@@ -115,8 +117,8 @@ def test_a_graph_gives_the_numbers_that_torch_gives(tmp_path):
     model, stored = harness.model_of(made), load_file(made.out / "model.safetensors")
     layers = inputs_of(model)
     assert {name.rpartition(".")[2] for name, m in layers.items() if not m.signed} == {"fc2"}
-    assert made.facts["binary_activations"]["signed"] == sum(m.signed for m in layers.values())
-    assert len(layers) - made.facts["binary_activations"]["signed"] == 4
+    assert made.details["binary_activations"]["signed"] == sum(m.signed for m in layers.values())
+    assert len(layers) - made.details["binary_activations"]["signed"] == 4
     fed, name = [], "model.encoder.layers.1.fc2"
     layers[name].coded.register_forward_pre_hook(lambda module, given: fed.append(given[0]))
     layers[name].register_forward_pre_hook(lambda module, given: fed.append(given[0]))
@@ -126,16 +128,18 @@ def test_a_graph_gives_the_numbers_that_torch_gives(tmp_path):
     assert float(a) != 1.0
     assert b.abs().max() > 0
     assert after.allclose(a * ((before - b) / a).round().clamp(0, 1))
-    left = every_family.run(Onnx(), OnnxSettings(loop=False), made.out, "marian", tmp_path / "onnx")
-    for graph in left.facts["parity"].values():
+    left = every_family.run(
+        Onnx(), OnnxSettings(generation_graph=False), made.out, "marian", tmp_path / "onnx"
+    )
+    for graph in left.details["parity"].values():
         assert graph["mean"] < 1e-4
     tuned = every_family.run(
-        Onnx(), OnnxSettings(loop=False, tune=True), made.out, "marian", tmp_path / "tuned"
+        Onnx(), OnnxSettings(generation_graph=False, autotune=True), made.out, "marian", tmp_path / "tuned"
     )
     assert "operators-fixed" in codes(tuned.warnings)
-    assert "tune" not in tuned.facts
-    for name, graph in left.facts["graphs"].items():
-        assert tuned.facts["graphs"][name]["operators"] == graph["operators"]
+    assert "tune" not in tuned.details
+    for name, graph in left.details["graphs"].items():
+        assert tuned.details["graphs"][name]["operators"] == graph["operators"]
 
 
 def test_a_layer_begins_from_what_binary_layers_feed_it(tmp_path):
@@ -176,7 +180,7 @@ def test_scale_and_shift_learn_in_parts_of_the_first_scale():
     for name, scale in (("small", 0.01), ("large", 3.0)):
         model[name] = BinaryInputs(quantize_module(torch.nn.Linear(32, 8), "binary"), True)
         model[name].scale.data.fill_(scale)
-    learned = LearnedInputs(model, CodesSettings(activations="one-bit", learning_rate=0.1))
+    learned = LearnedInputs(model, QatSettings(activations="one-bit", learning_rate=0.1))
     groups = learned.extension().groups
     optimizer = torch.optim.AdamW([{"params": g.parameters, **g.options()} for g in groups])
     sum(m(torch.randn(4, 32) * m.scale.detach()).square().sum() for m in model.values()).backward()
@@ -186,28 +190,28 @@ def test_scale_and_shift_learn_in_parts_of_the_first_scale():
         assert float(model[name].shift.detach().abs().max()) == pytest.approx(0.1 * scale, rel=1e-2)
     ctx = harness.context(Path("."))
     learned.settle(ctx)
-    assert ctx.facts["binary_activations"]["mean_change"] == pytest.approx(0.1, abs=0.01)
-    assert LearnedInputs(model, None).rate == CodesSettings().learning_rate
+    assert ctx.details["binary_activations"]["mean_change"] == pytest.approx(0.1, abs=0.01)
+    assert LearnedInputs(model, None).rate == QatSettings().learning_rate
 
 
 def test_a_teacher_teaches_it_phase_by_phase_and_layers_that_were_split(tmp_path):
     """Ternary layers become two binary ones each, and either is fed two values of its own."""
     source = every_family.of_layers("bert", 2)
     ternary = coded(tmp_path / "coded", "bert", scheme="ternary")
-    settings = {**TRAIN, "codes": {"split": True, "activations": "one-bit"}}
-    phases = [{"losses": {"hidden": 1.0}}, {"losses": {"logits": 1.0}}]
+    settings = {**TRAIN, "qat": {"weight_splitting": True, "activations": "one-bit"}}
+    phases = [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]
     made = DistillSettings(**settings, phases=phases)
     teacher = {"ancestors": {"model": tiny.artifact(source, TASK)}}
     ctx = harness.run(Distill(), made, ternary, tmp_path / "out", TASK, ROWS, **teacher)
     layers = inputs_of(harness.model_of(ctx))
-    assert len(layers) == 2 * ctx.facts["split_layers"] == ctx.facts["binary_activations"]["begun"]
+    assert len(layers) == 2 * ctx.details["split_layers"] == ctx.details["binary_activations"]["begun"]
     assert {name.rpartition(".")[2] for name in layers} == {"first", "second"}
-    every_family.run(Onnx(), OnnxSettings(loop=False), ctx.out, "bert", tmp_path / "onnx")
+    every_family.run(Onnx(), OnnxSettings(generation_graph=False), ctx.out, "bert", tmp_path / "onnx")
 
 
 def test_layers_in_several_places_stay_one(tmp_path):
     shared = every_family.run(
-        Share(), ShareSettings(groups=1), every_family.of_layers("bert", 2), "bert",
+        ShareWeights(), ShareWeightsSettings(groups=1), every_family.of_layers("bert", 2), "bert",
         tmp_path / "shared",
     )  # fmt: skip
     ctx = trained("bert", coded(tmp_path / "coded", "bert", shared.out), tmp_path / "out", **BITS)
@@ -215,14 +219,14 @@ def test_layers_in_several_places_stay_one(tmp_path):
     first, second = model.bert.encoder.layer
     assert first.output.dense is second.output.dense
     assert isinstance(first.output.dense, BinaryInputs)
-    assert ctx.facts["binary_activations"]["layers"] == 7
+    assert ctx.details["binary_activations"]["layers"] == 7
 
 
 def test_adapters_train_behind_it_and_leave(tmp_path):
     """They are fed the two values too: what is beside the codes stays."""
     binary = trained("bert", coded(tmp_path / "coded"), tmp_path / "binary", **BITS)
     ctx = trained("bert", binary.out, tmp_path / "out", lora={"rank": 2, "alpha": 4})
-    assert "binary_activations" not in ctx.facts
+    assert "binary_activations" not in ctx.details
     before, after = (load_file(made.out / "model.safetensors") for made in (binary, ctx))
     kept = [name for name in before if name.endswith((".scale", ".shift"))]
     assert len(kept) == 26
@@ -232,7 +236,7 @@ def test_adapters_train_behind_it_and_leave(tmp_path):
     floats = sum(p.numel() for n, p in model.named_parameters() if ".matrix." not in n)
     codes = {m.matrix for m in model.modules() if is_quantized(m)}
     assert count_parameters(ctx.out) == floats + sum(len(m.codes) * m.width for m in codes)
-    every_family.run(Onnx(), OnnxSettings(loop=False), ctx.out, "bert", tmp_path / "onnx")
+    every_family.run(Onnx(), OnnxSettings(generation_graph=False), ctx.out, "bert", tmp_path / "onnx")
 
 
 def test_images_too(tmp_path):
@@ -247,7 +251,7 @@ def test_images_too(tmp_path):
     ctx = harness.run(
         Finetune(), FinetuneSettings(**TRAIN | BITS), made.out, tmp_path / "out", images.TASK, rows
     )
-    assert ctx.facts["binary_activations"]["layers"] == len(inputs_of(harness.model_of(ctx))) >= 8
+    assert ctx.details["binary_activations"]["layers"] == len(inputs_of(harness.model_of(ctx))) >= 8
 
 
 def test_a_model_of_16_bits_keeps_its_type(tmp_path):
@@ -258,25 +262,20 @@ def test_a_model_of_16_bits_keeps_its_type(tmp_path):
     ctx = trained("bert", coded(tmp_path / "coded", "bert", half), tmp_path / "out", **BITS)
     stored = load_file(ctx.out / "model.safetensors")
     assert {stored[name].dtype for name in stored if name.endswith((".scale", ".shift"))} == {torch.float16}
-    every_family.run(Onnx(), OnnxSettings(loop=False), ctx.out, "bert", tmp_path / "onnx")
+    every_family.run(Onnx(), OnnxSettings(generation_graph=False), ctx.out, "bert", tmp_path / "onnx")
 
 
 def test_what_cannot_be_is_refused(tmp_path):
     def refuses(source, code):
         with refused(code, InputError) as caught:
             trained("bert", source, tmp_path / f"{source.name}-{code}", **BITS)
-        assert caught.value.setting == "codes.activations"
+        assert caught.value.setting == "qat.activations"
 
     refuses(coded(tmp_path / "int4", scheme="int4"), "no-layer-of-scheme")
     refuses(every_family.of_layers("bert", 1), "no-layer-of-scheme")
-    refuses(coded(tmp_path / "pair", low_rank={"rank": 2}), "has-low-rank-correction")
-
-
-def test_keys_of_what_was_trained_before_it_came_stay():
-    assert "activations" not in FinetuneSettings(codes={"scales": "lsq"}).model_dump()["codes"]
-    assert FinetuneSettings(**BITS).model_dump()["codes"]["activations"] == "one-bit"
+    refuses(coded(tmp_path / "pair", low_rank_correction={"rank": 2}), "has-low-rank-correction")
     with invalid("unused-setting"):
-        CodesSettings(learning_rate=0.1)
+        QatSettings(learning_rate=0.1)
 
 
 def test_training_makes_up_for_some_of_it(tmp_path):
@@ -289,7 +288,7 @@ def test_training_makes_up_for_some_of_it(tmp_path):
     steps = {step["name"]: step for step in report["steps"]}
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(steps, "done")
     assert "one-bit-inputs" in [told["code"] for told in report["warnings"]]
-    facts = steps["both"]["facts"]
-    assert facts["binary_activations"]["speed_gained"].startswith("none")
-    losses = [one["loss"] for one in facts["training"]["validations"]]
+    details = steps["both"]["details"]
+    assert details["binary_activations"]["speed_gained"].startswith("none")
+    losses = [one["loss"] for one in details["training"]["validations"]]
     assert min(losses[1:]) < losses[0]

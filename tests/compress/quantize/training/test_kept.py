@@ -27,7 +27,7 @@ from smelt.runtime.models.checkpoint import load_model
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 2)))
-TRAIN = {"max_steps": 3, "learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "evals": 0}
+TRAIN = {"max_steps": 3, "learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "num_evals": 0}
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +55,17 @@ def test_a_second_training_starts_from_the_float_weights_that_the_first_ended_wi
     source, settings = tiny.artifact(coded, TASK), FinetuneSettings(**TRAIN)
     ctx = harness.context(tmp_path / "first", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
-    assert ctx.facts["latent_weights"] == "codes"
+    assert ctx.details["latent_weights"] == "codes"
     train(model, source, settings, ctx, edits=edits)
     ended = latents(model)
     save_trained(model, edits, coded, settings, ctx)
-    assert ctx.facts["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
+    assert ctx.details["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
     later = harness.context(tmp_path / "second", TASK, ROWS)
     again, _ = load_trainable(tiny.artifact(ctx.out, TASK), later)
     begun = latents(again)
     assert begun.keys() == ended.keys()
     assert all(begun[name].equal(ended[name]) for name in ended)
-    assert later.facts["latent_weights"] == "kept"
+    assert later.details["latent_weights"] == "kept"
     codes = load_model(ctx.out)[0].bert.pooler.dense.matrix.dequantize()
     assert not begun["bert.pooler.dense"].equal(codes)  # which a training without them would start from
     assert later.warnings == []
@@ -75,15 +75,15 @@ def test_codes_of_kept_weights_are_those_that_are_stored(first, tmp_path):
     ctx = harness.context(tmp_path / "out", TASK)
     model, edits = load_trainable(tiny.artifact(first.out, TASK), ctx)
     save_trained(model, edits, first.out, FinetuneSettings(), ctx)
-    assert ctx.facts["codes_changed"] == 0
+    assert ctx.details["codes_changed"] == 0
     assert sha256_of(ctx.out / "model.safetensors") == sha256_of(first.out / "model.safetensors")
     assert sha256_of(ctx.out / LATENTS) == sha256_of(first.out / LATENTS)
 
 
 def test_they_are_left_out_where_nobody_wants_them(coded, tmp_path):
-    ctx = trained(coded, tmp_path / "out", codes={"keep_weights": False})
+    ctx = trained(coded, tmp_path / "out", qat={"save_master_weights": False})
     assert not (ctx.out / LATENTS).exists()
-    assert "latent_bytes" not in ctx.facts
+    assert "latent_bytes" not in ctx.details
     plain = trained(every_family.of_layers("bert", 2), tmp_path / "float")
     assert not (plain.out / LATENTS).exists()
 
@@ -110,12 +110,12 @@ def test_a_matrix_that_is_embedding_and_head_is_kept_once(tmp_path):
 
 
 def test_weights_beside_a_pair_are_kept(tmp_path):
-    settings = QuantizeSettings(scheme="int4", group_size=16, low_rank={"rank": 2})
+    settings = QuantizeSettings(scheme="int4", group_size=16, low_rank_correction={"rank": 2})
     made = harness.run(Quantize(), settings, every_family.of_layers("bert", 2), tmp_path / "coded", TASK).out
     ctx = trained(made, tmp_path / "out")
     later = harness.context(tmp_path / "later", TASK)
     model, _ = load_trainable(tiny.artifact(ctx.out, TASK), later)
-    assert later.facts["latent_weights"] == "kept"
+    assert later.details["latent_weights"] == "kept"
     assert any(name.endswith(".coded") for name, _ in latents_of(model))
 
 
@@ -125,7 +125,7 @@ def test_weights_of_another_model_are_not_taken_and_that_is_said(coded, first, t
     shutil.copyfile(first.out / LATENTS, place / LATENTS)  # of the same shapes
     ctx = harness.context(tmp_path / "out", TASK)
     load_trainable(tiny.artifact(place, TASK), ctx)
-    assert ctx.facts["latent_weights"] == "codes"
+    assert ctx.details["latent_weights"] == "codes"
     (told,) = ctx.warnings
     assert told.code == "master-weights-outdated"
     shapes = {name: tuple(t.shape) for name, t in load_file(first.out / LATENTS).items()}
@@ -149,7 +149,7 @@ def test_without_them_a_quantize_step_still_has_its_float_parent(tmp_path):
     )  # fmt: skip
     ctx = replace(harness.context(tmp_path / "out", TASK), ancestors={"model": parent})
     load_trainable(Artifact(made.out, manifest), ctx)
-    assert ctx.facts["latent_weights"] == "model"
+    assert ctx.details["latent_weights"] == "model"
     assert codes(ctx.warnings) == ["master-weights-mismatch"]
 
 

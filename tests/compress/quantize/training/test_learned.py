@@ -16,7 +16,7 @@ from smelt.compress.quantize.coding import fill_, quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import LatentLinear, latents_of, load_trainable, settled
 from smelt.compress.quantize.training.learned import LearnedSteps
-from smelt.compress.quantize.training.settings import CodesSettings
+from smelt.compress.quantize.training.settings import QatSettings
 from smelt.compress.quantize.training.steps import Steps
 from smelt.compress.train.run import train
 from smelt.core.data import Example, Split
@@ -28,16 +28,21 @@ from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model
 
 TASK = "text-classification"
-LSQ = {"codes": {"scales": "lsq", "learning_rate": 0.05}}
-TRAIN = {"max_steps": 4, "learning_rate": 2e-3, "batch_size": 4, "precision": "fp32", "evals": 0} | LSQ
+LSQ = {"qat": {"scales": "lsq", "learning_rate": 0.05}}
+TRAIN = {"max_steps": 4, "learning_rate": 2e-3, "batch_size": 4, "precision": "fp32", "num_evals": 0} | LSQ
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
-STATIC = {"scheme": "int8-static", "rows": 4, "damage_rows": 0}
+STATIC = {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0}
 CELLS = [
-    ("bert", STATIC), ("marian", STATIC), ("marian", {"scheme": "int8-dynamic"}),
-    ("t5", {"scheme": "int8-groupwise", "group_size": 32}), ("gpt2", {"scheme": "int4", "symmetric": False}),
-    ("llama", {"scheme": "int3", "group_size": 32}), ("modernbert", {"scheme": "int2", "group_size": 32}),
-    ("bart", {"scheme": "ternary", "group_size": 32}), ("gpt2", {"scheme": "ternary", "granularity": "row"}),
-]  # fmt: skip
+    ("bert", STATIC),
+    ("marian", STATIC),
+    ("marian", {"scheme": "int8-dynamic"}),
+    ("t5", {"scheme": "int8-groupwise", "group_size": 32}),
+    ("gpt2", {"scheme": "int4", "symmetric": False}),
+    ("llama", {"scheme": "int3", "group_size": 32}),
+    ("modernbert", {"scheme": "int2", "group_size": 32}),
+    ("bart", {"scheme": "ternary", "group_size": 32}),
+    ("gpt2", {"scheme": "ternary", "granularity": "channel"}),
+]
 
 
 def coded(out, family="bert", **settings):
@@ -57,14 +62,14 @@ def test_what_was_learned_is_stored_and_leaves(family, settings, tmp_path):
     """The graph agrees with the model, layer by layer: the export compares them and fails otherwise."""
     made = coded(tmp_path / "coded", family, **settings)
     ctx = every_family.run(Finetune(), FinetuneSettings(**TRAIN), made, family, tmp_path / "out")
-    facts = ctx.facts["learned_scales"]
-    assert facts["mean_change"] > 0.01
-    assert ("ranges" in facts) == (settings["scheme"] == "int8-static")
+    details = ctx.details["learned_scales"]
+    assert details["mean_change"] > 0.01
+    assert ("ranges" in details) == (settings["scheme"] == "int8-static")
     before, after = scales_of(made), scales_of(ctx.out)
     assert all(not after[name].equal(before[name]) for name in before)
     told = [(folder / "structure.json").read_bytes() for folder in (made, ctx.out)]
     assert told[0] == told[1]
-    every_family.run(Onnx(), OnnxSettings(loop=False), ctx.out, family, tmp_path / "onnx")
+    every_family.run(Onnx(), OnnxSettings(generation_graph=False), ctx.out, family, tmp_path / "onnx")
 
 
 def learning(folder, out, task=TASK):
@@ -88,7 +93,7 @@ def test_products_of_one_input_keep_one_range(tmp_path):
     # two blocks of five inputs, pooler and classifier; an embedding has none
     layers = sum(1 for m in load_model(made)[0].modules() if isinstance(m, nn.Module) and hasattr(m, "like"))
     assert layers == 14
-    assert ctx.facts["learned_scales"]["ranges"] == 2 * 4 + 2
+    assert ctx.details["learned_scales"]["ranges"] == 2 * 4 + 2
 
 
 def test_a_checkpoint_in_the_middle_is_what_will_be_stored(tmp_path):
@@ -111,7 +116,7 @@ def test_a_checkpoint_in_the_middle_is_what_will_be_stored(tmp_path):
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     """A checkpoint holds the steps; the rest ends as if the training had not been stopped, to the bit."""
     made = coded(tmp_path / "coded", scheme="int4", group_size=32)
-    settings = FinetuneSettings(**TRAIN | {"checkpoint_minutes": 0})
+    settings = FinetuneSettings(**TRAIN | {"checkpoint_interval_minutes": 0})
     before = LearnedSteps.settle
 
     def run(name, key):
@@ -128,24 +133,24 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(LearnedSteps, "settle", before)
     again = run("again", "b")
     assert (again.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
-    assert again.facts == whole.facts
+    assert again.details == whole.details
 
 
 def test_phases_go_on_with_the_steps_of_the_one_before(tmp_path):
     made = coded(tmp_path / "coded", scheme="int4", group_size=32)
-    phases = [{"losses": {"hidden": 1}}, {"losses": {"logits": 1}}]
+    phases = [{"losses": {"hidden_states": 1}}, {"losses": {"logits": 1}}]
     one = harness.run(
         Distill(), DistillSettings(**TRAIN, phases=phases[:1]), made, tmp_path / "one", TASK, ROWS
     )
     two = harness.run(Distill(), DistillSettings(**TRAIN, phases=phases), made, tmp_path / "two", TASK, ROWS)
-    assert two.facts["learned_scales"]["mean_change"] > one.facts["learned_scales"]["mean_change"]
+    assert two.details["learned_scales"]["mean_change"] > one.details["learned_scales"]["mean_change"]
 
 
 def test_what_has_no_codes_or_no_scales_to_learn_is_refused(tmp_path):
     model = load_model(every_family.of_layers("bert", 1))[0]
     with refused("not-quantized", InputError):
-        LearnedSteps(model, CodesSettings(scales="lsq"), "finetune")
-    made = coded(tmp_path / "coded", scheme="binary", group_size=32, embeddings=False, head=False)
+        LearnedSteps(model, QatSettings(scales="lsq"), "finetune")
+    made = coded(tmp_path / "coded", scheme="binary", group_size=32, embeddings=False, output_layer=False)
     with refused("scales-not-learned", InputError) as caught:
         harness.run(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
     assert "binary" in str(caught.value)
@@ -156,7 +161,7 @@ def test_layers_whose_scales_follow_the_weights_are_named(tmp_path):
     ctx = harness.run(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
     (told,) = [one for one in ctx.warnings if one.code == "scales-not-learned"]
     assert all(value in told.message for value in ("binary", "13 layers"))
-    assert ctx.facts["learned_scales"]["matrices"] == 2  # word embedding and classifier
+    assert ctx.details["learned_scales"]["matrices"] == 2  # word embedding and classifier
 
 
 @pytest.mark.parametrize("scheme", ["int3", "int2", "ternary"])
@@ -198,5 +203,5 @@ def test_learned_scales_fit_better_than_those_that_follow(scheme):
 def test_no_weight_decay_draws_steps_back(tmp_path):
     made = coded(tmp_path / "coded", **STATIC)
     model, _ = load_trainable(tiny.artifact(made, TASK), harness.context(tmp_path / "out", TASK))
-    (group,) = LearnedSteps(model, CodesSettings(scales="lsq"), "finetune").extension().groups
+    (group,) = LearnedSteps(model, QatSettings(scales="lsq"), "finetune").extension().groups
     assert group.weight_decay == 0

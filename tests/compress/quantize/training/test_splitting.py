@@ -25,9 +25,9 @@ from smelt.runtime.layers.split import SplitLinear
 from smelt.runtime.models.checkpoint import load_model
 
 TERNARY = {"scheme": "ternary", "group_size": 32, "accuracy_level": 0}
-TRAIN = {"max_steps": 3, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "evals": 0}
+TRAIN = {"max_steps": 3, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "num_evals": 0}
 # signs cross zero at rates that move weights as far as half a scale
-SPLIT = TRAIN | {"codes": {"split": True}, "learning_rate": 0.1}
+SPLIT = TRAIN | {"qat": {"weight_splitting": True}, "learning_rate": 0.1}
 
 
 def published(w):
@@ -139,7 +139,7 @@ def test_the_split_model_computes_what_the_ternary_one_did(family, tmp_path):
 def test_half_the_width_in_three_values_then_all_of_it_in_one_bit(family, tmp_path):
     """The paper's way: half the heads and neurons, ternary with a teacher, split, binary with the teacher."""
     whole = every_family.of_layers(family, 2)
-    half = PruneSettings(keep=0.5, importance="magnitude", rows=4)
+    half = PruneSettings(keep_ratio=0.5, importance="magnitude", calibration_samples=4)
     narrow = every_family.run(Prune(), half, whole, family, tmp_path / "narrow")
     coded = every_family.run(Quantize(), QuantizeSettings(**TERNARY), narrow.out, family, tmp_path / "coded")
     teacher = {"ancestors": {"model": tiny.artifact(whole, narrow.task)}}
@@ -150,20 +150,20 @@ def test_half_the_width_in_three_values_then_all_of_it_in_one_bit(family, tmp_pa
 
     ternary = taught(coded.out, "ternary", TRAIN)
     ctx = taught(ternary.out, "binary", SPLIT)
-    assert ctx.facts["latent_weights"] == "kept"
-    assert ctx.facts["split_layers"] >= 8
-    assert ctx.facts["codes_changed"] > 0
-    assert ctx.facts["bits_per_weight"] == coded_bits(harness.model_of(ctx))
-    assert ctx.facts["bits_per_weight"] < ternary.facts["bits_per_weight"]
+    assert ctx.details["latent_weights"] == "kept"
+    assert ctx.details["split_layers"] >= 8
+    assert ctx.details["codes_changed"] > 0
+    assert ctx.details["bits_per_weight"] == coded_bits(harness.model_of(ctx))
+    assert ctx.details["bits_per_weight"] < ternary.details["bits_per_weight"]
     # a binary model trains on as any other, from its own float weights, and leaves
     more = trained(family, ctx.out, tmp_path / "more")
-    assert more.facts["latent_weights"] == "kept"
+    assert more.details["latent_weights"] == "kept"
     assert (more.out / LATENTS).is_file()
-    every_family.run(Onnx(), OnnxSettings(loop=False), more.out, family, tmp_path / "onnx")
+    every_family.run(Onnx(), OnnxSettings(generation_graph=False), more.out, family, tmp_path / "onnx")
 
 
 def test_a_matrix_that_is_looked_up_stays_ternary(tmp_path):
-    settings = QuantizeSettings(**TERNARY, vocabulary="ternary")
+    settings = QuantizeSettings(**TERNARY, embedding_scheme="ternary")
     source = every_family.of_layers("marian", 2)
     made = harness.run(Quantize(), settings, source, tmp_path / "coded")
     model, edits = load_trainable(tiny.artifact(made.out), harness.context(tmp_path / "out"))
@@ -179,14 +179,14 @@ def test_what_cannot_be_split_is_refused(tmp_path):
         out = tmp_path / code
         made = harness.run(Quantize(), QuantizeSettings(**settings), source, out, "text-classification").out
         with refused(code, InputError) as caught:
-            trained("bert", made, out / "trained", codes={"split": True})
-        assert caught.value.setting == "codes.split"
+            trained("bert", made, out / "trained", qat={"weight_splitting": True})
+        assert caught.value.setting == "qat.weight_splitting"
 
     refuses("no-layer-of-scheme", scheme="int4")
-    refuses("wrong-granularity", scheme="ternary", granularity="row", group_size=32)
-    refuses("has-low-rank-correction", **TERNARY, low_rank={"rank": 2})
+    refuses("wrong-granularity", scheme="ternary", granularity="channel", group_size=32)
+    refuses("has-low-rank-correction", **TERNARY, low_rank_correction={"rank": 2})
     with refused("no-layer-of-scheme", InputError):
-        trained("bert", source, tmp_path / "float", codes={"split": True})
+        trained("bert", source, tmp_path / "float", qat={"weight_splitting": True})
 
 
 def test_nothing_is_split_unless_asked():

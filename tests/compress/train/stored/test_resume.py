@@ -25,9 +25,16 @@ from smelt.core.store.unfinished import Unfinished
 
 STEPS = 8
 SHORT = {
-    "max_steps": STEPS, "batch_size": 3, "accumulate": 2, "learning_rate": 3e-3, "precision": "fp32",
-    "dropout": 0.2, "evals": 4, "warmup": 2, "checkpoint_minutes": 0,
-}  # fmt: skip
+    "max_steps": STEPS,
+    "batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "dropout": 0.2,
+    "num_evals": 4,
+    "warmup": 2,
+    "checkpoint_interval_minutes": 0,
+}
 
 
 class KilledError(BaseException):
@@ -76,9 +83,9 @@ def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"ema": 0.9, "evals": 0, "schedule": "cosine"}, {"lora": {"rank": 2}},
-     {"sparsify": {"start": 0, "end": 0.9}}, {"masks": {"learning_rate": 1.0, "round_to": 4}},
-     {"masks": {"what": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}],
+    [{}, {"ema_decay": 0.9, "num_evals": 0, "lr_schedule": "cosine"}, {"lora": {"rank": 2}},
+     {"sparsify": {"start": 0, "end": 0.9}}, {"learned_masks": {"learning_rate": 1.0, "multiple_of": 4}},
+     {"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}],
 )  # fmt: skip
 @pytest.mark.parametrize("stop", [1, 5])
 def test_it_ends_with_the_same_weights_to_the_bit(tmp_path, rows, die, more, stop):
@@ -92,13 +99,13 @@ def test_it_ends_with_the_same_weights_to_the_bit(tmp_path, rows, die, more, sto
     again = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert lines == [f"  goes on from step {stop}, where an earlier run was stopped"]
     assert same(weights(whole.out), weights(again.out))
-    assert whole.facts == again.facts
+    assert whole.details == again.details
     assert whole.warnings == again.warnings
 
 
 def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
-    phases = [{"losses": {"hidden": 1}, "max_steps": 4}, {"losses": {"logits": 1}}]
-    said = {"student": {"decoder_layers": 1}, "phases": phases, "keep_logits": {"top": 4}}
+    phases = [{"losses": {"hidden_states": 1}, "max_steps": 4}, {"losses": {"logits": 1}}]
+    said = {"student": {"decoder_layers": 1}, "phases": phases, "cache_logits": {"top_k": 4}}
     settings = DistillSettings.model_validate(SHORT | said)
     whole = go(tmp_path, "whole", Distill(), settings, rows, key="other")
     die(3, training=2)
@@ -107,7 +114,7 @@ def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
     die(-1)
     again = go(tmp_path, "again", Distill(), settings, rows)
     assert same(weights(whole.out), weights(again.out))
-    assert whole.facts["phases"] == again.facts["phases"]
+    assert whole.details["phases"] == again.details["phases"]
     notes = [json.loads((tmp_path / "unfinished" / "k" / n / NOTE).read_text()) for n in ("1", "2")]
     assert [note["file"] for note in notes] == ["4-end.safetensors", "8-end.safetensors"]
 
@@ -167,7 +174,7 @@ def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows,
 
 
 def test_a_short_training_writes_nothing(tmp_path, rows):
-    settings = FinetuneSettings.model_validate(SHORT | {"checkpoint_minutes": 5})
+    settings = FinetuneSettings.model_validate(SHORT | {"checkpoint_interval_minutes": 5})
     go(tmp_path, "short", Finetune(), settings, rows)
     assert not (tmp_path / "unfinished").exists()
 
@@ -179,13 +186,13 @@ def test_another_plan_is_no_continuation(tmp_path, rows, die):
     die(-1)
     lines = []
     other = FinetuneSettings.model_validate(SHORT | {"batch_size": 2})
-    assert go(tmp_path, "again", Finetune(), other, rows, lines).facts["training"]["steps"] == STEPS
+    assert go(tmp_path, "again", Finetune(), other, rows, lines).details["training"]["steps"] == STEPS
     assert lines == []
 
 
 def test_the_time_between_checkpoints_is_no_part_of_what_a_step_is():
     said = [
-        FinetuneSettings.model_validate({"checkpoint_minutes": m}).model_dump(mode="json")
+        FinetuneSettings.model_validate({"checkpoint_interval_minutes": m}).model_dump(mode="json")
         for m in (0, None, 5)
     ]
     assert said[0] == said[1] == said[2] == FinetuneSettings().model_dump(mode="json")
@@ -196,8 +203,8 @@ model: m
 task: translation
 data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}
 stages:
-  - finetune: {max_steps: 60, batch_size: 4, precision: fp32, learning_rate: 0.001, evals: 2,
-              checkpoint_minutes: 0}
+  - finetune: {max_steps: 60, batch_size: 4, precision: fp32, learning_rate: 0.001, num_evals: 2,
+              checkpoint_interval_minutes: 0}
 score: {quality: [chrf], latency: false, generation: {max_new_tokens: 4}}
 device: cpu
 threads: 1

@@ -46,7 +46,7 @@ def test_the_share_is_that_of_the_norms(tmp_path, dtype):
 def test_weights_behind_codes_are_stored_as_codes_and_not_watched(tmp_path):
     source = tiny.artifact(half(tmp_path / "model"), TASK)
     ctx = harness.context(tmp_path / "q", TASK)
-    Quantize()(source, QuantizeSettings(scheme="int4", group_size=16, skip=["classifier"]), ctx)
+    Quantize()(source, QuantizeSettings(scheme="int4", group_size=16, exclude=["classifier"]), ctx)
     model, _ = load_trainable(tiny.artifact(ctx.out, TASK), ctx)
     watched = set(Rounding(model, ctx.out).before)
     floats = {n for n, t in load_file(ctx.out / "model.safetensors").items() if t.dtype == torch.float16}
@@ -74,7 +74,7 @@ def test_a_training_that_rounding_undoes_is_told(tmp_path, rate, dtype, warns):
     unchanged = sum(int((before[n].float() == after[n].float()).sum()) for n in before)
     share = unchanged / sum(t.numel() for t in before.values())
     assert share > 0.9 if warns else share < 0.5
-    assert ("rounding" in ctx.facts["training"]) == (dtype == "keep")
+    assert ("rounding" in ctx.details["training"]) == (dtype == "keep")
 
 
 def test_adapters_beside_codes_become_a_part_of_new_ones_and_are_not_watched(tmp_path):
@@ -82,13 +82,13 @@ def test_adapters_beside_codes_become_a_part_of_new_ones_and_are_not_watched(tmp
     codes = harness.context(tmp_path / "q", TASK)
     Quantize()(tiny.artifact(half(tmp_path / "model"), TASK), QuantizeSettings(scheme="int4"), codes)
     settings = FinetuneSettings(
-        max_steps=2, batch_size=4, learning_rate=3e-3, precision="fp32", evals=0, lora={"rank": 2}
+        max_steps=2, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=0, lora={"rank": 2}
     )
     first = harness.run(Finetune(), settings, codes.out, tmp_path / "a", TASK, ROWS)
     again = harness.run(Finetune(), settings, first.out, tmp_path / "b", TASK, ROWS)
     ranks = {e["rank"] for e in read_edits(again.out) if e["op"] == "adapter"}
     assert max(ranks) == 4
-    assert 0 < again.facts["training"]["rounding"] < 0.01  # of the head, which trains whole
+    assert 0 < again.details["training"]["rounding"] < 0.01  # of the head, which trains whole
     model = harness.model_of(first)
     adapters = {n for n, _ in model.named_parameters() if ".adapter." in n}
     assert adapters

@@ -42,7 +42,7 @@ def test_what_is_scored_is_the_model_of_the_moment_as_it_would_be_stored(tmp_pat
 
     ctx = context(tmp_path, score)
     model, edits = load_model(source.path)
-    settings = FinetuneSettings(select="accuracy", dtype="bf16")
+    settings = FinetuneSettings(metric_for_best_model="accuracy", dtype="bf16")
     judge = CheckpointScore(model, edits, source, ROWS, settings, ctx)
     state = torch.get_rng_state()
     assert judge() == 12.5
@@ -61,8 +61,10 @@ def test_a_metric_that_is_not_scored_is_named_with_those_that_are(tmp_path):
     source = tiny.artifact(tiny.bert(tmp_path / "model"), TASK)
     ctx = context(tmp_path, lambda artifact, rows: {"accuracy": 50.0, "f1": 40.0})
     with refused("metric-not-scored", InputError) as caught:
-        Finetune()(source, FinetuneSettings(select="acuracy", max_steps=1, precision="fp32"), ctx)
-    assert caught.value.setting == "select"
+        Finetune()(
+            source, FinetuneSettings(metric_for_best_model="acuracy", max_steps=1, precision="fp32"), ctx
+        )
+    assert caught.value.setting == "metric_for_best_model"
     assert all(metric in str(caught.value) for metric in ("'acuracy'", "accuracy, f1", "'accuracy'"))
 
 
@@ -70,7 +72,7 @@ def test_validation_rows_are_needed_to_select_by_a_metric(tmp_path):
     source = tiny.artifact(tiny.bert(tmp_path / "model"), TASK)
     ctx = context(tmp_path, lambda artifact, rows: {}, data={"train": ROWS})
     with refused("missing-data", InputError) as caught:
-        Finetune()(source, FinetuneSettings(select="f1"), ctx)
+        Finetune()(source, FinetuneSettings(metric_for_best_model="f1"), ctx)
     assert caught.value.setting == "data.validation"
 
 
@@ -84,16 +86,16 @@ def test_the_checkpoint_with_the_best_score_is_written_and_the_scored_rows_are_t
 
     ctx = context(tmp_path, score)
     settings = FinetuneSettings(
-        select="f1",
+        metric_for_best_model="f1",
         max_steps=4,
-        evals=2,
+        num_evals=2,
         batch_size=4,
         precision="fp32",
         learning_rate=1e-3,
-        validation_rows=6,
+        max_validation_samples=6,
     )
     Finetune()(source, settings, ctx)
-    assert ctx.facts["training"]["kept_step"] == 2
+    assert ctx.details["training"]["kept_step"] == 2
     written = load_file(ctx.out / "model.safetensors")
     assert all(torch.equal(written[name], seen[1][0][name]) for name in written)
     assert not torch.equal(written["classifier.weight"], seen[2][0]["classifier.weight"])
@@ -118,14 +120,14 @@ def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_o
             parameter.mul_(-1)
     names = [name for name, _ in model.named_modules()]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    CheckpointScore(model, edits, source, ROWS, FinetuneSettings(select="f1"), ctx)()
+    CheckpointScore(model, edits, source, ROWS, FinetuneSettings(metric_for_best_model="f1"), ctx)()
     assert [name for name, _ in model.named_modules()] == names
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     take_training(model)
     settle(model, ctx)
-    assert ctx.facts["codes_changed"] > 0.5, "the layers of before were filled while the model was scored"
+    assert ctx.details["codes_changed"] > 0.5, "the layers of before were filled while the model was scored"
     save_model(model, edits, ctx.out, source.path)
     final = load_file(ctx.out / "model.safetensors")
     assert final.keys() == seen[0].keys()
@@ -135,7 +137,7 @@ def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_o
 @pytest.mark.parametrize("settings", [FinetuneSettings, DistillSettings])
 def test_selecting_without_validations_is_refused(settings):
     with invalid("no-evaluation"):
-        settings(select="bleu", evals=0)
+        settings(metric_for_best_model="bleu", num_evals=0)
 
 
 RECIPE = """
@@ -143,7 +145,8 @@ model: model
 task: {task}
 data: {{train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}}
 stages:
-  - finetune: {{select: {metric}, max_steps: 4, evals: 2, batch_size: 4, precision: fp32, validation_rows: 6}}
+  - finetune: {{metric_for_best_model: {metric}, max_steps: 4, num_evals: 2, batch_size: 4, precision: fp32,
+  max_validation_samples: 6}}
 score: {{latency: false}}
 """
 
@@ -165,7 +168,7 @@ def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch,
     (step,) = [s for s in result.report["steps"] if s["name"] == "finetune"]
     assert step["status"] == "done", step["error"]
     manifest = json.loads((tmp_path / "run" / "artifacts" / "finetune" / "manifest.json").read_text())
-    training = manifest["facts"]["training"]
+    training = manifest["details"]["training"]
     best = max(training["validations"], key=lambda found: (found["score"], -found["loss"]))
     assert (training["kept_step"], len(training["validations"])) == (best["step"], 3)
     assert scored == [("model", 12), *[("checkpoint", 6)] * 3, ("finetune", 12)]
@@ -185,7 +188,7 @@ def test_the_plan_names_a_metric_that_is_not_scored(tmp_path, task, metric, know
     with refused("metric-not-scored", InputError) as caught:
         load_plan(recipe)
     (found,) = caught.value.found
-    assert found.setting == "stages[0].finetune.select"
+    assert found.setting == "stages[0].finetune.metric_for_best_model"
     assert f"'{metric}'" in found.message
     assert known in found.message
     recipe.write_text(

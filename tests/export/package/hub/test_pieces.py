@@ -34,8 +34,8 @@ def ids(reader, text):
 
 
 def both(source, folder):
-    facts = read_tokenizing(source)
-    return MarianTokenizer(source, facts), RustTokenizer(folder, facts)
+    details = read_tokenizing(source)
+    return MarianTokenizer(source, details), RustTokenizer(folder, details)
 
 
 def test_ids_and_texts_are_the_models_own(source, tmp_path):
@@ -131,7 +131,7 @@ def test_a_model_that_is_none_of_unigrams_is_refused(source, tmp_path):
 
 
 def test_another_end_of_texts_is_kept(source, tmp_path):
-    facts = read_tokenizing(source)
-    write_tokenizing(source, facts.model_copy(update={"eos": facts.pad}))
+    details = read_tokenizing(source)
+    write_tokenizing(source, details.model_copy(update={"eos": details.pad}))
     pieces.write_unigram(source, tmp_path)
-    assert ids(both(source, tmp_path)[1], "two dogs")[-1] == facts.pad
+    assert ids(both(source, tmp_path)[1], "two dogs")[-1] == details.pad

@@ -55,9 +55,9 @@ def test_a_translator_answers_strings_with_the_strings_of_smelt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beams: int
 ) -> None:
     source = exported.artifact("translator")
-    written(read_artifact(source), tmp_path / "p", monkeypatch, beams=beams, max_new_tokens=7)
+    written(read_artifact(source), tmp_path / "p", monkeypatch, num_beams=beams, max_new_tokens=7)
     with smelt.load(source) as model:
-        expected = model.generate(tiny.SENTENCES, beams=beams, max_new_tokens=7)
+        expected = model.generate(tiny.SENTENCES, num_beams=beams, max_new_tokens=7)
     assert len(set(expected)) > 3
     assert answers(tmp_path / "p", tiny.SENTENCES, "generated") == expected
 

@@ -108,7 +108,7 @@ def test_there_is_neither_torch_nor_transformers_and_little_else(python):
         inside = path.relative_to(site(python)).parts
         if path.is_file() and "__pycache__" not in inside and inside[0].split("-")[0] not in not_counted:
             size += path.stat().st_size
-    assert size < 145e6  # both tokenizers; docs/deploy.md has the size with one of them
+    assert size < 145e6  # both tokenizers; docs/how-to/deploy.md has the size with one of them
 
 
 @pytest.mark.peers

@@ -251,8 +251,8 @@ def test_words_with_a_dash_are_texts_behind_two_dashes_and_unknown_options_are_n
     folder = written("translator")
     assert command(folder, "--", "--help") == (expected_of_lines("translator", ["--help"], LESS), "")
     assert command(folder, "-5 dogs run") == (expected_of_lines("translator", ["-5 dogs run"], LESS), "")
-    found, said = command(folder, "--beams", "4", code=2)
-    assert (found, said.splitlines()[-1]) == ([], "infer.py: error: unrecognized arguments: --beams")
+    found, said = command(folder, "--num-beams", "4", code=2)
+    assert (found, said.splitlines()[-1]) == ([], "infer.py: error: unrecognized arguments: --num-beams")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_an_export_without_the_loop_is_refused(tmp_path):
     with refused("missing-graph", InputError) as caught:
         Standalone().check(read_artifact(folder))
     assert caught.value.file == "generate_beams.onnx"
-    assert "loop: true" in str(caught.value)
+    assert "generation_graph: true" in str(caught.value)
 
 
 def test_what_no_graph_does_is_refused_and_nothing_is_left(tmp_path):

@@ -106,7 +106,7 @@ def waiting(service, folder, *texts):
         ("POST", "/predict", JSON, "", 400),
         ("POST", "/predict", JSON, '["a"]', 422),
         ("POST", "/predict", JSON, '{"inputs": "a"}', 422),
-        ("POST", "/predict", JSON, '{"inputs": ["a"], "beams": 4}', 422),
+        ("POST", "/predict", JSON, '{"inputs": ["a"], "num_beams": 4}', 422),
         ("POST", "/predict", JSON, '{"inputs": [1]}', 422),
         ("POST", "/predict", JSON, '{"inputs": [["a", "b"]]}', 422),
         ("POST", "/predict", JSON, '{"inputs": ["\\ud800"]}', 422),

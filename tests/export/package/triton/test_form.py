@@ -63,7 +63,7 @@ def lines(responses: list[Any]) -> list[Any]:
     ("kind", "texts", "generation"),
     [
         ("translator", tiny.SENTENCES, {"max_new_tokens": 7}),
-        ("translator", tiny.SENTENCES, {"max_new_tokens": 7, "beams": 3}),
+        ("translator", tiny.SENTENCES, {"max_new_tokens": 7, "num_beams": 3}),
         ("t5", tiny.SENTENCES, {"max_new_tokens": 7}),
         ("gpt2", PROMPTS, {"max_new_tokens": 6}),
         ("writer", PROMPTS, {"max_new_tokens": 6}),
@@ -122,8 +122,8 @@ def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None
         if not name.endswith(".onnx"):
             (folder / name).write_bytes((source.path / name).read_bytes())
     (folder / "model.plan").write_bytes(b"engine")
-    facts = {"target": "tensorrt", "profile": {"batch": [1, 4, 24]}}
-    manifest: Manifest = source.manifest.model_copy(update={"format": "tensorrt", "facts": facts})
+    details = {"target": "tensorrt", "profile": {"batch": [1, 4, 24]}}
+    manifest: Manifest = source.manifest.model_copy(update={"format": "tensorrt", "details": details})
     engine = Artifact(folder, manifest)
     Triton().check(engine)
     (tmp_path / "p").mkdir()

@@ -24,14 +24,6 @@ def test_other_targets_are_refused(target):
         OnnxSettings(target=target, kv_cache="int8")
 
 
-def test_the_default_is_not_written_down_so_that_keys_stay():
-    assert "kv_cache" not in OnnxSettings().model_dump()
-    assert INT8.model_dump()["kv_cache"] == "int8"
-    assert Onnx.needs_with(OnnxSettings(), ["train"]) == frozenset()
-    assert Onnx.needs_with(INT8, ["train"]) == {"train"}
-    assert Onnx.needs_with(INT8, ["train", "calibration"]) == {"calibration"}
-
-
 @pytest.mark.parametrize(("width", "rotary", "fits"), [(8, False, True), (8, True, False), (48, True, True)])
 def test_widths_of_heads_are_the_operator_s(width, rotary, fits):
     why = refused_width(width, rotary)
@@ -60,6 +52,9 @@ def plan(folder, stages, task="language-modeling", data="{train: t.txt, test: t.
 
 
 def test_a_plan_takes_it_where_there_are_rows(tmp_path):
+    assert Onnx.needs_with(OnnxSettings(), ["train"]) == frozenset()
+    assert Onnx.needs_with(INT8, ["train"]) == {"train"}
+    assert Onnx.needs_with(INT8, ["train", "calibration"]) == {"calibration"}
     causal.model(tmp_path / "m", "llama")
     causal.lines(tmp_path / "t.txt", 2)
     plan(tmp_path, "[onnx: {kv_cache: int8}]", code=0)

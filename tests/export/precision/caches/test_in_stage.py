@@ -57,7 +57,7 @@ def exported(family, settings=INT8):
             folder = every_family.make(home / "m", family, num_hidden_layers=2)
         Onnx()(tiny.artifact(folder, "language-modeling"), settings, context(home / "out", folder))
 
-    home = made_once(f"int8-caches-{family}-{settings.loop}", make)
+    home = made_once(f"int8-caches-{family}-{settings.generation_graph}", make)
     return home / "m", home / "out"
 
 
@@ -126,7 +126,7 @@ def test_one_graph_of_all_steps_says_what_single_steps_say(beams):
     _, out = exported("llama")
     batch = Batch(IDS, MASK)
     with open_folder(out, "onnx", "ort-cpu", 1) as graph:
-        decoding = settle(Generation(beams=beams, max_new_tokens=9), graph)
+        decoding = settle(Generation(num_beams=beams, max_new_tokens=9), graph)
         found = generate_in_graph(graph, batch, decoding)
         assert found == generate_with(graph, batch, decoding)
         held = graph.encode(batch).held.caches
@@ -137,14 +137,14 @@ def test_facts_say_bytes_and_rows_and_how_far_logits_moved(tmp_path):
     folder = causal.model(tmp_path / "m", "llama")
     ctx = context(tmp_path / "out", folder)
     Onnx()(tiny.artifact(folder, "language-modeling"), INT8, ctx)
-    told = ctx.facts["kv_cache"]
+    told = ctx.details["kv_cache"]
     # keys and values of 2 layers with 2 heads of 16
     assert told["bytes_per_token"] == {"float32": 4 * 2 * 2 * 2 * 16, "int8": 2 * 2 * 2 * 16}
     assert (told["dtype"], told["split"], told["rows"]) == ("int8", "train", 12)
     assert 0 < told["against_float"]["mean"] < 0.1
     assert told["codes"] > 10_000
     assert told["rounded_otherwise"] <= told["codes"] * 1e-3
-    assert ctx.facts["parity"]["model"]["largest"] < 1e-4  # of the float graph, before
+    assert ctx.details["parity"]["model"]["largest"] < 1e-4  # of the float graph, before
 
 
 def test_without_loops_and_with_coded_weights_the_step_alone_is_written(tmp_path):
@@ -154,10 +154,10 @@ def test_without_loops_and_with_coded_weights_the_step_alone_is_written(tmp_path
         tiny.artifact(folder, "language-modeling"), QuantizeSettings(scheme="int4", group_size=16), codes
     )
     ctx = context(tmp_path / "out", folder)
-    settings = OnnxSettings(kv_cache="int8", loop=False)
+    settings = OnnxSettings(kv_cache="int8", generation_graph=False)
     Onnx()(tiny.artifact(codes.out, "language-modeling"), settings, ctx)
     assert [p.name for p in ctx.out.glob("*.onnx*")] == ["model.onnx"]
-    assert ctx.facts["kv_cache"]["bytes_per_token"]["int8"] == 128
+    assert ctx.details["kv_cache"]["bytes_per_token"]["int8"] == 128
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as graph:
         assert len(generate(graph, Batch(IDS, MASK), Generation(max_new_tokens=3))[0]) > 0
 

@@ -28,7 +28,7 @@ class Silent:
 def model_in(path: Path) -> ForeignModel:
     said = answer([str(path)])
     return ForeignModel(
-        path, Signature.model_validate(said["signature"]), tuple(said["files"]), None, said["facts"]
+        path, Signature.model_validate(said["signature"]), tuple(said["files"]), None, said["details"]
     )
 
 
@@ -36,10 +36,10 @@ def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytes
     tried: list[Any] = []
     monkeypatch.setattr("smelt.runtime.foreign.trial.try_graph", lambda *given: tried.append(given))
     path = graphs.save(graphs.two_layers(batch=4), tmp_path / "m.onnx", "weights.bin")
-    rows = read_split(str(graphs.rows(tmp_path / "test.npz")), "tensors", Columns(), tmp_path)
+    rows = read_split(str(graphs.rows(tmp_path / "test.npz")), "custom", Columns(), tmp_path)
     shop: Any = Workshop(
         Store(tmp_path / "store"),
-        "tensors",
+        "custom",
         {"test": rows},
         0,
         1,
@@ -50,7 +50,11 @@ def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytes
     made, cached = foreign.begin_with_graph(shop, model_in(path), {"test": rows}, fresh=False)
     assert not cached
     assert sorted(made.manifest.files) == ["model.onnx", "model.onnx_data", "signature.json"]
-    assert (made.format, made.manifest.facts["foreign"], made.manifest.facts["opset"]) == ("onnx", True, 17)
+    assert (made.format, made.manifest.details["foreign"], made.manifest.details["opset"]) == (
+        "onnx",
+        True,
+        17,
+    )
     assert [feeds["x"].shape for _, feeds, _ in tried] == [(4, 8)]  # as many rows as the graph takes
     made.verify()
     again, cached = foreign.begin_with_graph(shop, model_in(path), {"test": rows}, fresh=False)

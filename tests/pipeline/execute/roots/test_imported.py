@@ -15,7 +15,7 @@ RECIPE = """\
 model: m
 task: language-modeling
 data: {train: t.txt, test: t.txt, windows: {length: 32}}
-stages: [onnx: {loop: false}]
+stages: [onnx: {generation_graph: false}]
 score: {latency: false}
 """
 
@@ -25,7 +25,7 @@ def _told(home):
     (home / "recipe.yaml").write_text(RECIPE)
     harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet", "--until", "model", code=0)
     report = json.loads((home / "run" / "report.json").read_text())
-    return report["steps"][0]["facts"], (home / "run" / "report.md").read_text()
+    return report["steps"][0]["details"], (home / "run" / "report.md").read_text()
 
 
 def _rows(width, group, zeros):
@@ -38,26 +38,26 @@ def _rows(width, group, zeros):
 def test_bits_of_a_checkpoint_of_codes_are_counted(tmp_path, method, zeros):
     source = causal.model(tmp_path / "float", "llama")
     getattr(coded, method)(source, tmp_path / "m", group=32)
-    facts, text = _told(tmp_path)
+    details, text = _told(tmp_path)
     # of each block: query and output 64 x 64, key and value 32 x 64, gate and up 96 x 64, down 64 x 96
     narrow = 64 + 64 + 32 + 32 + 96 + 96
     taken = 8 * (narrow * _rows(64, 32, zeros) + 64 * _rows(96, 32, zeros))
     wanted = taken / (narrow * 64 + 64 * 96)
     assert (wanted == 4.5) is not zeros
-    assert facts["bits_per_weight"] == pytest.approx(wanted, abs=5e-4)
-    assert "| bits a weight |" in text
-    assert f"| {facts['bits_per_weight']} |" in text
+    assert details["bits_per_weight"] == pytest.approx(wanted, abs=5e-4)
+    assert "| bits per weight |" in text
+    assert f"| {details['bits_per_weight']} |" in text
 
 
 def test_bits_of_an_artifact_of_codes_are_those_of_the_step_that_made_it(tmp_path):
     source = causal.model(tmp_path / "float", "llama")
     made = every_family.run(Quantize(), QuantizeSettings(scheme="int3"), source, "llama", tmp_path / "m")
-    facts, _ = _told(tmp_path)
-    assert facts["bits_per_weight"] == made.facts["bits_per_weight"]
+    details, _ = _told(tmp_path)
+    assert details["bits_per_weight"] == made.details["bits_per_weight"]
 
 
 def test_floats_have_no_bits(tmp_path):
     causal.model(tmp_path / "m", "llama")
-    facts, text = _told(tmp_path)
-    assert "bits_per_weight" not in facts
-    assert "bits a weight" not in text
+    details, text = _told(tmp_path)
+    assert "bits_per_weight" not in details
+    assert "bits per weight" not in text

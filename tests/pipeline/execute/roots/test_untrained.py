@@ -21,7 +21,7 @@ def test_a_classifier_is_trained_from_nothing(home):
     root = steps["model"]
     assert (root["status"], root["quality"]) == ("done", {})
     assert "random" in root["reason"]
-    assert root["facts"]["untrained"] is True
+    assert root["details"]["untrained"] is True
     config = json.loads((home / "run" / "artifacts" / "finetune" / "config.json").read_text())
     assert config["vocab_size"] <= 120
     tokenizer = json.loads((home / "run" / "artifacts" / "finetune" / "tokenizer.json").read_text())
@@ -56,10 +56,10 @@ def test_a_sequence_model_is_trained_from_nothing(home):
 model: {{config: model, tokenizer: {{train: bpe, vocab_size: 300}}}}
 task: translation
 {HEAD.replace("latency", "generation: {max_new_tokens: 8}, latency")}stages:
-  - finetune: {{max_steps: 60, batch_size: 10, evals: 1, learning_rate: 5.0e-3, precision: fp32}}
+  - finetune: {{max_steps: 60, batch_size: 10, num_evals: 1, learning_rate: 5.0e-3, precision: fp32}}
 """,
     )
-    training = steps["finetune"]["facts"]["training"]
+    training = steps["finetune"]["details"]["training"]
     assert training["train_loss"] < 5.0  # ln 300 = 5.7 at the start
     assert steps["finetune"]["quality"]["chrf"]["n"] == 10
     config = json.loads((home / "run" / "artifacts" / "finetune" / "config.json").read_text())
@@ -76,4 +76,4 @@ def test_a_tokenizer_can_be_taken_from_a_folder(home):
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == words
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["tokenizer"] == "other"
-    assert steps["model"]["parameters"] == manifest["facts"]["parameters"]
+    assert steps["model"]["parameters"] == manifest["details"]["parameters"]

@@ -21,7 +21,7 @@ pytest_plugins = ["planning"]
         ("[{finetune: {}, name: tuned}, prune: {}, distill: {teacher: tuned, student: {model: OTHER}}]",
          ["prune"]),
         ("[distill: {student: {model: OTHER}}]", []),
-        ("[vocabulary: {size: 40}, distill: {student: {config: OTHER}}]", []),
+        ("[trim-vocabulary: {size: 40}, distill: {student: {config: OTHER}}]", []),
     ],
 )  # fmt: skip
 def test_what_a_student_of_its_own_does_not_go_on_from_is_named(

@@ -30,9 +30,9 @@ def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path
 def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
     """A setting that is wrong has its default while the rest is checked; nothing is concluded from that."""
     assert codes(mistakes(folder, "[{onnx: {target: tensort}}, tensorrt]")) == ["wrong-value"]
-    found = mistakes(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep: 7, x: 1}}]")
+    found = mistakes(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep_ratio: 7, x: 1}}]")
     assert places(found) == [
-        ("wrong-value", "stages[1].distill.keep", 4),
+        ("wrong-value", "stages[1].distill.keep_ratio", 4),
         ("unknown-setting", "stages[1].distill.x", 4),
         ("unknown-step", "stages[1].distill.teacher", 4),
     ]
@@ -94,7 +94,11 @@ def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
             ("unknown-step", "gates.bleu.at", 5),
             ("'prnue'", ": model, prune.", "'prune'?"),
         ),
-        ("[{prune: {keep: half}}]", ("wrong-value", "stages[0].prune.keep", 4), ("0 and 1", "'half'")),
+        (
+            "[{prune: {keep_ratio: half}}]",
+            ("wrong-value", "stages[0].prune.keep_ratio", 4),
+            ("0 and 1", "'half'"),
+        ),
         (
             "[{prune: {}, name: first}, {distill: {teacher: frist}}]",
             ("unknown-step", "stages[1].distill.teacher", 4),
@@ -110,11 +114,15 @@ def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
             ("wrong-model-format", "stages[1].distill.teacher", 4),
             ("'onnx'", ": model."),
         ),
-        ("[{prune: {keep: 1.5}}]", ("wrong-value", "stages[0].prune.keep", 4), ("0 and 1", "1.5")),
         (
-            "[{prune: {kep: 1}}]",
-            ("unknown-setting", "stages[0].prune.kep", 4),
-            (": keep, student.", "'keep'?"),
+            "[{prune: {keep_ratio: 1.5}}]",
+            ("wrong-value", "stages[0].prune.keep_ratio", 4),
+            ("0 and 1", "1.5"),
+        ),
+        (
+            "[{prune: {kep_ratio: 1}}]",
+            ("unknown-setting", "stages[0].prune.kep_ratio", 4),
+            (": keep_ratio, student.", "'keep_ratio'?"),
         ),
         (
             "[{onnx: {target: tensort}}]",
@@ -147,12 +155,12 @@ def test_mistakes_of_all_kinds_come_together(folder: Path) -> None:
     (folder / "model/model.safetensors").unlink()
     (folder / "train.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": \n')
     (folder / "test.jsonl").write_text('{"sorce": "a", "target": "b"}\n')
-    found = mistakes(folder, "\n  - prune: {keep: 2}\n  - prnue\n  - onnx\nseed: -1")
+    found = mistakes(folder, "\n  - prune: {keep_ratio: 2}\n  - prnue\n  - onnx\nseed: -1")
     assert places(found) == [
         ("missing-weights", "model", 1),
         ("invalid-json", "data.train", 3),
         ("missing-column", "data.test", 3),
-        ("wrong-value", "stages[0].prune.keep", 5),
+        ("wrong-value", "stages[0].prune.keep_ratio", 5),
         ("unknown-stage", "stages[1].prnue", 6),
         ("wrong-value", "seed", 8),
     ]
@@ -169,7 +177,7 @@ def test_poor_orders_are_warned_about(folder: Path) -> None:
     def warned(stages: str) -> list[tuple[str, str | None, int | None]]:
         return [(one.code, one.step, one.line) for one in plan(folder, stages).warnings]
 
-    assert warned("[prune, depth]") == [("poor-order", "depth", 4)]
+    assert warned("[prune, drop-layers]") == [("poor-order", "drop-layers", 4)]
     assert warned("[factorize, prune, {distill: {student: {decoder_layers: 1}}}]") == [
         ("poor-order", "prune", 4),
         ("poor-order", "distill", 4),

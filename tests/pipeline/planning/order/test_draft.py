@@ -13,17 +13,29 @@ pytest_plugins = ["planning"]
 
 # settings that are wrong each; code and place of the one mistake; what is named in it
 WRONG = [
-    ("{bits: {budget: 3.5, widths: [4, 8]}}", ("budget-out-of-range", "stages[0].quantize", 4), "3.5"),
-    ("{bits: {widths: [4]}}", ("wrong-value", "stages[0].quantize.bits.widths", 4), "at least 2"),
-    ("{bits: 3}", ("wrong-value", "stages[0].quantize.bits", 4), "budget"),
     (
-        "{scheme: int4, codebook_inputs: 128}",
+        "{mixed_precision: {target_bits: 3.5, bit_widths: [4, 8]}}",
+        ("budget-out-of-range", "stages[0].quantize", 4),
+        "3.5",
+    ),
+    (
+        "{mixed_precision: {bit_widths: [4]}}",
+        ("wrong-value", "stages[0].quantize.mixed_precision.bit_widths", 4),
+        "at least 2",
+    ),
+    ("{mixed_precision: 3}", ("wrong-value", "stages[0].quantize.mixed_precision", 4), "target_bits"),
+    (
+        "{scheme: int4, granularity: tensor}",
         ("unused-setting", "stages[0].quantize", 4),
-        "codebook_inputs",
+        "granularity",
     ),
     ("{scheme: itn4}", ("wrong-value", "stages[0].quantize.scheme", 4), "'int4'?"),
     ("{schem: int4}", ("unknown-setting", "stages[0].quantize.schem", 4), "'scheme'?"),
-    ("{scheme: int4, vocabulary: itn4}", ("wrong-value", "stages[0].quantize.vocabulary", 4), "'int4'?"),
+    (
+        "{scheme: int4, embedding_scheme: itn4}",
+        ("wrong-value", "stages[0].quantize.embedding_scheme", 4),
+        "'int4'?",
+    ),
     ("3", ("wrong-value", "stages[0].quantize", 4), "3"),
 ]
 
@@ -33,9 +45,9 @@ WRONG = [
     [
         "onnx: {target: openvino}",
         "onnx: {target: tensorrt, dtype: fp16}",
-        "finetune: {codes: {scales: lsq}}",
-        "finetune: {codes: {split: true}}",
-        "finetune: {codes: {activations: one-bit}}",
+        "finetune: {qat: {scales: lsq}}",
+        "finetune: {qat: {weight_splitting: true}}",
+        "finetune: {qat: {activations: one-bit}}",
     ],
 )
 @pytest.mark.parametrize(("settings", "place", "named"), WRONG)
@@ -52,12 +64,12 @@ def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
         found = mistakes(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
         assert places(found) == [place, ("unsupported-scheme", "stages[1].onnx.target", 4)]
     later = ("already-quantized", "stages[1].factorize", 4)
-    for settings in ("{bits: 3}", "{scheme: int4, codebook_inputs: 128}", "{scheme: itn4}", "3"):
+    for settings in ("{mixed_precision: 3}", "{scheme: int4, granularity: tensor}", "{scheme: itn4}", "3"):
         found = mistakes(translator, f"[quantize: {settings}, factorize: {{}}]")
         assert places(found)[1:] == [later]
         assert "int4" not in found[1].message
     # a scheme that is known is named, whatever is wrong beside it
-    found = mistakes(translator, "[quantize: {scheme: int4, vocabulary: itn4}, factorize: {}]")
+    found = mistakes(translator, "[quantize: {scheme: int4, embedding_scheme: itn4}, factorize: {}]")
     assert places(found)[1:] == [later]
     assert "int4" in found[1].message
 
@@ -66,13 +78,13 @@ def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(translator: Path) ->
     one, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
     found = mistakes(translator, f"{one}{two}")
     assert places(found) == [("unsupported-scheme", "stages[2].onnx", 4)]
-    found = mistakes(translator, f"{one}, vocabulary: itn4{two}")
-    assert places(found) == [("wrong-value", "stages[1].quantize.vocabulary", 4)]
+    found = mistakes(translator, f"{one}, embedding_scheme: itn4{two}")
+    assert places(found) == [("wrong-value", "stages[1].quantize.embedding_scheme", 4)]
 
 
 def test_other_steps_are_judged_by_codes_that_are_known(translator: Path) -> None:
     """A mistake in one `quantize` hides nothing of another."""
-    again = "{quantize: {}, name: second, from: model}, finetune: {codes: {split: true}}"
+    again = "{quantize: {}, name: second, from: model}, finetune: {qat: {weight_splitting: true}}"
     found = mistakes(translator, f"[quantize: {{scheme: itn4}}, {again}]")
     assert places(found)[1:] == [("unsupported-scheme", "stages[2].finetune", 4)]
     assert "int8-dynamic" in found[1].message

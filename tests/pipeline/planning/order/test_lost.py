@@ -22,12 +22,12 @@ def told(*steps):
 
 PATTERN = ("sparsify", {"pattern": "2:4"})
 UNEVEN = ("prune", {"scope": "global"})
-MASKS = ("finetune", {"masks": {}})
-NARROWER = ("finetune", {"masks": {"what": ["width"]}})
-DIVIDED = ("share", {"difference": {"rank": 2}})
+MASKS = ("finetune", {"learned_masks": {}})
+NARROWER = ("finetune", {"learned_masks": {"targets": ["width"]}})
+DIVIDED = ("share-weights", {"low_rank_delta": {"rank": 2}})
 MOVED = ("finetune", {"sparsify": {}})
-PARTS = ("depth", {"what": ["attention"]})
-LEARNED_PARTS = ("finetune", {"masks": {"what": [], "parts": ["attention"]}})
+PARTS = ("drop-layers", {"targets": ["attention"]})
+LEARNED_PARTS = ("finetune", {"learned_masks": {"targets": [], "parts": ["attention"]}})
 GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
 
 
@@ -36,19 +36,19 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
     [
         ((PATTERN, "prune"), "pattern-lost", "sparsify-0"),
         ((PATTERN, "finetune", "prune"), "pattern-lost", "sparsify-0"),
-        (("finetune", "depth"), "training-lost", "finetune-0"),
-        (("distill", "prune", "depth"), "training-lost", "distill-0"),
-        (("finetune", "distill", "depth"), "training-lost", "distill-1"),
-        (("shortlist", "vocabulary"), "shortlist-lost", "shortlist-0"),
-        (("prune", UNEVEN, "finetune", "share"), "widths-lost", "prune-1"),
-        ((MASKS, "share"), "widths-lost", "finetune-0"),
+        (("finetune", "drop-layers"), "training-lost", "finetune-0"),
+        (("distill", "prune", "drop-layers"), "training-lost", "distill-0"),
+        (("finetune", "distill", "drop-layers"), "training-lost", "distill-1"),
+        (("shortlist", "trim-vocabulary"), "shortlist-lost", "shortlist-0"),
+        (("prune", UNEVEN, "finetune", "share-weights"), "widths-lost", "prune-1"),
+        ((MASKS, "share-weights"), "widths-lost", "finetune-0"),
         ((PATTERN, MASKS), "pattern-lost", "sparsify-0"),
         ((PATTERN, NARROWER), "pattern-lost", "sparsify-0"),
         (("sparsify", DIVIDED), "zeros-lost", "sparsify-0"),
         ((MOVED, DIVIDED), "zeros-lost", "finetune-0"),
-        ((PARTS, "prune", "depth"), "parts-lost", "depth-0"),
-        ((LEARNED_PARTS, "depth", "finetune"), "parts-lost", "finetune-0"),
-        ((PARTS, ("distill", {"student": {"layers": 1}})), "parts-lost", "depth-0"),
+        ((PARTS, "prune", "drop-layers"), "parts-lost", "drop-layers-0"),
+        ((LEARNED_PARTS, "drop-layers", "finetune"), "parts-lost", "finetune-0"),
+        ((PARTS, ("distill", {"student": {"layers": 1}})), "parts-lost", "drop-layers-0"),
         ((GPTQ, "distill"), "codes-lost", "quantize-0"),
     ],
 )
@@ -62,21 +62,21 @@ def test_work_that_is_lost_is_told_once(steps, code, maker):
     "steps",
     [
         (("sparsify", {"sparsity": 0.5}), "prune"),
-        ("depth", PARTS, "distill"),
-        ("sparsify", "share"),
+        ("drop-layers", PARTS, "distill"),
+        ("sparsify", "share-weights"),
         (DIVIDED, "sparsify"),
         ("sparsify", DIVIDED, "sparsify"),
         (PARTS, PARTS),
         ("prune", PATTERN),
         (PATTERN, "prune", PATTERN),
-        ("finetune", "depth", "finetune"),
-        ("finetune", "depth", "prune", "distill"),
-        ("depth", "finetune"),
-        ("vocabulary", "shortlist"),
-        ("shortlist", "vocabulary", "shortlist"),
-        ("share", UNEVEN),
-        ("prune", "share"),
-        (NARROWER, "share"),
+        ("finetune", "drop-layers", "finetune"),
+        ("finetune", "drop-layers", "prune", "distill"),
+        ("drop-layers", "finetune"),
+        ("trim-vocabulary", "shortlist"),
+        ("shortlist", "trim-vocabulary", "shortlist"),
+        ("share-weights", UNEVEN),
+        ("prune", "share-weights"),
+        (NARROWER, "share-weights"),
         (MASKS, PATTERN),
         ("quantize", "finetune"),
         (GPTQ, ("finetune", {"lora": {}})),

@@ -14,11 +14,11 @@ pytest_plugins = ["planning"]
     ("settings", "noted"),
     [
         ("scheme: int2, method: hqq", True),
-        ("scheme: int3, method: hqq, vocabulary: int2", True),
-        ("scheme: int3, method: hqq, vocabulary: int2, embeddings: false, head: false", False),
+        ("scheme: int3, method: hqq, embedding_scheme: int2", True),
+        ("scheme: int3, method: hqq, embedding_scheme: int2, embeddings: false, output_layer: false", False),
         ("scheme: int3, method: hqq", False),
-        ("scheme: int2, method: nearest", False),
-        ("bits: {budget: 6.5}, method: hqq", False),
+        ("scheme: int2, method: rtn", False),
+        ("mixed_precision: {target_bits: 6.5}, method: hqq", False),
     ],
 )
 def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) -> None:

@@ -18,7 +18,7 @@ stages:
 STAGES
 score: {latency: false}
 """
-SHORT = "max_steps: 1, batch_size: 2, precision: fp32, evals: 0"
+SHORT = "max_steps: 1, batch_size: 2, precision: fp32, num_evals: 0"
 CUT = "student: {encoder_layers: 1, decoder_layers: 1}"
 
 
@@ -45,7 +45,7 @@ def recipe(tmp_path):
 def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
     """32 wide: 2e-5 of 512 is 3.2e-4; ten times as much would be more than the highest."""
     path = recipe(
-        f"finetune: {{{SHORT}}}", "quantize: {scheme: int2, vocabulary: int2}",
+        f"finetune: {{{SHORT}}}", "quantize: {scheme: int2, embedding_scheme: int2}",
         f"distill: {{{SHORT}}}\n    name: through",
         f"distill: {{{SHORT}, {CUT}}}\n    name: shallow\n    from: finetune",
     )  # fmt: skip
@@ -53,7 +53,9 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
     assert said == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (fewer layers)")
     harness.smelt("run", path, "--out", tmp_path / "out", code=0)
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    took = {step["name"]: step["facts"].get("training", {}).get("learning_rate") for step in report["steps"]}
+    took = {
+        step["name"]: step["details"].get("training", {}).get("learning_rate") for step in report["steps"]
+    }
     assert took["finetune"] == pytest.approx(3.2e-4)
     assert (took["through"], took["shallow"]) == (1e-3, 1e-3)
 
@@ -72,15 +74,15 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         ),
         (["quantize: {scheme: int4}", "distill"], "distill 0.00032 (weights)"),
         (
-            ["quantize: {scheme: int2, vocabulary: int2}", "finetune: {lora: {}}"],
+            ["quantize: {scheme: int2, embedding_scheme: int2}", "finetune: {lora: {}}"],
             "finetune 0.0004 (adapters)",
         ),
         # how wide the model is then follows from what goes
-        (["prune: {what: [width], keep: 0.5}", "finetune"], ""),
-        (["prune: {keep: 0.5}", "finetune"], "finetune 0.00032 (weights)"),
+        (["prune: {targets: [width], keep_ratio: 0.5}", "finetune"], ""),
+        (["prune: {keep_ratio: 0.5}", "finetune"], "finetune 0.00032 (weights)"),
         (["distill: {student: other}", "finetune"], ""),
         (
-            ["depth: {decoder_layers: 1}", "distill", "prune: {keep: 0.5}", "finetune"],
+            ["drop-layers: {decoder_layers: 1}", "distill", "prune: {keep_ratio: 0.5}", "finetune"],
             "distill 0.001 (fewer layers); finetune 0.001 (fewer layers)",
         ),
         (["distill: {student: {decoder_layers: 2}}"], "distill 0.00032 (weights)"),

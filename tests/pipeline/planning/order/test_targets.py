@@ -21,14 +21,14 @@ OPENVINO = ["int8-static", "int8-groupwise", "int4"]
 def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_change(
     translator: Path, scheme: str
 ) -> None:
-    stages = f"[quantize: {{scheme: {scheme}, vocabulary: WORD}}, onnx: {{target: openvino}}]"
+    stages = f"[quantize: {{scheme: {scheme}, embedding_scheme: WORD}}, onnx: {{target: openvino}}]"
     [found] = mistakes(translator, stages.replace("WORD", "int8-dynamic"))
     assert places([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
-    ways = ("`from: model`", "target: ort-cpu,", "`vocabulary: int8-static or int8-groupwise or int4`.")
+    ways = ("`from: model`", "target: ort-cpu,", "`embedding_scheme: int8-static or int8-groupwise or int4`.")
     assert [way for way in ways if way not in found.message] == []
     for word in OPENVINO:  # what it names is taken
         plan(translator, stages.replace("WORD", word))
-    plan(translator, stages.replace("WORD", "int8-dynamic, embeddings: false, head: false"))  # unused
+    plan(translator, stages.replace("WORD", "int8-dynamic, embeddings: false, output_layer: false"))  # unused
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_chang
     [
         ("scheme: int3", "with int8-static or int8-groupwise or int4."),
         ("scheme: binary", "with int8-static or int8-groupwise or int4."),
-        ("scheme: int3, vocabulary: int4", "with int8-static or int8-groupwise or int4."),
+        ("scheme: int3, embedding_scheme: int4", "with int8-static or int8-groupwise or int4."),
         (
-            "scheme: int3, vocabulary: int8-dynamic",
-            "with int8-static or int8-groupwise or int4, without `vocabulary`.",
+            "scheme: int3, embedding_scheme: int8-dynamic",
+            "with int8-static or int8-groupwise or int4, without `embedding_scheme`.",
         ),
     ],
 )

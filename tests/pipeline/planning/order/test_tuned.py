@@ -15,7 +15,7 @@ stages:
 STAGES
 score: {latency: false}
 """
-TUNED = "onnx: {tune: true}"
+TUNED = "onnx: {autotune: true}"
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,11 @@ def told(folder, *stages, model="float"):
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.replace("MODEL", model).replace("STAGES", "\n".join(f"  - {s}" for s in stages)))
     """Return the warnings of the plan on `tune`."""
-    return [one for one in load_plan(path).warnings if one.setting == "tune"]
+    return [one for one in load_plan(path).warnings if one.setting == "autotune"]
 
 
 def test_float_products_have_one_operator(folder):
-    (found,) = told(folder, "prune: {what: [ffn], importance: magnitude}", TUNED)
+    (found,) = told(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
     assert (found.code, found.line, found.step) == ("nothing-quantized", 6, "onnx")
     assert told(folder, "onnx: {}") == []
 
@@ -47,8 +47,8 @@ def test_float_products_have_one_operator(folder):
         ("{scheme: int4, accuracy_level: 0}", False),
         ("{scheme: int8-groupwise}", False),
         ("{scheme: pow2}", False),
-        ("{scheme: pow2, vocabulary: int4}", True),
-        ("{bits: {budget: 4.5}}", True),
+        ("{scheme: pow2, embedding_scheme: int4}", True),
+        ("{mixed_precision: {target_bits: 4.5}}", True),
     ],
 )
 def test_codes_that_leave_as_one_operator_alone(folder, scheme, chooses):
@@ -64,7 +64,7 @@ def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
         (folder / "artifact" / path.name).write_bytes(path.read_bytes())
     edit = '{"schema": 1, "edits": [{"op": "quantize", "module": "lm_head", "scheme": "int4"}]}'
     (folder / "artifact" / "structure.json").write_text(edit)
-    assert told(folder, "onnx: {tune: true}", model="artifact") == []
+    assert told(folder, "onnx: {autotune: true}", model="artifact") == []
 
 
 def test_codes_of_a_checkpoint_count_and_those_of_another_student_do_not(folder):

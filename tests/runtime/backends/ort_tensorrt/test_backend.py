@@ -114,7 +114,7 @@ def test_tokens_equal_onnx_runtimes_though_rows_and_prompts_are_split(
 ) -> None:
     folder = request.getfixturevalue(kind)
     make = batch_of if kind == "translator" else prompts
-    settings = Generation(beams=beams, max_new_tokens=8)
+    settings = Generation(num_beams=beams, max_new_tokens=8)
     with open_folder(folder, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, make(runner, rows), settings)
     with opened(folder) as runner:
@@ -184,5 +184,5 @@ def test_engines_in_onnx_runtime_give_what_its_cpu_gives(family: str, target: st
             np.testing.assert_allclose(got, expected, atol=0.02)
             return
         make = batch_of if family == "marian" else prompts
-        settings_of = Generation(beams=2, max_new_tokens=8)
+        settings_of = Generation(num_beams=2, max_new_tokens=8)
         assert generate(engine, make(engine, 3), settings_of) == generate(host, make(host, 3), settings_of)

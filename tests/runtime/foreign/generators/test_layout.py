@@ -30,7 +30,7 @@ def test_layouts_of_optimum_are_known(names: tuple[str, ...], kind: str, parts: 
     [
         (("encoder_model",), "encoder_model.onnx and no decoder"),
         (("encoder_model", "decoder_model"), "decoder_model.onnx alone, without caches"),
-        (("encoder_model", "decoder_with_past_model"), "package FOLDER --for optimum"),
+        (("encoder_model", "decoder_with_past_model"), "package FOLDER --format optimum"),
         (("decoder_model", "decoder_with_past_model"), "summarizes, copy that file too"),
         (("decoder_model", "decoder_with_past_model"), "laid out language models before 1.14"),
         (("classifier",), "no model.onnx and no encoder_model.onnx"),

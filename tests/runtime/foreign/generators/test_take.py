@@ -66,12 +66,12 @@ def answers(folder: Path, words: Path, beams: int = 1) -> list[str]:
             shutil.copyfile(file, folder / file.name)
     with open_folder(folder, "onnx", "ort-cpu", 1) as runner:
         assert not runner.backend.whole
-        return generate_texts(runner, TEXTS, Generation(beams=beams, max_new_tokens=6), 3)
+        return generate_texts(runner, TEXTS, Generation(num_beams=beams, max_new_tokens=6), 3)
 
 
 def expected(kind: str, beams: int = 1) -> list[str]:
     with open_folder(exported.artifact(kind), "onnx", "ort-cpu", 1) as runner:
-        return generate_texts(runner, TEXTS, Generation(beams=beams, max_new_tokens=6), 3)
+        return generate_texts(runner, TEXTS, Generation(num_beams=beams, max_new_tokens=6), 3)
 
 
 @pytest.mark.parametrize("without", [(), ("decoder_model", "decoder_with_past_model")])

@@ -103,14 +103,14 @@ def test_torch_computes_with_them_graphs_agree_and_training_goes_on(kind, llama,
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
     if kind == "awq":
         exported = every_family.run(
-            Onnx(), OnnxSettings(loop=False), tmp_path / "out", "llama", tmp_path / "onnx"
+            Onnx(), OnnxSettings(generation_graph=False), tmp_path / "out", "llama", tmp_path / "onnx"
         )
-        assert exported.facts["parity"].keys() == exported.facts["graphs"].keys()
+        assert exported.details["parity"].keys() == exported.details["graphs"].keys()
         return
-    settings = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-3)
+    settings = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-3)
     tuned = every_family.run(Finetune(), settings, tmp_path / "out", "llama", tmp_path / "tuned")
     assert read_edits(tmp_path / "tuned") == read_edits(tmp_path / "out")
-    assert tuned.facts["latent_weights"] == "codes"
+    assert tuned.details["latent_weights"] == "codes"
 
 
 def test_biases_of_zeros_of_layers_without_one_are_left_out(llama, tmp_path):

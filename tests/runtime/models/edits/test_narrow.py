@@ -15,7 +15,7 @@ from refusals import refused
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.width.scores import hidden_norms
-from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model, save_model
@@ -93,7 +93,7 @@ def test_patches_of_images_are_as_wide_as_the_rest(tmp_path):
 def test_patches_whose_convolution_is_divided_are_as_wide_too(tmp_path):
     source = images.model(tmp_path / "model")
     rows = images.split(images.rows(tmp_path / "rows.jsonl"))
-    settings = FactorizeSettings(method="tucker", ratio=0.5)
+    settings = FactorizeSettings(method="tucker", keep_ratio=0.5)
     thin = harness.run(Factorize(), settings, source, tmp_path / "thin", images.TASK, rows).out
     model, edits = load_model(thin)
     pixels = torch.randn(2, 3, *[model.config.image_size] * 2)
@@ -109,9 +109,11 @@ def test_patches_whose_convolution_is_divided_are_as_wide_too(tmp_path):
 
 def test_pairs_and_shared_layers_lose_them_once(tmp_path):
     source = every_family.of_layers("marian", 2)
-    shared = every_family.run(Share(), ShareSettings(groups=1), source, "marian", tmp_path / "shared").out
+    shared = every_family.run(
+        ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
+    ).out
     thin = every_family.run(
-        Factorize(), FactorizeSettings(what="embeddings", rank=12), shared, "marian", tmp_path / "thin"
+        Factorize(), FactorizeSettings(targets="embeddings", rank=12), shared, "marian", tmp_path / "thin"
     ).out
     model, edits = load_model(thin)
     edits = say_width_in_config(model, edits, narrow(model, _kept(model)))

@@ -90,7 +90,7 @@ def test_runners_say_what_the_model_says_without_a_cache(family, target, tmp_pat
     source = tiny.artifact(folder, task)
     ctx = exports.context(tmp_path / "onnx", task)
     Onnx()(source, OnnxSettings(target=target), ctx)
-    manifest = source.manifest.model_copy(update={"format": "onnx", "facts": ctx.facts})
+    manifest = source.manifest.model_copy(update={"format": "onnx", "details": ctx.details})
     model, tokenizer = load_model(folder)[0], load_tokenizer(folder)
     texts = tiny.SENTENCES[:3]
     expected = []
@@ -102,7 +102,7 @@ def test_runners_say_what_the_model_says_without_a_cache(family, target, tmp_pat
         expected.append(tokenizer.decode(out[0], skip_special_tokens=True))
     for artifact in (source, Artifact(ctx.out, manifest.model_copy(update={"target": target}))):
         with open_runner(artifact, threads=1) as runner:
-            found = generate_texts(runner, texts, Generation(max_new_tokens=8, beams=1), batch_size=2)
+            found = generate_texts(runner, texts, Generation(max_new_tokens=8, num_beams=1), batch_size=2)
         assert found == expected
     main = onnx.load(
         ctx.out / ("model.onnx" if task == "language-modeling" else "decoder_with_past_model.onnx")
@@ -148,7 +148,7 @@ def test_an_edit_that_does_not_fit_is_refused(edit, code, cause):
     assert str(edit["module"]) in str(caught.value)
 
 
-@pytest.mark.parametrize("loss", ["attention", "relations"])
+@pytest.mark.parametrize("loss", ["attention", "self_attention_relations"])
 def test_losses_that_look_into_an_attention_that_is_gone_are_refused(loss, tmp_path):
     student = load_model(without("bert", tmp_path / "out", ((2, 0),))[0])[0]
     teacher = load_model(every_family.of_layers("bert", 3))[0]
@@ -157,4 +157,4 @@ def test_losses_that_look_into_an_attention_that_is_gone_are_refused(loss, tmp_p
         Inner(student, teacher, weights, "last")
     assert caught.value.setting == f"losses.{loss}"
     assert " 3 " in str(caught.value)
-    assert Inner(student, teacher, LossWeights(hidden=1.0), "last").pairs
+    assert Inner(student, teacher, LossWeights(hidden_states=1.0), "last").pairs

@@ -1,0 +1,135 @@
+"""Names are those of the field: pages and recipes use the current ones, and earlier ones are hints alone."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "configs/**/*.yaml", "benchmarks/**/*.yaml", "benchmarks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+@cache
+def stage_settings() -> dict[str, type[BaseModel]]:
+    from smelt.recipe.stage_table import stages
+
+    return {name: stage.settings_type for name, stage in stages().items()}
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The settings classes inside of a type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def values_in(annotation: Any) -> Iterator[Any]:
+    """The values of all literals inside of a type."""
+    for part in get_args(annotation):
+        if get_origin(annotation) is not None and not isinstance(part, type) and get_args(part) == ():
+            yield part
+        yield from values_in(part)
+
+
+def every_model() -> set[type[BaseModel]]:
+    from smelt.recipe.recipe import RecipeKeys
+
+    found: set[type[BaseModel]] = set()
+    waiting: list[type[BaseModel]] = [RecipeKeys, *stage_settings().values()]
+    while waiting:
+        model = waiting.pop()
+        if model not in found:
+            found.add(model)
+            waiting += [one for info in model.model_fields.values() for one in models_in(info.annotation)]
+    return found
+
+
+def mappings(text: str) -> Iterator[tuple[str, Any]]:
+    """Each `stage: {...}` in a text whose braces hold YAML."""
+    for found in re.finditer(r"(?<![\w.-])([a-z][a-z0-9-]*): \{", text):
+        if found.group(1) not in stage_settings():
+            continue
+        depth = 0
+        for end in range(found.end() - 1, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                break
+        body = text[found.end() - 1 : end + 1]
+        if "..." in body or body != body.strip():
+            continue
+        try:
+            yield found.group(1), yaml.safe_load(body)
+        except yaml.YAMLError:
+            continue
+
+
+def unknown(given: Any, models: list[type[BaseModel]]) -> Iterator[str]:
+    """Keys in `given` that no model of `models` has; nested ones too."""
+    if isinstance(given, list):
+        for one in given:
+            yield from unknown(one, models)
+    if not isinstance(given, dict) or not models:
+        return
+    for key, value in given.items():
+        fields = [model.model_fields[key] for model in models if key in model.model_fields]
+        if not fields and all(isinstance(k, str) for k in given):
+            yield str(key)
+        yield from unknown(value, [one for info in fields for one in models_in(info.annotation)])
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_settings_in_pages_and_recipes_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    # inside of a training `sparsify` is its own, smaller set of settings
+    inner = [info.annotation for info in stage_settings()["finetune"].model_fields.values()]
+    nested = [model for annotation in inner for model in models_in(annotation)]
+    wrong = []
+    for word, given in mappings(text):
+        models = [stage_settings()[word], *(nested if word == "sparsify" else [])]
+        if word == "quantize":  # on a graph
+            models.append(stage_settings()["quantize-onnx"])
+        wrong += [f"{word}: {key}" for key in unknown(given, models)]
+    assert wrong == []
+
+
+def test_hints_lead_to_names_that_exist() -> None:
+    from smelt.cli import main
+    from smelt.core.data import EVERY_TASK
+    from smelt.recipe.other_names import OTHER_NAMES
+
+    options = {word for command in main.commands.values() for param in command.params for word in param.opts}
+    infos = [(name, info) for model in every_model() for name, info in model.model_fields.items()]
+    known = {*stage_settings(), *EVERY_TASK, *options, *(name for name, _ in infos)}
+    known |= {value for _, info in infos for value in values_in(info.annotation)}
+    assert {name for names in OTHER_NAMES.values() for name in names} - known == set()
+
+
+def test_an_earlier_name_is_answered_with_the_present_one() -> None:
+    from smelt.recipe.other_names import called, own_name
+
+    settings = stage_settings()
+    for stage, word, name in (
+        ("prune", "keep", "keep_ratio"),
+        ("prune", "what", "targets"),
+        ("fp16", "keep", "keep_fp32"),
+        ("quantize", "rows", "calibration_samples"),
+        ("distill", "rows", "train_on"),
+        ("shortlist", "rows", "max_train_samples"),
+        ("quantize", "budget", "max_excluded"),
+        ("factorize", "budget", "parameter_budget"),
+        ("onnx", "loop", "generation_graph"),
+    ):
+        assert word not in settings[stage].model_fields
+        assert own_name(word, settings[stage].model_fields) == name
+    assert called("depth", settings) == " 'depth' is called 'drop-layers'."
+    assert own_name("keep_ratio", settings["prune"].model_fields) is None

@@ -1,0 +1,30 @@
+"""What other tools call a setting is known, and what it is called here is said."""
+
+import pytest
+from refusals import refused
+
+from smelt.core.stage import Settings
+from smelt.recipe.errors import Mistakes, check
+from smelt.recipe.stage_table import load_stage
+from smelt.recipe.yaml_file import parse_yaml
+
+
+@pytest.mark.parametrize(
+    ("stage", "word", "here"),
+    [
+        ("finetune", "lr", "learning_rate"),
+        ("finetune", "num_train_epochs", "epochs"),
+        ("finetune", "lr_scheduler_type", "lr_schedule"),
+        ("prune", "ratio", "keep_ratio"),
+        ("sparsify", "amount", "sparsity"),
+        ("distill", "alpha", "losses"),
+    ],
+)
+def test_words_of_other_tools_are_told_by_their_names_here(stage: str, word: str, here: str) -> None:
+    kind: type[Settings] = load_stage(stage).settings_type
+    assert here in kind.model_fields
+    mistakes = Mistakes(parse_yaml("a: 1", "r.yaml"))
+    check(kind, {word: 0.5}, (), mistakes)
+    with refused("unknown-setting") as caught:
+        mistakes.raise_all()
+    assert f"'{here}'" in str(caught.value)

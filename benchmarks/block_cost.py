@@ -43,8 +43,8 @@ VOCABULARY = {"10M": 8000, "100M": 32000, "1.1B": 32000}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "wanda": ("sparsify", {"method": "wanda"}),
     "sparsegpt": ("sparsify", {"method": "sparsegpt"}),
-    "whitened-svd": ("factorize", {"ratio": 0.8, "aim": "size"}),
-    "prune": ("prune", {"what": ["ffn"], "importance": "magnitude"}),
+    "whitened-svd": ("factorize", {"keep_ratio": 0.8, "optimize_for": "size"}),
+    "prune": ("prune", {"targets": ["ffn"], "importance": "magnitude"}),
     "gptq": ("quantize", {"scheme": "int4", "method": "gptq"}),
     "int4": ("quantize", {"scheme": "int4"}),
 }
@@ -117,7 +117,7 @@ def work(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[
     before = peak_bytes()
     cpu, clock = time.process_time(), time.monotonic()
     source = techniques_bench.artifact(folder, "language-modeling")
-    settings = settings | ({"rows": rows} if stage != "int4" else {})  # each code is the one that is nearest
+    settings = settings | ({"calibration_samples": rows} if stage != "int4" else {})  # rtn does not calibrate
     cls()(source, cls.settings_type.model_validate(settings), ctx)
     return {
         "cpu_s": time.process_time() - cpu,

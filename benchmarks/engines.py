@@ -23,7 +23,7 @@ import yaml
 from quantization import BATCHES, TASKS, data_of
 
 INT8: dict[str, Any] = {"scheme": "int8-static"}
-# what TensorRT takes of int4: docs/tensorrt.md
+# what TensorRT takes of int4: docs/reference/stages/tensorrt.md
 INT4: dict[str, Any] = {
     "scheme": "int4", "method": "gptq", "group_size": 64, "symmetric": "positive", "accuracy_level": 0,
 }  # fmt: skip

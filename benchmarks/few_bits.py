@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/few_bits.py            # quality of every variant, in torch; bytes
     .venv/bin/python benchmarks/few_bits.py --steps    # exports four of them and times a decoder step
 
-The figures of docs/quantize.md. Needs the model and the data in ../shared (or --model and --data).
+The figures of docs/measurements/codes.md. Needs the model and the data in ../shared (or --model and --data).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
         for size in (32, 64, 128)
         for symmetric in (True, False)
     },
-    "int4, int8 vocabulary": INT4 | {"vocabulary": "int8-dynamic"},
+    "int4, int8 vocabulary": INT4 | {"embedding_scheme": "int8-dynamic"},
     "int4, accuracy_level 0": INT4 | {"accuracy_level": 0},
     "binary, not trained": {"scheme": "binary"},
 }
@@ -91,7 +91,7 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     Onnx()(_artifact(folder), OnnxSettings(), exported)
     graphs = sum(path.stat().st_size for path in exported.out.glob("*.onnx"))
     stored = sum(path.stat().st_size for path in find_weights(folder).files)
-    click.echo(f"{out.name:34} torch {stored:,} bytes, graphs {graphs:,} bytes, {exported.facts['parity']}")
+    click.echo(f"{out.name:34} torch {stored:,} bytes, graphs {graphs:,} bytes, {exported.details['parity']}")
     return exported.out / "decoder_with_past_model.onnx"
 
 

@@ -1,6 +1,6 @@
 """Beam search in smelt's runners beside transformers' `generate`: texts, BLEU and processor time.
 
-    python benchmarks/generation.py TEST.jsonl.gz TORCH_ARTIFACT [ARTIFACT ...] --beams 1 4 --limit 100
+    python benchmarks/generation.py TEST.jsonl.gz TORCH_ARTIFACT [ARTIFACT ...] --num-beams 1 4 --limit 100
 
 One thread. Time is the process's own processor time, in rounds that alternate between all, so that other
 work on the machine disturbs little; tokenizing is outside. The first artifact is a torch one: `generate`
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("test")
     parser.add_argument("artifacts", nargs="+", type=Path)
-    parser.add_argument("--beams", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--num-beams", dest="beams", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--limit", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,7 +76,7 @@ def main() -> None:
     limit = length_limit(tokenizer, first.config)
     batches = make_batches(texts, tokenizer, options.batch_size, limit)
     for beams in options.beams:
-        wishes = Generation(beams=beams, max_new_tokens=128)
+        wishes = Generation(num_beams=beams, max_new_tokens=128)
         systems = {"transformers": transformers_generate(first.backend.model, beams)}
         for name, runner in runners.items():
             systems[f"{name} ({runner.name})"] = smelt_generate(runner, wishes)

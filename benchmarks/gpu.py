@@ -89,7 +89,7 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
     rtx = [
         word for step in ("fp32", "fp16", "int8") for word in ("--set", f"ort-{step}.target=ort-tensorrt-rtx")
     ]
-    training = (*smelt, "run", "quickstart", "--until", "recovered", "--set", "device=cuda", "--fresh")
+    training = (*smelt, "run", "quickstart", "--until", "recovered", "--set", "device=cuda", "--rebuild")
     return (
         Part("doctor", "what is installed and works here", (*smelt, "doctor"), 60),
         Part(
@@ -108,18 +108,18 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
         Part(
             "tensorrt", "ort-cuda and TensorRT in fp32, tf32, fp16, bf16, int8 and int4: quality beside the"
             " untouched model (parity), latency interleaved; several profiles, stripped, compatible engines",
-            (*smelt, "run", "benchmarks/recipes/gpu.yaml", "--out", str(RUNS / "gpu"), "--fresh"), 700,
+            (*smelt, "run", "benchmarks/recipes/gpu.yaml", "--out", str(RUNS / "gpu"), "--rebuild"), 700,
             RUNS / "gpu" / "report.md",
         ),
         Part(
             "ort-tensorrt", "TensorRT inside of ONNX Runtime in fp32, fp16 and int8, engines built when a"
             " graph is opened and kept: quality beside the untouched model, latency interleaved",
-            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-ort"), "--fresh"), 260,
+            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-ort"), "--rebuild"), 260,
             RUNS / "gpu-ort" / "report.md", "SMELT_TENSORRT_10",
         ),
         Part(
             "ort-tensorrt-rtx", "the same by the plug-in of TensorRT for RTX; on a GPU that is none, why not",
-            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-rtx"), "--fresh", *rtx), 100,
+            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-rtx"), "--rebuild", *rtx), 100,
             RUNS / "gpu-rtx" / "report.md",
         ),
         Part(

@@ -52,10 +52,10 @@ def context(out: Path, train: Split) -> Context:
 
 
 def exported(model: Artifact, train: Split, out: Path, kv_cache: Any) -> dict[str, Any]:
-    """Export `model` without loops; return the stage's facts."""
+    """Export `model` without loops; return the stage's details."""
     ctx = context(out, train)
-    Onnx()(model, OnnxSettings(kv_cache=kv_cache, loop=False), ctx)
-    return ctx.facts
+    Onnx()(model, OnnxSettings(kv_cache=kv_cache, generation_graph=False), ctx)
+    return ctx.details
 
 
 def artifact(folder: Path) -> Artifact:
@@ -88,12 +88,12 @@ def steps(options: argparse.Namespace, home: Path) -> None:
         ctx = context(home / f"codes{keys}", train)
         Quantize()(artifact(folder), QuantizeSettings(scheme="int8-dynamic"), ctx)
         for weights, source in (("float32", folder), ("int8-dynamic", ctx.out)):
-            facts: dict[str, Any] = {}
+            details: dict[str, Any] = {}
             for kind in ("float", "int8"):
-                facts = exported(artifact(source), train, home / f"{weights}-{kind}{keys}", kind)
+                details = exported(artifact(source), train, home / f"{weights}-{kind}{keys}", kind)
             folders = [home / f"{weights}-{kind}{keys}" for kind in ("float", "int8")]
             for past in (500, 2000):
-                timed(folders, weights, keys, past, facts["kv_cache"]["bytes_per_token"], options.rounds)
+                timed(folders, weights, keys, past, details["kv_cache"]["bytes_per_token"], options.rounds)
 
 
 def timed(folders: list[Path], weights: str, keys: int, past: int, size: Any, rounds: int) -> None:

@@ -1,6 +1,6 @@
 """The loop inside of the graph beside the loop in Python, over the same artifact: text to text.
 
-    python benchmarks/loop.py TEST.jsonl.gz ARTIFACT [ARTIFACT ...] --beams 1 4 --batch-size 1 8 32 --limit 96
+    python benchmarks/loop.py TEST.jsonl.gz ARTIFACT [ARTIFACT ...] --num-beams 1 4 --batch-size 1 8
 
 One thread, processor time, rounds that alternate between the two. Printed are ms a sentence (median over the
 rounds), the ratio of each round's two times (median, lowest, highest), and how many texts differ.
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("artifacts", type=Path, nargs="+")
-    parser.add_argument("--beams", type=int, nargs="+", default=[1])
+    parser.add_argument("--num-beams", dest="beams", type=int, nargs="+", default=[1])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--limit", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
@@ -70,7 +70,7 @@ def main() -> None:
         texts = sorted((e.text for e in split.examples[: chosen.limit]), key=len)
         with open_runner(artifact, threads=1) as runner:
             for beams in chosen.beams:
-                generation = Generation(beams=beams, max_new_tokens=chosen.max_new_tokens)
+                generation = Generation(num_beams=beams, max_new_tokens=chosen.max_new_tokens)
                 for size in chosen.batch_size:
                     row = compare(runner, texts, generation, size, chosen.rounds)
                     print(f"| {path.name} | {generation.summary()} | {size} | {row} |", flush=True)

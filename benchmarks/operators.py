@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--data", type=Path, default=Path("../shared"))
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--beams", type=int, default=1)
+    parser.add_argument("--num-beams", dest="beams", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     found = [case for case in cases_of(options.work, 32) if case.batch == options.batch]

@@ -24,9 +24,9 @@ import numpy as np
 ROUNDS, ROUND_SECONDS, CALIBRATION = 11, 0.1, 32
 STEPS = {
     "simplify": "simplify: {}",
-    "int8-dynamic": "quantize-graph: {scheme: int8-dynamic}",
-    "int8-static": "quantize-graph: {scheme: int8-static}",
-    "simplify, int8-static": "simplify: {}\n  - quantize-graph: {scheme: int8-static}",
+    "int8-dynamic": "quantize-onnx: {scheme: int8-dynamic}",
+    "int8-static": "quantize-onnx: {scheme: int8-static}",
+    "simplify, int8-static": "simplify: {}\n  - quantize-onnx: {scheme: int8-static}",
     "fp16": "fp16: {}",
 }
 BY_HAND = {
@@ -264,7 +264,7 @@ def with_smelt(step: str, source: Path, target: Path, folder: Path) -> None:
     """Run a recipe of one stage."""
     import smelt
 
-    recipe = f"model: {source}\ntask: tensors\nthreads: 1\nscore: {{latency: false}}\n"
+    recipe = f"model: {source}\ntask: custom\nthreads: 1\nscore: {{latency: false}}\n"
     recipe += "data: {test: test.npz, calibration: calibration.npz}\n"
     (folder / "recipe.yaml").write_text(f"{recipe}stages:\n  - {STEPS[step]}\n    name: new\n")
     result = smelt.run(folder / "recipe.yaml", out=folder / f"run-{step}", quiet=True)

@@ -33,8 +33,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "translation": {
         "task": "translation", "data": "multi30k_en_de/{}.jsonl.gz", "metric": "bleu",
         "model": SHARED / "models/marian-small-en-de",
-        "score": {"quality": ["bleu"], "generation": {"beams": 1, "max_new_tokens": 128}},
-        "training": {"tokens_per_batch": 2500, "learning_rate": 1.0e-3},
+        "score": {"quality": ["bleu"], "generation": {"num_beams": 1, "max_new_tokens": 128}},
+        "training": {"max_tokens_per_batch": 2500, "learning_rate": 1.0e-3},
     },
     "classification": {
         "task": "text-classification", "data": "sst2/{}.jsonl.gz", "metric": "accuracy",
@@ -46,17 +46,17 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": "language-modeling", "data": "wikitext2/{}.txt.gz", "metric": "perplexity",
         "from": "wikitext2-small.yaml, step trained", "windows": {"length": 256},
         "score": {"quality": ["perplexity"]},
-        "training": {"tokens_per_batch": 4096, "learning_rate": 5.0e-4},
+        "training": {"max_tokens_per_batch": 4096, "learning_rate": 5.0e-4},
     },
     "summarization": {
         "task": "summarization", "data": "dialogsum/{}.jsonl.gz", "metric": "rougeL",
         "from": "bart-dialogsum.yaml, step trained",
-        "score": {"quality": ["rougeL"], "generation": {"beams": 1, "max_new_tokens": 96}},
-        "training": {"tokens_per_batch": 4000, "learning_rate": 5.0e-4},
+        "score": {"quality": ["rougeL"], "generation": {"num_beams": 1, "max_new_tokens": 96}},
+        "training": {"max_tokens_per_batch": 4000, "learning_rate": 5.0e-4},
     },
 }  # fmt: skip
 # three bits in the vocabulary too, where int4 is what stands there unless said
-ALL_INT3 = {"scheme": "int3", "vocabulary": "int3"}
+ALL_INT3 = {"scheme": "int3", "embedding_scheme": "int3"}
 ARMS: dict[str, dict[str, Any]] = {
     "int8-dynamic": {"scheme": "int8-dynamic"},
     "int8-groupwise": {"scheme": "int8-groupwise"},
@@ -64,24 +64,24 @@ ARMS: dict[str, dict[str, Any]] = {
     **{
         f"{codes['scheme']} {method}": codes | {"method": method, "group_size": 64}
         for codes in ({"scheme": "int4"}, ALL_INT3, {"scheme": "int2"})
-        for method in ("nearest", "gptq", "awq", "awq-gptq", "hqq")
+        for method in ("rtn", "gptq", "awq", "awq-gptq", "hqq")
     },
-    # as AWQ's published code runs it, and nearest on the same grid
+    # as AWQ's published code runs it, and rtn on the same grid
     **{
         f"{codes['scheme']} {method}, zero points": codes | {"symmetric": False, "group_size": 64} | more
         for codes in ({"scheme": "int4"}, ALL_INT3, {"scheme": "int2"})
-        for method, more in {"nearest": {}, "awq clip": {"method": "awq", "clip": "awq"}}.items()
+        for method, more in {"rtn": {}, "awq clip": {"method": "awq", "clip": "awq"}}.items()
     },
     "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64},
     # as many bits as the mixed ones beside them
     "int4 gptq g32": {"scheme": "int4", "method": "gptq", "group_size": 32},
     "int3 gptq g32": ALL_INT3 | {"method": "gptq", "group_size": 32},
-    "mixed 4.5 gptq": {"bits": {"budget": 4.5}, "method": "gptq"},
-    "mixed 3.5 gptq": {"bits": {"budget": 3.5}, "method": "gptq"},
+    "mixed 4.5 gptq": {"mixed_precision": {"target_bits": 4.5}, "method": "gptq"},
+    "mixed 3.5 gptq": {"mixed_precision": {"target_bits": 3.5}, "method": "gptq"},
     "kmeans4": {"scheme": "kmeans4"},
     "pow2": {"scheme": "pow2", "group_size": 64},
     "ternary gptq": {"scheme": "ternary", "method": "gptq", "group_size": 64},
-    "binary nearest": {"scheme": "binary", "group_size": 64},
+    "binary rtn": {"scheme": "binary", "group_size": 64},
     "binary gptq": {"scheme": "binary", "method": "gptq", "group_size": 64},
     "bnb-nf4": {"scheme": "bnb-nf4"},
 }
@@ -91,13 +91,13 @@ TRAINED: dict[str, dict[str, Any] | None] = {
     "int3 trained": ALL_INT3,
     **{f"{scheme} trained": {"scheme": scheme} for scheme in ("int2", "ternary", "binary")},
 }
-OPENVINO = ("fp32", "int8-static", "int8-groupwise", "int4 nearest")
+OPENVINO = ("fp32", "int8-static", "int8-groupwise", "int4 rtn")
 RUNTIMES = {"ONNX Runtime": "-ort-cpu", "OpenVINO": "-openvino", "torch": ""}
 # one of each form: how codes are chosen changes no time, but few bits that are not trained write on and on,
 # where the length of what is written is not given
 FEW = ("int3", "int2", "ternary", "binary")
 FORMS = (
-    "fp32", "int8-dynamic", "int8-groupwise", "int8-static", "int4 nearest", "kmeans4", "pow2", "bnb-nf4",
+    "fp32", "int8-dynamic", "int8-groupwise", "int8-static", "int4 rtn", "kmeans4", "pow2", "bnb-nf4",
 )  # fmt: skip
 TIMED = (*FORMS, *(f"{scheme} {how}" for how in ("gptq", "trained") for scheme in FEW))
 
@@ -124,7 +124,9 @@ def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:
 def recipe_of(name: str, model: Path, arms: list[str], updates: int, seed: int = 0) -> dict[str, Any]:
     """Return the recipe of one task: the float graphs, then for each arm its codes and its graphs."""
     task = TASKS[name]
-    training = {"max_steps": updates, "evals": 0, "losses": {"logits": 1.0, "labels": 0.0}} | task["training"]
+    training = {"max_steps": updates, "num_evals": 0, "losses": {"logits": 1.0, "labels": 0.0}} | task[
+        "training"
+    ]
     stages: list[dict[str, Any]] = []
     for arm in ("fp32", *arms):
         stages += [] if arm == "fp32" else stages_of(arm, training)
@@ -217,7 +219,7 @@ def times(found: dict[str, Any]) -> list[str]:
 
 
 def _bits(step: dict[str, Any]) -> str:
-    bits = (step.get("facts") or {}).get("bits_per_weight")
+    bits = (step.get("details") or {}).get("bits_per_weight")
     return "32" if bits is None else f"{bits:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Graphs of a small ResNet beside `quantize-graph`: python benchmarks/resnet_int8.py RUN DATA.
+"""Graphs of a small ResNet beside `quantize-onnx`: python benchmarks/resnet_int8.py RUN DATA.
 
 RUN: of benchmarks/recipes/resnet-cifar10-int8.yaml. DATA: the folder with train.npz and test.npz. Prints for
 each graph its accuracy on all test images with Wilson's interval, what it gained over and lost against the
@@ -39,20 +39,21 @@ def pixels(split: Split, folder: Path) -> NDArray[np.float32]:
 
 
 def quantized(folder: Path, rows: NDArray[np.float32], test: NDArray[np.float32], space: Path) -> Any:
-    """Return by method the file that `quantize-graph` makes of the graph in `folder`."""
+    """Return by method the file that `quantize-onnx` makes of the graph in `folder`."""
     np.savez(space / "calibration.npz", pixel_values=rows)
     np.savez(space / "test.npz", pixel_values=test)
     steps = "\n".join(
-        f"  - quantize-graph: {{scheme: int8-static, method: {m}, rows: {len(rows)}}}\n"
+        f"  - quantize-onnx: {{scheme: int8-static, calibration_method: {m}, calibration_samples:"
+        f" {len(rows)}}}\n"
         f"    from: model\n    name: {m}"
         for m in METHODS
     )
     (space / "recipe.yaml").write_text(
-        f"model: {(folder / 'model.onnx').resolve()}\ntask: tensors\nthreads: 1\nscore: {{latency: false}}\n"
+        f"model: {(folder / 'model.onnx').resolve()}\ntask: custom\nthreads: 1\nscore: {{latency: false}}\n"
         f"data: {{test: test.npz, calibration: calibration.npz}}\nstages:\n{steps}\n"
     )
     smelt.run(space / "recipe.yaml", out=space / "run")
-    return {f"quantize-graph, {m}": space / "run" / "artifacts" / m / "model.onnx" for m in METHODS}
+    return {f"quantize-onnx, {m}": space / "run" / "artifacts" / m / "model.onnx" for m in METHODS}
 
 
 def main(run: Path, data: Path) -> None:

@@ -59,7 +59,7 @@ def memory(artifact: Path) -> None:
         show("opened")
         model.generate(text, max_new_tokens=8)
         show("greedy")
-        model.generate(text, max_new_tokens=8, beams=4)
+        model.generate(text, max_new_tokens=8, num_beams=4)
         show("beams")
         model.generate(text, max_new_tokens=8, do_sample=True)
         show("sampling")

@@ -28,7 +28,7 @@ _GRAPH: tuple[str, dict[str, Any]] = ("onnx", {"target": "ort-cpu"})
 
 
 def _cut(encoder: int, decoder: int) -> tuple[str, dict[str, Any]]:
-    return "depth", {"encoder_layers": encoder, "decoder_layers": decoder, "importance": "alternate"}
+    return "drop-layers", {"encoder_layers": encoder, "decoder_layers": decoder, "importance": "uniform"}
 
 
 SHAPES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -60,7 +60,7 @@ def main() -> None:
         for name, stages in SHAPES.items():
             made = bench.run([*stages, _GRAPH], 0, Path(space) / name)
             runners[name, 1] = stack.enter_context(open_runner(made.last, threads=1))
-        search = Generation(beams=1, max_new_tokens=chosen.new_tokens, min_new_tokens=chosen.new_tokens)
+        search = Generation(num_beams=1, max_new_tokens=chosen.new_tokens, min_new_tokens=chosen.new_tokens)
         rows = sorted((e.text for e in bench.written.examples), key=len)
         print("| shape | threads | search | batch | ms | ratio | texts that differ |")
         print("|:--|--:|:--|--:|--:|--:|--:|")

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("artifacts", type=Path, nargs="+")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--beams", type=int, nargs="+", default=[1])
+    parser.add_argument("--num-beams", dest="beams", type=int, nargs="+", default=[1])
     parser.add_argument("--max-new-tokens", type=int, default=None)
     parser.add_argument("--limit", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
@@ -53,7 +53,7 @@ def main() -> None:
                 opened = open_runner(read_artifact(path), threads=threads or None)
                 runners[(path.name, threads)] = stack.enter_context(opened)
         for beams in chosen.beams:
-            search = Generation(beams=beams, max_new_tokens=chosen.max_new_tokens)
+            search = Generation(num_beams=beams, max_new_tokens=chosen.max_new_tokens)
             for size in chosen.batch_size:
                 for line in compare(runners, texts, search, size, chosen.rounds, clock):
                     print(line, flush=True)

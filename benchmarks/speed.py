@@ -165,7 +165,7 @@ def _stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
         if path.name != MANIFEST
     }
     manifest = _artifact(graphs).manifest.model_copy(
-        update={"format": "onnx", "facts": {"target": "ort-cpu"}, "files": files}
+        update={"format": "onnx", "details": {"target": "ort-cpu"}, "files": files}
     )
     (graphs / MANIFEST).write_text(manifest.model_dump_json(), encoding="utf-8")
     script = Path(__file__).parent / "stopwatch.py"

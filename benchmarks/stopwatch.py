@@ -42,7 +42,7 @@ class Stopwatch:
         )
         self._ask(job)
         self.times_ms: list[float] = []
-        self.processor_ms: list[float] = []
+        self.cpu_ms: list[float] = []
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -55,7 +55,7 @@ class Stopwatch:
         """Time some passes over all texts."""
         answer = self._ask({})
         self.times_ms += answer["times_ms"]
-        self.processor_ms += answer["processor_ms"]
+        self.cpu_ms += answer["cpu_ms"]
 
     def close(self) -> None:
         """End the process."""
@@ -81,13 +81,13 @@ def user() -> None:
         print("{}", file=answers, flush=True)
         for _ in sys.stdin:
             calls[-1]()
-            answer: dict[str, list[float]] = {"times_ms": [], "processor_ms": []}
+            answer: dict[str, list[float]] = {"times_ms": [], "cpu_ms": []}
             begin = time.perf_counter()
             while time.perf_counter() - begin < job["min_round_ms"] / 1000:
                 for call in calls:
                     wall, processor = time.perf_counter(), time.process_time()
                     call()
-                    answer["processor_ms"].append(1000 * (time.process_time() - processor))
+                    answer["cpu_ms"].append(1000 * (time.process_time() - processor))
                     answer["times_ms"].append(1000 * (time.perf_counter() - wall))
             print(json.dumps(answer), file=answers, flush=True)
 
@@ -139,10 +139,10 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     if result.errors:
         raise click.ClickException(str(result.errors["it"]))
     (row,) = result.rows["it"]
-    reported = {"p50_ms": row["p50_ms"], "processor_ms": row["processor_ms"]}
+    reported = {"p50_ms": row["p50_ms"], "cpu_ms": row["cpu_ms"]}
     seen = {
         "p50_ms": statistics.median(watch.times_ms),
-        "processor_ms": statistics.fmean(watch.processor_ms),
+        "cpu_ms": statistics.fmean(watch.cpu_ms),
     }
     return {
         "report": reported | {"parts": row["parts"], "stable": row["stable"]},

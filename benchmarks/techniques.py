@@ -16,9 +16,10 @@ one after the other, on the untouched model. What a file may say besides:
 
 A stage that leaves torch (onnx) is a branch: the next one goes on from the last torch model, and may name it.
 Rows to calibrate and train on are training data, drawn by the seed; on what is scored nothing is chosen,
-unless a stage validates (`evals`) and `--split` is validation. With `--results` each arm and seed is kept as
-soon as it is done, so that a run that was stopped goes on, and arms that are the same in two groups are run
-once; `--known` prints what is there. Needs the model and the data in ../shared (or --model and --data).
+unless a stage validates (`num_evals`) and `--split` is validation. With `--results` each arm and seed is
+kept as soon as it is done, so that a run that was stopped goes on, and arms that are the same in two groups
+are run once; `--known` prints what is there. Needs the model and the data in ../shared (or --model,
+--data).
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ _WINDOW = 128
 class Made:
     """What an arm's stages leave: the last torch model, and the last artifact of any form.
 
-    seconds: processor time of the stages. facts: what each told, but long lists.
+    seconds: processor time of the stages. details: what each told, but long lists.
     """
 
     model: Artifact
     last: Artifact
     seconds: float
-    facts: list[dict[str, Any]]
+    details: list[dict[str, Any]]
 
 
 class Bench:
@@ -91,7 +91,7 @@ class Bench:
             "kl": kl,
             "tokens": tokens,
             "bleu": bleu,
-            "facts": made.facts,
+            "details": made.details,
         }
 
     def run(
@@ -106,7 +106,7 @@ class Bench:
         from smelt.recipe.stage_table import load_stage
 
         source = made = artifact(self.model, self.task, self.of_model)
-        ancestors, spent, facts = {"model": source}, 0.0, []
+        ancestors, spent, details = {"model": source}, 0.0, []
         data: Any = self.data | {"train": self._train(train)}
         for number, (word, settings) in enumerate(stages):
             stage: Any = load_stage(word)
@@ -121,14 +121,14 @@ class Bench:
             stage()(source, asked, ctx)
             spent += time.process_time() - start
             key = hash_of([source.key, word, settings, seed])
-            made = artifact(out, self.task, key, stage.produces, _plain(ctx.facts))
+            made = artifact(out, self.task, key, stage.produces, _plain(ctx.details))
             if as_run:
                 said = {"stage": word, "settings": asked.model_dump(mode="json"), "parent": source.key}
                 made = replace(made, manifest=made.manifest.model_copy(update=said))
-            facts.append({"stage": word, **{k: v for k, v in _plain(ctx.facts).items() if _short(v)}})
+            details.append({"stage": word, **{k: v for k, v in _plain(ctx.details).items() if _short(v)}})
             ancestors[word] = made
             source = made if stage.produces == "torch" else source
-        return Made(source, made, spent, facts)
+        return Made(source, made, spent, details)
 
     def losses(self, folder: Path) -> tuple[list[float], list[float], list[int], int]:
         """Return what a model loses on each row, and its parameters.
@@ -181,7 +181,7 @@ class Bench:
         assert self.task in TEXT_TO_TEXT
         rows = self.written.examples
         with open_runner(made, self.threads, "cpu") as runner:
-            search = Generation(beams=beams, max_new_tokens=128)
+            search = Generation(num_beams=beams, max_new_tokens=128)
             said = generate_texts(runner, [e.text for e in rows], search)
         return score_texts(["bleu"], said, [e.references for e in rows])["bleu"].statistics.dump()
 
@@ -205,17 +205,21 @@ def _read(data: Path, name: str, task: Any) -> Split:
 
 
 def artifact(
-    folder: Path, task: str, key: str = "0" * 64, form: str = "torch", facts: Mapping[str, Any] | None = None
+    folder: Path,
+    task: str,
+    key: str = "0" * 64,
+    form: str = "torch",
+    details: Mapping[str, Any] | None = None,
 ) -> Artifact:
     """Return a model's folder as what stages take."""
-    said = {"key": key, "format": form, "task": task, "stage": "model", "facts": dict(facts or {})}
+    said = {"key": key, "format": form, "task": task, "stage": "model", "details": dict(details or {})}
     return Artifact(
         folder, Manifest.model_validate({**said, "settings": {}, "seed": 0, "parent": None, "versions": {}})
     )
 
 
-def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(details, default=str))
     return found
 
 

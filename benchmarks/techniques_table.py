@@ -58,7 +58,7 @@ def _statistics(runs: list[dict[str, Any]], beams: str) -> list[Statistics]:
 
 def _apart(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the differences to the control, of the seeds that both have; empty where there is none."""
-    if others[0]["facts"]:  # else it is the untouched model, which has no seed
+    if others[0]["details"]:  # else it is the untouched model, which has no seed
         shared = {run["seed"] for run in runs} & {run["seed"] for run in others}
         runs, others = ([run for run in each if run["seed"] in shared] for each in (runs, others))
     if not runs:

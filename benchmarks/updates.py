@@ -8,7 +8,7 @@ UPDATES: dict[str, Any] = {
     "max_steps": 240,
     "batch_size": 32,
     "learning_rate": 5e-4,
-    "evals": 0,
+    "num_evals": 0,
     "temperature": 1.0,
 }
 FROM_LOGITS: dict[str, Any] = {**UPDATES, "losses": {"logits": 1.0, "labels": 0}}

@@ -11,12 +11,18 @@ _CODES: Arm = [("quantize", {"scheme": "binary"})]
 
 def _distill(updates: int = 60, **more: Any) -> Arm:
     losses = {"logits": 1.0, "labels": 0.5}
-    said = {"max_steps": updates, "batch_size": 32, "learning_rate": 1e-3, "precision": "fp32", "evals": 0}
+    said = {
+        "max_steps": updates,
+        "batch_size": 32,
+        "learning_rate": 1e-3,
+        "precision": "fp32",
+        "num_evals": 0,
+    }
     return [("distill", {"losses": losses, **said, **more})]
 
 
 def _binary(rate: float = 1e-2) -> dict[str, Any]:
-    return {"codes": {"activations": "one-bit", "learning_rate": rate}}
+    return {"qat": {"activations": "one-bit", "learning_rate": rate}}
 
 
 ARMS: dict[str, Arm] = {

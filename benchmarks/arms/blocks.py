@@ -9,11 +9,16 @@ Stages = list[tuple[str, dict[str, Any]]]
 
 def _parts(importance: str, keep: float = 0.75, rows: int = 64) -> Stages:
     what = ["attention", "cross-attention", "ffn"]
-    return [("depth", {"what": what, "keep": keep, "importance": importance, "rows": rows})]
+    return [
+        (
+            "drop-layers",
+            {"targets": what, "keep_ratio": keep, "importance": importance, "calibration_samples": rows},
+        )
+    ]
 
 
 def _width(**more: Any) -> Stages:
-    return [("prune", {"what": ["width"], "keep": 0.75, **more})]
+    return [("prune", {"targets": ["width"], "keep_ratio": 0.75, **more})]
 
 
 def _units(share: float) -> Stages:
@@ -26,7 +31,7 @@ ARMS: dict[str, Stages] = {
     "parts, keep 0.75, loss": _parts("loss"),
     "parts, keep 0.75, random": _parts("random"),
     "width, keep 0.75": _width(),
-    "width, keep 0.75, not compensated": _width(compensate=False),
+    "width, keep 0.75, not compensated": _width(reconstruct=False),
     "width, keep 0.75, random": _width(importance="random"),
     "heads and neurons, parameters 0.75": _units(0.75),
     "heads and neurons, parameters 0.82": _units(0.82),

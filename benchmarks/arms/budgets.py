@@ -14,13 +14,15 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "budget 0.8, fisher": _budget(0.8, "fisher"),
     "budget 0.8, taylor": _budget(0.8, "taylor"),
     "budget 0.8, random": _budget(0.8, "random"),
-    "keep 0.735, taylor": [("prune", {"what": ["heads", "ffn"], "keep": 0.735})],
+    "keep 0.735, taylor": [("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.735})],
     "budget 0.6, fisher": _budget(0.6, "fisher"),
-    "keep 0.47, taylor": [("prune", {"what": ["heads", "ffn"], "keep": 0.47})],
-    "keep 0.735, fisher": [("prune", {"what": ["heads", "ffn"], "keep": 0.735, "importance": "fisher"})],
+    "keep 0.47, taylor": [("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.47})],
+    "keep 0.735, fisher": [
+        ("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.735, "importance": "fisher"})
+    ],
     **{
         f"heads 0.5, {importance}, {word}": [
-            ("prune", {"what": ["heads"], "keep": 0.5, "importance": importance, "scope": scope})
+            ("prune", {"targets": ["heads"], "keep_ratio": 0.5, "importance": importance, "scope": scope})
         ]
         for importance in ("taylor", "fisher")
         for scope, word in (("layer", "of each layer"), ("global", "of all"))

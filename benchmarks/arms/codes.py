@@ -1,4 +1,4 @@
-"""How codes are chosen: nearest, ends cut off, GPTQ, and both; without training, head and embeddings int8."""
+"""How codes are chosen: rtn, ends cut off, GPTQ, and both; without training, head and embeddings int8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ for _scheme, _more in (
     ("int4", {"group_size": 128}),
     ("binary", {"group_size": 64}),
 ):
-    for _method in ("nearest", "gptq"):
+    for _method in ("rtn", "gptq"):
         for _clip in ("none", "mse"):
             _name = f"{_scheme}{''.join(f', {k} {v}' for k, v in _more.items())}, {_method}"
             ARMS[f"{_name}{', ends cut off' if _clip == 'mse' else ''}"] = [
@@ -20,7 +20,7 @@ for _scheme, _more in (
                         "scheme": _scheme,
                         "method": _method,
                         "clip": _clip,
-                        "vocabulary": "int8-dynamic",
+                        "embedding_scheme": "int8-dynamic",
                         **_more,
                     },
                 )

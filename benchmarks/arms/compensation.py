@@ -6,7 +6,7 @@ from typing import Any
 
 
 def _prune(what: str, keep: float, **more: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [("prune", {"what": [what], "keep": keep, **more})]
+    return [("prune", {"targets": [what], "keep_ratio": keep, **more})]
 
 
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {"model": []}
@@ -16,7 +16,7 @@ for _what, _word in (("ffn", "neurons"), ("heads", "heads")):
             for _compensate in (False, True):
                 _how = ", compensated" if _compensate else ""
                 ARMS[f"{_word}, keep {_keep}, {_importance}{_how}"] = _prune(
-                    _what, _keep, importance=_importance, compensate=_compensate
+                    _what, _keep, importance=_importance, reconstruct=_compensate
                 )
 AGAINST = {name: name.removesuffix(", compensated") for name in ARMS if name.endswith(", compensated")}
 SEEDS = 3

@@ -8,11 +8,11 @@ from updates import FROM_LOGITS
 
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
-_CHOICES = ("random", "alternate", "block-influence", "loss")
+_CHOICES = ("random", "uniform", "block-influence", "loss")
 
 
 def _depth(importance: str) -> Arm:
-    return [("depth", {"importance": importance, "encoder_layers": 2, "decoder_layers": 2})]
+    return [("drop-layers", {"importance": importance, "encoder_layers": 2, "decoder_layers": 2})]
 
 
 ARMS: dict[str, Arm] = {
@@ -20,6 +20,6 @@ ARMS: dict[str, Arm] = {
     **{f"{choice}, trained": [*_depth(choice), ("distill", FROM_LOGITS)] for choice in _CHOICES},
 }
 AGAINST = {
-    **dict.fromkeys(("random", "block-influence", "loss", "first", "last"), "alternate"),
-    **{f"{choice}, trained": "alternate, trained" for choice in ("random", "block-influence", "loss")},
+    **dict.fromkeys(("random", "block-influence", "loss", "first", "last"), "uniform"),
+    **{f"{choice}, trained": "uniform, trained" for choice in ("random", "block-influence", "loss")},
 }

@@ -10,20 +10,22 @@ from typing import Any
 
 
 def _arm(**settings: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [("share", settings)]
+    return [("share-weights", settings)]
 
 
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "model": [],
     "attention and feed-forward shared": _arm(),
-    "attention shared": _arm(what=["attention"]),
-    "feed-forward shared": _arm(what=["ffn"]),
-    **{f"all shared, mean, differences of rank {rank}": _arm(take="mean", difference={"rank": rank})
+    "attention shared": _arm(targets=["attention"]),
+    "feed-forward shared": _arm(targets=["ffn"]),
+    **{f"all shared, mean, differences of rank {rank}": _arm(init_from="mean", low_rank_delta={"rank": rank})
        for rank in (16, 33, 64, 96)},
-    "all shared, first, differences of rank 33": _arm(difference={"rank": 33}),
+    "all shared, first, differences of rank 33": _arm(low_rank_delta={"rank": 33}),
     "all shared, mean, differences of rank 33, 10 rounds": _arm(
-        take="mean", difference={"rank": 33, "iterations": 10}
+        init_from="mean", low_rank_delta={"rank": 33, "iterations": 10}
     ),
-    "svd, 0.6 of each layer's weights": [("factorize", {"method": "svd", "ratio": 0.6, "aim": "size"})],
-    "svd, 0.73 of each layer's weights": [("factorize", {"method": "svd", "ratio": 0.73, "aim": "size"})],
+    "svd, 0.6 of each layer's"
+    " weights": [("factorize", {"method": "svd", "keep_ratio": 0.6, "optimize_for": "size"})],
+    "svd, 0.73 of each layer's"
+    " weights": [("factorize", {"method": "svd", "keep_ratio": 0.73, "optimize_for": "size"})],
 }  # fmt: skip

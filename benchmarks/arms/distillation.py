@@ -30,7 +30,7 @@ ARMS: dict[str, Arm] = {
     "student, logits": _distill(_SHALLOW, _LOGITS),
     "student, teacher's texts": [
         ("onnx", {"target": "ort-cpu"}),
-        *_distill(_SHALLOW, _GOLD, {"sequences": {"beams": 5, "decoded_by": "onnx"}}),
+        *_distill(_SHALLOW, _GOLD, {"sequence_level": {"num_beams": 5, "generator": "onnx"}}),
     ],
     "whole, labels": _distill(_GOLD, _GENTLE),
     "whole, logits": _distill(_LOGITS, _GENTLE),

@@ -11,19 +11,19 @@ from typing import Any
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
 _TEACHER: dict[str, Any] = {
-    "batch_size": 32, "learning_rate": 1e-4, "evals": 0, "temperature": 1.0,
+    "batch_size": 32, "learning_rate": 1e-4, "num_evals": 0, "temperature": 1.0,
     "losses": {"logits": 1.0, "labels": 0},
 }  # fmt: skip
 
 
 def _recovered(updates: int, dropout: float | None) -> Arm:
     settings = _TEACHER | {"max_steps": updates, "dropout": dropout}
-    return [("prune", {"what": ["ffn"], "keep": 0.5}), ("distill", settings)]
+    return [("prune", {"targets": ["ffn"], "keep_ratio": 0.5}), ("distill", settings)]
 
 
 def _layers(dropout: float | None) -> Arm:
     settings = _TEACHER | {"max_steps": 240, "learning_rate": 1e-3, "dropout": dropout}
-    return [("depth", {"layers": 3}), ("distill", settings)]
+    return [("drop-layers", {"layers": 3}), ("distill", settings)]
 
 
 ARMS: dict[str, Arm] = {

@@ -8,7 +8,7 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "whole model": [],
     **{
         f"rank {rank}, {'by frequency' if counted else 'all tokens alike'}": [
-            ("factorize", {"what": "embeddings", "rank": rank, "by_frequency": counted})
+            ("factorize", {"targets": "embeddings", "rank": rank, "frequency_weighted": counted})
         ]
         for rank in (192, 128, 64)
         for counted in (True, False)

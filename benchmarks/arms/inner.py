@@ -25,7 +25,9 @@ def _before(layer_map: Any = "uniform", **losses: float) -> list[tuple[str, dict
 
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "logits alone": _beside(),
-    "hidden, attention, embeddings before (TinyBERT)": _before(hidden=1.0, attention=1.0, embeddings=1.0),
-    "relations before (MiniLMv2)": _before("last", relations=1.0),
-    "hidden beside": _beside(hidden=1.0),
+    "hidden, attention, embeddings before (TinyBERT)": _before(
+        hidden_states=1.0, attention=1.0, input_embeddings=1.0
+    ),
+    "relations before (MiniLMv2)": _before("last", self_attention_relations=1.0),
+    "hidden beside": _beside(hidden_states=1.0),
 }

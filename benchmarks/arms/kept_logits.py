@@ -12,9 +12,9 @@ _SETTINGS: dict[str, Any] = {
     "epochs": 3,
     "batch_size": 32,
     "learning_rate": 5e-4,
-    "evals": 0,
+    "num_evals": 0,
 }
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "teacher in every epoch": [("distill", _SETTINGS)],
-    "kept logits, 32 of a position": [("distill", {**_SETTINGS, "keep_logits": {"top": 32}})],
+    "kept logits, 32 of a position": [("distill", {**_SETTINGS, "cache_logits": {"top_k": 32}})],
 }

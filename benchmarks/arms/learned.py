@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_UPDATES: dict[str, Any] = {"max_steps": 240, "batch_size": 32, "learning_rate": 2e-4, "evals": 4}
+_UPDATES: dict[str, Any] = {"max_steps": 240, "batch_size": 32, "learning_rate": 2e-4, "num_evals": 4}
 
 
 def _distill(**more: Any) -> tuple[str, dict[str, Any]]:
@@ -15,12 +15,12 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "model": [],
     "nothing goes": [_distill()],
     "heads and neurons: keep 0.6 by taylor, compensated": [
-        ("prune", {"what": ["heads", "ffn"], "keep": 0.6}),
+        ("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.6}),
         _distill(),
     ],
-    "heads and neurons: masks, keep 0.6": [_distill(masks={"keep": 0.6, "warmup": 0.3})],
+    "heads and neurons: masks, keep 0.6": [_distill(learned_masks={"keep_ratio": 0.6, "warmup": 0.3})],
     "heads, neurons and width: masks, keep 0.6": [
-        _distill(masks={"what": ["heads", "ffn", "width"], "keep": 0.6, "warmup": 0.3})
+        _distill(learned_masks={"targets": ["heads", "ffn", "width"], "keep_ratio": 0.6, "warmup": 0.3})
     ],
     "weights: 85 % at once by magnitude": [
         ("sparsify", {"method": "magnitude", "sparsity": 0.85}),

@@ -6,15 +6,15 @@ from typing import Any
 
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 3840, 3
-_CODES: Arm = [("quantize", {"scheme": "int2", "vocabulary": "int8-dynamic"})]
+_CODES: Arm = [("quantize", {"scheme": "int2", "embedding_scheme": "int8-dynamic"})]
 
 
 def _finetune(**more: Any) -> Arm:
-    return [("finetune", {"max_steps": 120, "batch_size": 32, "learning_rate": 5e-4, "evals": 0, **more})]
+    return [("finetune", {"max_steps": 120, "batch_size": 32, "learning_rate": 5e-4, "num_evals": 0, **more})]
 
 
 def _learned(rate: float) -> Arm:
-    return _finetune(codes={"scales": "lsq", "learning_rate": rate})
+    return _finetune(qat={"scales": "lsq", "learning_rate": rate})
 
 
 ARMS: dict[str, Arm] = {

@@ -13,7 +13,7 @@ TRAIN, SEEDS = 7680, 3
 
 def _recovered(rate: float, **more: Any) -> Arm:
     return [
-        ("prune", {"what": ["ffn"], "keep": 0.5}),
+        ("prune", {"targets": ["ffn"], "keep_ratio": 0.5}),
         ("distill", {**UPDATES, "learning_rate": rate, **more}),
     ]
 

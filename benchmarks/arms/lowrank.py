@@ -7,18 +7,21 @@ ARMS = {
     "whole model": [],
     **{
         f"{method}, {fraction:g} of each layer's weights": [
-            ("factorize", {"method": method, "ratio": fraction, "aim": "size"})
+            ("factorize", {"method": method, "keep_ratio": fraction, "optimize_for": "size"})
         ]
         for fraction in _FRACTIONS
         for method in _METHODS
     },
     **{
         f"{method}, {fraction:g} of all weights, by {by}": [
-            ("factorize", {"method": method, "budget": {"parameters": fraction, "by": by}, "aim": "size"})
+            (
+                "factorize",
+                {"method": method, "parameter_budget": fraction, "objective": by, "optimize_for": "size"},
+            )
         ]
         for fraction in _FRACTIONS
         for method in ("svd", "whitened-svd")
-        for by in ("error", "damage")
+        for by in ("error", "sensitivity")
     },
 }
 # Of each fraction what looks at inputs, or weighs layers, beside the plain decomposition of each layer.

@@ -6,13 +6,13 @@ from typing import Any
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {"scheme": "int8-dynamic"},
-    "int4": {"scheme": "int4", "vocabulary": "int8-dynamic"},
-    "int4 by gptq": {"scheme": "int4", "vocabulary": "int8-dynamic", "method": "gptq"},
+    "int4": {"scheme": "int4", "embedding_scheme": "int8-dynamic"},
+    "int4 by gptq": {"scheme": "int4", "embedding_scheme": "int8-dynamic", "method": "gptq"},
 }
 CUTS: dict[str, dict[str, Any]] = {
-    "neurons, keep 0.5": {"what": ["ffn"], "keep": 0.5},
-    "neurons, keep 0.5, not compensated": {"what": ["ffn"], "keep": 0.5, "compensate": False},
-    "heads, keep 0.75": {"what": ["heads"], "keep": 0.75},
+    "neurons, keep 0.5": {"targets": ["ffn"], "keep_ratio": 0.5},
+    "neurons, keep 0.5, not compensated": {"targets": ["ffn"], "keep_ratio": 0.5, "reconstruct": False},
+    "heads, keep 0.75": {"targets": ["heads"], "keep_ratio": 0.75},
 }
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {"model": []}
 AGAINST: dict[str, str] = {}

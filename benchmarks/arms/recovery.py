@@ -6,12 +6,12 @@ from typing import Any
 
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
-_HALF: Arm = [("prune", {"what": ["heads", "ffn"], "keep": 0.5})]
+_HALF: Arm = [("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5})]
 _NF4: Arm = [("quantize", {"scheme": "bnb-nf4"})]
 
 
 def _finetune(rate: float, **more: Any) -> Arm:
-    return [("finetune", {"max_steps": 240, "batch_size": 32, "learning_rate": rate, "evals": 0, **more})]
+    return [("finetune", {"max_steps": 240, "batch_size": 32, "learning_rate": rate, "num_evals": 0, **more})]
 
 
 _ADAPTERS: Arm = _finetune(2e-3, lora={"rank": 16})

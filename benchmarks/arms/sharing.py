@@ -11,10 +11,10 @@ from updates import FROM_LOGITS
 
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
-_SHARED: Arm = [("share", {"what": ["ffn"], "every": 2})]
+_SHARED: Arm = [("share-weights", {"targets": ["ffn"], "group_size": 2})]
 # as many values as the feed-forward parts shared alone
-_DIFFERENT: Arm = [("share", {"every": 2, "difference": {"rank": 33}})]
-_THIN: Arm = [("factorize", {"what": "embeddings", "rank": 128})]
+_DIFFERENT: Arm = [("share-weights", {"group_size": 2, "low_rank_delta": {"rank": 33}})]
+_THIN: Arm = [("factorize", {"targets": "embeddings", "rank": 128})]
 
 ARMS: dict[str, Arm] = {
     "whole, trained": [("distill", {**FROM_LOGITS, "learning_rate": 1e-4})],

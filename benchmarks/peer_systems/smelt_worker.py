@@ -75,7 +75,9 @@ def serve(job: Job) -> Opened:
         model = smelt.load(artifact_of(job), threads=job["threads"])
 
         def translate(texts: Rows, case: Case) -> Rows:
-            return model.generate(texts, len(texts), beams=case["beams"], max_new_tokens=case["new_tokens"])
+            return model.generate(
+                texts, len(texts), num_beams=case["beams"], max_new_tokens=case["new_tokens"]
+            )
 
         return translate, version
     runner = open_runner(read_artifact(artifact_of(job)), job["threads"])
@@ -87,7 +89,7 @@ def serve(job: Job) -> Opened:
         if job["work"] == "bert":
             return list(runner.forward(batch).tolist())
         count = case["new_tokens"]
-        wanted = Generation(beams=case["beams"], max_new_tokens=count, min_new_tokens=count)
+        wanted = Generation(num_beams=case["beams"], max_new_tokens=count, min_new_tokens=count)
         return [
             [int(token) for token in row] for row in runner.generator(runner, batch, settle(wanted, runner))
         ]

@@ -8,6 +8,7 @@
 #                                                                  make clean   remove what was built
 # make matrix       every two techniques one behind the other, on every family: 70 minutes,
 #                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
+# make docs       fill the settings tables of docs/ from the settings classes
 # make messages   the pages that list every message with its code, written anew
 # make golden       what each stage makes of fixed input, written anew; refused where no version was raised
 #
@@ -28,7 +29,7 @@ DEV_READY := $(VENV)/.smelt-dev
 # setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help environment quickstart test peers lint types bench matrix golden messages clean
+.PHONY: help environment quickstart test peers lint types bench matrix golden docs messages clean
 .DEFAULT_GOAL := help
 
 help:
@@ -65,6 +66,9 @@ bench: $(DEV_READY)
 
 matrix: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/every_pair.py $(ARGS)
+
+docs: $(DEV_READY)
+	$(BIN)/python tools/settings_tables.py
 
 messages: $(DEV_READY)
 	$(BIN)/python tools/list_messages.py

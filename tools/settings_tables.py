@@ -1,0 +1,116 @@
+"""Fill the settings tables of the documentation from the settings classes.
+
+`make docs` writes what is between these lines in the pages of docs/:
+
+    <!-- settings: NAME -->
+    <!-- end of settings -->
+
+NAME is a stage or a key of `RECIPE_TABLES`. Nested settings are rows with dotted names. Three rules keep the
+tables short: a nested class is listed once in a table; a setting whose class has a table of its own links to
+it; inherited settings that an earlier stage has too are one sentence with a link to that stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from os.path import relpath
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from smelt.commands.stage_help import Setting, settings_of
+from smelt.core.stage import Settings
+from smelt.evaluate.latency import LatencySettings
+from smelt.recipe.inputs import Data
+from smelt.recipe.recipe import Gate, RecipeKeys, ScoreSettings
+from smelt.recipe.stage_table import stages
+from smelt.runtime.generate.settings import Generation
+
+Model = type[BaseModel]
+
+DOCS = Path(__file__).parent.parent / "docs"
+RECIPE_TABLES: dict[str, Model] = {
+    "recipe": RecipeKeys,
+    "data": Data,
+    "score": ScoreSettings,
+    "score.latency": LatencySettings,
+    "generation": Generation,
+    "gates": Gate,
+}
+TABLES = {name: stage.settings_type for name, stage in stages().items()} | RECIPE_TABLES
+_MARKED = re.compile(r"(<!-- settings: (\S+) -->\n).*?(<!-- end of settings -->)", flags=re.S)
+
+
+def fill(page: Path) -> str:
+    """Return the text of a page with its tables as the classes are now."""
+    text = page.read_text(encoding="utf-8")
+    return _MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}", text)
+
+
+@cache
+def places() -> dict[str, str]:
+    """Return where each table is: its page, relative to docs/, and the heading above it."""
+    found = {}
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for marked in _MARKED.finditer(text):
+            headings = re.findall(r"^##+ (.*)$", text[: marked.start()], flags=re.M)
+            anchor = f"#{headings[-1].lower().replace(' ', '-')}" if headings else ""
+            found[marked[2]] = f"{page.relative_to(DOCS)}{anchor}"
+    return found
+
+
+def rows(name: str) -> Iterator[tuple[str, Setting, Model]]:
+    """Yield the settings of a table: dotted name, setting, class that it belongs to."""
+    _, base = inherited(name) or ("", BaseModel)
+    for row in _rows(TABLES[name], "", set()):
+        if row[0].partition(".")[0] not in base.model_fields:
+            yield row
+
+
+def _rows(model: Model, prefix: str, seen: set[Model]) -> Iterator[tuple[str, Setting, Model]]:
+    seen.add(model)
+    for setting in settings_of(model):
+        yield prefix + setting.name, setting, model
+        for inner in setting.inner:
+            listed = any(issubclass(inner, one) for one in seen)  # or only with other defaults
+            if not listed and inner not in RECIPE_TABLES.values():
+                yield from _rows(inner, f"{prefix}{setting.name}.", seen)
+
+
+def inherited(name: str) -> tuple[str, Model] | None:
+    """Return the earlier stage that has the settings which this one inherits, and their class."""
+    base = TABLES[name].__bases__[0]
+    for other, model in TABLES.items():
+        if other == name or base in (Settings, BaseModel):
+            return None
+        if issubclass(model, base):
+            return other, base
+    return None
+
+
+def _table(name: str, page: Path) -> str:
+    lines = ["|setting|type|default|description|", "|---|---|---|---|"]
+    for path, setting, _ in rows(name):
+        own = [table for table, model in RECIPE_TABLES.items() if model in setting.inner]
+        label = _link(f"`{path}`", own[0], page) if own else f"`{path}`"
+        default = "required" if setting.required else setting.default
+        cells = (label, setting.kind.replace(" | ", ", "), default, setting.description)
+        lines.append("|" + "".join(cell.replace("|", r"\|") + "|" for cell in cells))
+    shared = inherited(name)
+    if shared:
+        lines += ["", f"All settings of {_link(shared[0], shared[0], page)} apply too."]
+    return "\n".join(lines)
+
+
+def _link(text: str, name: str, page: Path) -> str:
+    to, mark, anchor = places()[name].partition("#")
+    path = "" if DOCS / to == page else relpath(DOCS / to, page.parent)
+    return f"[{text}]({path}{mark}{anchor})"
+
+
+if __name__ == "__main__":
+    for path in sorted(DOCS.rglob("*.md")):
+        path.write_text(fill(path), encoding="utf-8")

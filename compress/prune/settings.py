@@ -10,13 +10,13 @@ from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 # Importance by gradients of the loss.
-LOOK = ("taylor", "fisher")
+GRADIENT_IMPORTANCES = ("taylor", "fisher")
 # Importance that needs calibration samples, with labels or without.
-ROWS = (*LOOK, "activation")
+CALIBRATED_IMPORTANCES = (*GRADIENT_IMPORTANCES, "activation")
 # Settings that a budget replaces.
-_INSTEAD = ("keep_ratio", "scope")
+_REPLACED_BY_BUDGET = ("keep_ratio", "scope")
 Ratio = Annotated[float, Field(gt=0, le=1)]
-MEASURES = ("parameters", "flops", "latency")
+BUDGET_MEASURES = ("parameters", "flops", "latency")
 
 
 class Budget(Settings):
@@ -45,11 +45,11 @@ class Budget(Settings):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        given = [name for name in MEASURES if getattr(self, name) is not None]
+        given = [name for name in BUDGET_MEASURES if getattr(self, name) is not None]
         if len(given) != 1:
             read = " and ".join(given) or "none"
             raise SettingError(
-                f"give one of {', '.join(MEASURES)}, read {read}",
+                f"give one of {', '.join(BUDGET_MEASURES)}, read {read}",
                 code="settings-conflict" if given else "missing-setting",
             )
         if self.sequence_length is not None and given == ["parameters"]:
@@ -63,10 +63,10 @@ class Budget(Settings):
     @property
     def measure(self) -> str:
         """The measure that the budget limits."""
-        return next(name for name in MEASURES if getattr(self, name) is not None)
+        return next(name for name in BUDGET_MEASURES if getattr(self, name) is not None)
 
     @property
-    def share(self) -> float:
+    def keep_ratio(self) -> float:
         """The fraction that may remain."""
         return float(getattr(self, self.measure))
 
@@ -113,14 +113,14 @@ class PruneSettings(Settings):
     multiple_of: int = Field(default=8, ge=1, description="kept neurons or channels are a multiple of this")
     dtype: StoredDtype = "keep"
 
-    def ratio(self, target: str) -> float:
+    def keep_ratio_of(self, target: str) -> float:
         """Return the fraction of the units of one kind that is kept."""
         return self.keep_ratio[target] if isinstance(self.keep_ratio, dict) else self.keep_ratio  # type: ignore[index]
 
-    def meant(self) -> dict[str, Any]:
+    def to_report(self) -> dict[str, Any]:
         """Return what a report shows: with a budget, no setting that the budget replaces."""
-        replaced = _INSTEAD if self.budget is not None else ()
-        return {name: value for name, value in super().meant().items() if name not in replaced}
+        replaced = _REPLACED_BY_BUDGET if self.budget is not None else ()
+        return {name: value for name, value in super().to_report().items() if name not in replaced}
 
     @model_validator(mode="before")
     @classmethod
@@ -194,7 +194,7 @@ class PruneSettings(Settings):
     def _one_size(self) -> Self:
         if self.budget is None:
             return self
-        both = sorted(self.model_fields_set.intersection(_INSTEAD))
+        both = sorted(self.model_fields_set.intersection(_REPLACED_BY_BUDGET))
         if both:
             raise SettingError(
                 f"a budget decides how many units are kept; remove {' and '.join(both)}",

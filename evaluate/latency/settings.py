@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
-DEPLOYABLE, ALL = "deployable", "all"
+DEPLOYABLE_STEPS, ALL_STEPS = "deployable", "all"
 
 
 class LatencySettings(Settings):
@@ -49,7 +49,7 @@ class LatencySettings(Settings):
         description="limit of all measurements; default the time of the stages, at least 1",
     )
     steps: str | tuple[str, ...] = Field(
-        default=DEPLOYABLE,
+        default=DEPLOYABLE_STEPS,
         description="deployable, all, or names; baseline and steps with a speed gate always",
     )
 
@@ -58,20 +58,22 @@ class LatencySettings(Settings):
     def _positive(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not sizes or len(set(sizes)) != len(sizes) or any(not 1 <= s <= 4096 for s in sizes):
             raise SettingError(
-                f"expected different whole numbers from 1 to 4096, read {list(sizes)}", code="wrong-value"
+                f"expected different whole numbers from 1 to 4096, got {list(sizes)}", code="wrong-value"
             )
         return sizes
 
-    def key(self) -> dict[str, Any]:
-        """Return, JSON-able, what the times of an artifact depend on: not how long all of them may take."""
+    def cache_key(self) -> dict[str, Any]:
+        """Return, JSON-able, the settings that an artifact's times depend on (not the time limit)."""
         return self.model_dump(mode="json", exclude={"max_minutes", "steps"})
 
-    def named(self) -> tuple[str, ...]:
-        """Return the steps that are named."""
+    def named_steps(self) -> tuple[str, ...]:
+        """Return the names of the listed steps."""
         if isinstance(self.steps, str):
-            return () if self.steps in (DEPLOYABLE, ALL) else (self.steps,)
+            return () if self.steps in (DEPLOYABLE_STEPS, ALL_STEPS) else (self.steps,)
         return self.steps
 
-    def times(self, name: str, deployable: bool) -> bool:
+    def is_timed(self, name: str, deployable: bool) -> bool:
         """Return whether the step `name` is timed."""
-        return self.steps == ALL or (deployable if self.steps == DEPLOYABLE else name in self.named())
+        return self.steps == ALL_STEPS or (
+            deployable if self.steps == DEPLOYABLE_STEPS else name in self.named_steps()
+        )

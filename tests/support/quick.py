@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOMS: dict[str, str] = {
+QUICK_TESTS: dict[str, str] = {
     "benchmarks": "test_peers test_gpu",
     "compress": "test_float_model",
     "compress/calibration": "test_statistics::test_a_sum_of_many_small_values_keeps_them",
@@ -78,7 +78,7 @@ ROOMS: dict[str, str] = {
     "runtime/backends": "test_device::test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu",
     "runtime/backends/ort_tensorrt": "test_cache test_told",
     "runtime/foreign": "test_signature test_take",
-    "runtime/foreign/generators": "test_layout test_edit",
+    "runtime/third_party/generators": "test_layout test_edit",
     "runtime/generate": "test_rules test_sampling test_settings test_shortlist",
     "runtime/images": "test_processor",
     "runtime/layers": "test_quantized",
@@ -93,13 +93,13 @@ ROOMS: dict[str, str] = {
 }
 
 
-def holds(path: Path, root: Path, test: str | None = None) -> bool:
+def is_quick(path: Path, root: Path, test: str | None = None) -> bool:
     """Return whether a test of the file `path` is in the quick part; without `test`, whether any is."""
     try:
         place = path.relative_to(root / "tests")
     except ValueError:
         return False
-    for entry in ROOMS.get(place.parent.as_posix(), "").split():
+    for entry in QUICK_TESTS.get(place.parent.as_posix(), "").split():
         file, _, name = entry.partition("::")
         if file == place.stem and (not name or test is None or test.partition("[")[0] == name):
             return True

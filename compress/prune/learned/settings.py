@@ -1,4 +1,4 @@
-"""The settings of masks that are learned during training: `learned_masks` of `finetune` and `distill`."""
+"""The settings `learned_masks` of `finetune` and `distill`."""
 
 from __future__ import annotations
 

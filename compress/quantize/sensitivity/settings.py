@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import WIDTHS
+from smelt.runtime.schemes.registry import SCHEMES_BY_BITS
 
 
 class MaxExcluded(Settings):
@@ -35,8 +35,8 @@ class MixedPrecision(Settings):
         description="or: largest drop of metric on validation data",
     )
     metric: str | None = Field(default=None, description="default the first of score.quality")
-    bit_widths: list[Literal[tuple(WIDTHS)]] = Field(  # type: ignore[valid-type]
-        default=sorted(WIDTHS), min_length=2, description="bits to choose from"
+    bit_widths: list[Literal[tuple(SCHEMES_BY_BITS)]] = Field(  # type: ignore[valid-type]
+        default=sorted(SCHEMES_BY_BITS), min_length=2, description="bits to choose from"
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The settings of quantization-aware training: `qat` of `finetune` and `distill`."""
+"""The settings `qat` of `finetune` and `distill`."""
 
 from __future__ import annotations
 

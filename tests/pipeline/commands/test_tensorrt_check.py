@@ -4,23 +4,23 @@ import json
 import subprocess
 import sys
 
-import exports
+import graph_exports
 import harness
 import numpy as np
 import onnx
 import pytest
 import tensorrt_rig
+from expected_errors import command_error
 from onnx import TensorProto, helper, numpy_helper
-from refusals import error_of
 
-from smelt.export.tensorrt import ask_parser as module
-from smelt.export.tensorrt.ask_parser import ask_parser
+from smelt.export.tensorrt import run_parser as module
+from smelt.export.tensorrt.run_parser import run_parser
 from smelt.runtime.backends import tensorrt_module
 
 
 @pytest.fixture(autouse=True)
 def without_tensorrt(monkeypatch):
-    monkeypatch.setattr(tensorrt_module, "NAMES", ("a_package_that_nobody_has",))
+    monkeypatch.setattr(tensorrt_module, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
 
 
 def save(path, weight, nodes=1):
@@ -100,26 +100,28 @@ def test_a_file_that_holds_no_graph_is_said_to_be_that(tmp_path, held, said):
 @pytest.mark.parametrize(("what", "code"), [("nothing", "missing-file"), ("empty", "missing-graph")])
 def test_what_has_no_graph_is_refused_with_what_to_do(tmp_path, what, code):
     (tmp_path / "empty").mkdir()
-    error = error_of(harness.smelt("tensorrt-check", tmp_path / what, code=2))
+    error = command_error(harness.smelt("tensorrt-check", tmp_path / what, code=2))
     assert error.code == code
     assert "onnx" in str(error)
 
 
 def test_artifact_for_onnx_runtime_would_be_rejected_and_one_for_tensorrt_not():
     for target, code in (("ort-cpu", 1), ("tensorrt", 0)):
-        done = harness.smelt("tensorrt-check", exports.exported("bert", "fp32", target).folder, code=code)
+        done = harness.smelt(
+            "tensorrt-check", graph_exports.exported_graphs("bert", "fp32", target).folder, code=code
+        )
         assert ("TensorRT would not take this" in done.stdout) is bool(code)
 
 
 def ask(path):
-    """`ask_parser` on the rig, in a process of its own."""
+    """`run_parser` on the rig, in a process of its own."""
     code = (
-        "import sys; from pathlib import Path; from smelt.export.tensorrt.ask_parser import ask_parser\n"
-        "import json; print(json.dumps(ask_parser(Path(sys.argv[1]))._asdict()))"
+        "import sys; from pathlib import Path; from smelt.export.tensorrt.run_parser import run_parser\n"
+        "import json; print(json.dumps(run_parser(Path(sys.argv[1]))._asdict()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)],
-        env=tensorrt_rig.require(), capture_output=True, text=True, check=False,
+        env=tensorrt_rig.rig_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -135,6 +137,6 @@ def test_the_installed_parser_is_asked_where_a_builder_can_be_made(tmp_path):
 def test_parser_whose_process_dies_is_told_as_not_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorrt_module, "find_tensorrt", lambda: "tensorrt")
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
-    verdict = ask_parser(tmp_path / "m.onnx")
+    verdict = run_parser(tmp_path / "m.onnx")
     assert verdict.asked is None
     assert "tensorrt ended with code 1" in verdict.why

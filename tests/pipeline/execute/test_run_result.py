@@ -7,8 +7,8 @@ import shlex
 import pytest
 import sample_report
 
-from smelt.evaluate.frontier import frontier
-from smelt.execute.run_result import Result, step_to_ship, summary_lines
+from smelt.evaluate.frontier import pareto_front
+from smelt.execute.run_result import Result, smallest_deployable_step, summary_lines
 
 
 def step(name, size, format_="onnx", target="ort-cpu", artifact="a"):
@@ -27,7 +27,7 @@ def step(name, size, format_="onnx", target="ort-cpu", artifact="a"):
     ],
 )
 def test_the_step_to_ship_is_small_worth_having_and_runs_anywhere(steps, frontier, expected):
-    assert step_to_ship({"steps": steps, "frontier": frontier}) == expected
+    assert smallest_deployable_step({"steps": steps, "frontier": frontier}) == expected
 
 
 def judged(name, size, value, p_value, higher=True, difference=-1.0):
@@ -53,25 +53,25 @@ def judged(name, size, value, p_value, higher=True, difference=-1.0):
     ],
 )
 def test_without_times_what_is_significantly_worse_is_not_named(steps, expected):
-    assert step_to_ship({"steps": steps, "frontier": []}) == expected
-    assert step_to_ship({"steps": steps, "frontier": [steps[0]["name"]]}) == steps[0]["name"]
+    assert smallest_deployable_step({"steps": steps, "frontier": []}) == expected
+    assert smallest_deployable_step({"steps": steps, "frontier": [steps[0]["name"]]}) == steps[0]["name"]
 
 
 def test_a_step_that_fails_a_gate_is_named_only_where_all_do():
     steps = [judged("whole", 9, 38.2, 1.0), judged("fails", 2, 38.0, 0.6), judged("good", 5, 38.1, 0.7)]
     steps[1]["gates"], steps[2]["gates"] = [{"passed": True}, {"passed": False}], [{"passed": None}]
-    assert step_to_ship({"steps": steps, "frontier": []}) == "good"
-    assert step_to_ship({"steps": steps, "frontier": ["whole", "fails"]}) == "whole"
-    assert step_to_ship({"steps": steps[1:2], "frontier": []}) == "fails"
+    assert smallest_deployable_step({"steps": steps, "frontier": []}) == "good"
+    assert smallest_deployable_step({"steps": steps, "frontier": ["whole", "fails"]}) == "whole"
+    assert smallest_deployable_step({"steps": steps[1:2], "frontier": []}) == "fails"
 
 
 def test_a_loss_that_a_gate_allows_keeps_no_step_from_being_shipped():
     steps = [judged("whole", 9, 100.0, 1.0), judged("int8", 3, 99.9, 0.002)]
-    assert step_to_ship({"steps": steps, "frontier": []}) == "whole"
+    assert smallest_deployable_step({"steps": steps, "frontier": []}) == "whole"
     steps[1]["gates"] = [{"metric": "m", "passed": True}]
-    assert step_to_ship({"steps": steps, "frontier": []}) == "int8"
+    assert smallest_deployable_step({"steps": steps, "frontier": []}) == "int8"
     steps[1]["gates"] = [{"metric": "size_mb", "passed": True}]
-    assert step_to_ship({"steps": steps, "frontier": []}) == "whole"
+    assert smallest_deployable_step({"steps": steps, "frontier": []}) == "whole"
 
 
 def agreeing(name, size, **differences):
@@ -96,9 +96,12 @@ def agreeing(name, size, **differences):
 )
 def test_a_little_less_agreement_than_with_itself_keeps_no_step_from_being_shipped(differences, expected):
     whole = agreeing("whole", 9, **dict.fromkeys(differences, 0.0))
-    assert step_to_ship({"steps": [whole, agreeing("int8", 3, **differences)], "frontier": []}) == expected
+    assert (
+        smallest_deployable_step({"steps": [whole, agreeing("int8", 3, **differences)], "frontier": []})
+        == expected
+    )
     failed = agreeing("int8", 3, **differences) | {"gates": [{"metric": "agreement", "passed": False}]}
-    assert step_to_ship({"steps": [whole, failed], "frontier": []}) == "whole"
+    assert smallest_deployable_step({"steps": [whole, failed], "frontier": []}) == "whole"
 
 
 def test_disturbed_times_name_what_a_run_without_times_would():
@@ -106,13 +109,13 @@ def test_disturbed_times_name_what_a_run_without_times_would():
     row = {"batch_size": 1, "speedup": 1.0}
     for one, stable in zip(steps, (True, False, False), strict=True):
         one["latency"] = [{**row, "stable": stable}]
-    assert step_to_ship({"steps": steps, "frontier": frontier(steps, "onnx")}) == "good"
+    assert smallest_deployable_step({"steps": steps, "frontier": pareto_front(steps, "onnx")}) == "good"
 
 
 def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = sample_report.sample()
-    name = step_to_ship(report)
+    report = sample_report.ten_step_report()
+    name = smallest_deployable_step(report)
     assert name is not None
     result = Result(report, tmp_path / "runs" / "my run")
     place = shlex.quote(f"runs/my run/artifacts/{name}")
@@ -164,8 +167,8 @@ OPEN, WORSE = "examples cannot tell whether it is worse than model", "is worse t
 def test_a_step_is_named_with_what_it_loses_or_what_few_rows_leave_open(
     tmp_path, metric, value, difference, ends, p_value, n, said
 ):
-    report = sample_report.sample()
-    name = step_to_ship(report)
+    report = sample_report.ten_step_report()
+    name = smallest_deployable_step(report)
     chosen = next(one for one in report["steps"] if one["name"] == name)
     score = chosen["quality"]["bleu"] | {"value": value, "n": n, "higher_is_better": metric == "bleu"}
     chosen["quality"] = {metric: score}
@@ -191,15 +194,15 @@ def test_a_step_is_named_with_what_it_loses_or_what_few_rows_leave_open(
 
 @pytest.mark.parametrize("more", range(0, 20, 2))
 def test_an_interval_stays_in_one_line(tmp_path, more):
-    report = sample_report.sample()
-    name = step_to_ship(report)
+    report = sample_report.ten_step_report()
+    name = smallest_deployable_step(report)
     report = json.loads(json.dumps(report).replace(f'"{name}"', f'"{name}{"x" * more}"'))
     told = summary_lines(Result(report, tmp_path))
     assert [line for line in told if re.search(r"−1\.11 \[.+\],", line)], told
 
 
 def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):
-    report = sample_report.sample()
+    report = sample_report.ten_step_report()
     for one in report["steps"]:
         one["details"] = {"foreign": True}
     assert report["recipe"]["task"] == "translation"

@@ -15,7 +15,7 @@ from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.report.schema import validate_report
-from smelt.look.machine import has_cuda
+from smelt.inspect.machine import has_cuda
 
 RECIPE = """
 model: m
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.skipif(has_cuda(), reason="here engines can be run")
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    tiny.bert(folder / "m")
-    tiny.labelled(folder / "data.jsonl", 8)
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
@@ -47,7 +47,7 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def smelt(home):
     """A function that runs `smelt ARGUMENTS` in the rig: exit code and output of a process of its own."""
-    with ForkServer(tensorrt_rig.require()) as server:
+    with ForkServer(tensorrt_rig.rig_environment()) as server:
 
         def run(*arguments):
             server.start(*arguments, output=home / "output.txt")

@@ -1,8 +1,9 @@
 """Check the types of the whole project with mypy.
 
-Type checkers do not read setuptools' `package-dir`, so the folders are linked to build/types in the layout of
-their import names (`smelt`, `smelt.core`, ...) and mypy checks that tree. mypy also succeeds without any
-files, so the number of files that it reports is compared with the number of files in the project.
+Type checkers do not read setuptools' `package-dir`, so build/types/smelt contains links to smelt/ and to the
+folders that are mapped into it (`smelt.compress`, ...). mypy checks that tree, and editors find it by
+`[tool.pyright]`; `--link` only creates it. mypy also succeeds without any files, so the number of files that
+it reports is compared with the number of files in the project.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ CHECKED_BESIDE = ("tools", "benchmarks")
 
 
 def link_tree(packages: dict[str, str]) -> None:
-    """Create `TREE`: for each package a folder with links to the files of its source folder.
+    """Create `TREE`, in which smelt/ contains its own files and folders and the mapped ones.
 
     Args:
         packages: setuptools' `package-dir`, dotted package name to source folder.
     """
     shutil.rmtree(TREE, ignore_errors=True)
-    for name, folder in packages.items():
-        for source in sorted((ROOT / folder).rglob("*")):
-            if source.suffix not in (".py", ".pyi") and source.name != "py.typed":
-                continue
-            link = TREE.joinpath(*name.split(".")) / source.relative_to(ROOT / folder)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(source)
+    (TREE / "smelt").mkdir(parents=True)
+    links = {path.name: path for path in (ROOT / packages["smelt"]).iterdir()}
+    links |= {name.rpartition(".")[2]: ROOT / folder for name, folder in packages.items() if name != "smelt"}
+    for name, source in links.items():
+        (TREE / "smelt" / name).symlink_to(source)
 
 
 def main(arguments: list[str]) -> int:
     """Run mypy; return its exit status, or 1 if it did not check every file."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    link_tree(settings["tool"]["setuptools"]["package-dir"])
+    packages = settings["tool"]["setuptools"]["package-dir"]
+    link_tree(packages)
+    if arguments == ["--link"]:
+        return 0
     beside = [str(path) for folder in CHECKED_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
-    expected = len(list(TREE.rglob("*.py"))) + len(beside)
+    expected = sum(len(list((ROOT / folder).rglob("*.py"))) for folder in packages.values()) + len(beside)
     command = [sys.executable, "-m", "mypy", "--no-pretty", *arguments, str(TREE), *beside]
     result = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
     print(result.stdout, end="")

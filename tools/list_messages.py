@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "tests" / "house" / "messages"
-PACKAGES = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
+PACKAGES = ("smelt", "compress", "export", "evaluate")
 ERRORS = (
     *("SmeltError", "InputError", "RunError", "ParityError", "MissingDependencyError", "SettingError"),
     *("ValueError", "GraphFileError"),
@@ -27,7 +27,7 @@ MAKERS = {
     "error_message": ("error", 0, 1),
     "info": ("info", 0, 1),
 }
-COLLECTORS = ("add", "say")  # of `smelt.recipe.mistakes.Mistakes`
+COLLECTORS = ("add", "say")  # of `smelt.pipeline.recipe.mistakes.Mistakes`
 
 
 class Found(NamedTuple):

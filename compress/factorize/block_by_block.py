@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from smelt.compress.calibration.run_blocks import RunningBlock, run_blocks
 from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.calibration.sequential import RunningBlock, run_blocks
 from smelt.compress.calibration.statistics import InputStatistics, StatisticsCollector, input_width
 from smelt.compress.factorize.layer_metrics import (
     LayerMetrics,
@@ -27,9 +27,9 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.svd import low_rank_layer
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.families.model_blocks import Block, blocks_of
-from smelt.runtime.models.streamed_model import StreamedModel
-from smelt.runtime.models.structure import replace_layer
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.streamed_model import StreamedModel
+from smelt.models.structure import replace_layer
 
 
 def can_factorize_blockwise(settings: FactorizeSettings) -> bool:

@@ -7,20 +7,20 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.float_model import count_stored_parameters, load_float_model
+from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
 from smelt.core.text import with_article
+from smelt.data.splits import TASKS, Split, Task
 
 if TYPE_CHECKING:
     from torch import nn
 
     from smelt.compress.factorize.layer_metrics import LayerMetrics
-    from smelt.runtime.models.streamed_model import StreamedModel
+    from smelt.models.streamed_model import StreamedModel
 
 
 class Factorize:
@@ -91,7 +91,7 @@ class Factorize:
         cls, settings: FactorizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the mistakes, by setting, for a model of this config, and the config of the result."""
-        from smelt.families.registry import find_family, no_blocks_reason
+        from smelt.models.families.registry import find_family, no_blocks_reason
 
         family, lack = find_family(config), no_blocks_reason(config)
         if settings.targets == "embeddings" and family is not None and family.input_kind == "images":
@@ -116,9 +116,9 @@ class Factorize:
             )
 
     def _factorize_convolutions(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.compress.factorize.factorize_convolutions import factorize_convolutions
-        from smelt.runtime.images.image_processor import read_processor
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.compress.factorize.convolutions import factorize_convolutions
+        from smelt.models.checkpoint import save_model
+        from smelt.models.image_processor import read_processor
 
         model, edits = load_float_model(src, self.name)
         for one in self.check_model(settings, model.config.to_dict())[0]:
@@ -127,7 +127,7 @@ class Factorize:
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.models.checkpoint import save_model
 
         streamed = _open_streamed(src, settings, ctx)
         if streamed is not None:
@@ -191,8 +191,8 @@ class Factorize:
 def _open_streamed(src: Artifact, settings: FactorizeSettings, ctx: Context) -> StreamedModel | None:
     """Return a large model for block-by-block work, else None; a budget and gradients need it whole."""
     from smelt.compress.factorize.block_by_block import are_all_in_blocks, can_factorize_blockwise
-    from smelt.runtime.backends.device import torch_device
-    from smelt.runtime.models.streamed_model import open_streamed
+    from smelt.models.streamed_model import open_streamed
+    from smelt.runtimes.device import torch_device
 
     if not can_factorize_blockwise(settings) or torch_device(ctx.device) != "cpu":
         return None
@@ -254,7 +254,7 @@ def _replace_layers(
 ) -> None:
     """Replace layers by factors of the given `ranks`; report their errors in `ctx.details`."""
     from smelt.compress.factorize.svd import low_rank_layer
-    from smelt.runtime.models.structure import replace_layer
+    from smelt.models.structure import replace_layer
 
     errors: dict[str, float] = {}
     for at, (name, rank) in enumerate(ranks.items(), start=1):
@@ -299,8 +299,8 @@ def linear_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple
     """
     from torch import nn
 
-    from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
-    from smelt.runtime.models.structure import module_names
+    from smelt.models.layers import LowRankEmbedding, LowRankLinear
+    from smelt.models.structure import module_names
 
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     halves |= {id(m.up) for m in model.modules() if isinstance(m, LowRankEmbedding)}
@@ -319,8 +319,8 @@ def _is_selected(settings: FactorizeSettings, names: Sequence[str]) -> bool:
 
 def _count_factorized(model: Any, settings: FactorizeSettings) -> int:
     """Return the number of selected layers that an earlier step has factorized."""
-    from smelt.runtime.layers.low_rank_linear import LowRankLinear
-    from smelt.runtime.models.structure import module_names
+    from smelt.models.layers import LowRankLinear
+    from smelt.models.structure import module_names
 
     found = module_names(model).items()
     return sum(isinstance(m, LowRankLinear) and _is_selected(settings, names) for m, names in found)

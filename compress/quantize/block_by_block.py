@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.calibration.run_blocks import ObserveInputs, run_blocks
 from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.calibration.sequential import ObserveInputs, run_blocks
 from smelt.compress.quantize.calibrate_layers import grid_finder, quantizer_factory
-from smelt.compress.quantize.methods.gptq import GptqRunner
+from smelt.compress.quantize.gptq import GptqRunner
 from smelt.compress.quantize.plan_layers import (
     PlannedLayer,
     output_layer,
@@ -22,15 +22,15 @@ from smelt.compress.quantize.plan_layers import (
     quantize_layers,
     require_finite_layers,
 )
-from smelt.compress.quantize.scheme_options.scale_underflow import scale_underflow_warnings, small_weights
+from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.messages import Message
 from smelt.core.stage import Context
-from smelt.families.model_blocks import Block, blocks_of
-from smelt.runtime.backends.device import torch_device
-from smelt.runtime.models.streamed_model import StreamedModel, open_streamed
-from smelt.runtime.models.structure import Edit
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.streamed_model import StreamedModel, open_streamed
+from smelt.models.structure import Edit
+from smelt.runtimes.device import torch_device
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.quantize.scheme_options.scheme_table import scheme_table
+from smelt.compress.quantize.scheme_options import scheme_table
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need, Settings
-from smelt.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
-from smelt.runtime.schemes.registry import SCHEMES
-from smelt.runtime.schemes.scheme import Scheme
+from smelt.data.splits import TASKS, Task
+from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
+from smelt.quantization.scheme import Scheme
+from smelt.quantization.schemes.registry import SCHEMES
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.plan_layers import PlannedLayer
-    from smelt.runtime.models.structure import Edit
+    from smelt.models.structure import Edit
 
 _MAX_LISTED = 3  # layers that a warning lists
 
@@ -118,11 +118,11 @@ class Quantize:
             plan_layers,
             unused_patterns,
         )
-        from smelt.compress.quantize.scheme_options.two_bit_warnings import two_bit_warnings
+        from smelt.compress.quantize.scheme_options import two_bit_warnings
         from smelt.compress.train.training_state import torch_threads
-        from smelt.runtime.models.checkpoint import load_model, save_model
-        from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
-        from smelt.runtime.models.stored_dtype import stored_dtypes, weight_files_size
+        from smelt.models.checkpoint import load_model, save_model
+        from smelt.models.edits import fold_batch_norms
+        from smelt.models.stored_dtype import stored_dtypes, weight_files_size
 
         streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
@@ -183,7 +183,7 @@ def _quantize_whole(
     )
     from smelt.compress.quantize.convolution_rounding import insert_rounding
     from smelt.compress.quantize.plan_layers import quantize_layers
-    from smelt.compress.quantize.scheme_options.scale_underflow import scale_underflow_warnings, small_weights
+    from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
 
     small = small_weights(layers)
     found = calibrate_layers(model, layers, src, settings, ctx)
@@ -232,10 +232,9 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
     """
     from torch import nn
 
-    from smelt.compress.quantize.weight_quantizer import quantized_weight_bits
-    from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
-    from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
-    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
+    from smelt.compress.quantize.plan_layers import quantized_weight_bits
+    from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, is_quantized
+    from smelt.quantization.matrix import QuantizedConv2d
 
     beside = {
         id(h) for m in model.modules() if isinstance(m, LowRankCorrectedLinear) for h in m.adapter.modules()
@@ -266,7 +265,7 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
     """
     from torch import nn
 
-    from smelt.runtime.layers.quantized import is_quantized, quantized_bytes
+    from smelt.quantization.layers import is_quantized, quantized_bytes
 
     places: dict[int, tuple[str, Any]] = {}
     for name, m in model.named_modules():

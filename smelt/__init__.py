@@ -1,0 +1,254 @@
+"""Compress trained models and export them, with every step measured.
+
+`smelt.run(recipe)` runs a recipe, `smelt.plan(recipe)` checks it, `smelt.Recipe` builds one in Python,
+`smelt.apply(stage, model, out)` runs one stage, `smelt.load(folder)` opens an artifact, and
+`smelt.package(folder)` writes a folder for deployment. Dependencies are imported on the first call, so
+`import smelt` is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.errors import (
+    DeviceWarning,
+    InputError,
+    MissingDependencyError,
+    RunError,
+    SmeltError,
+    TruncationWarning,
+)
+
+if TYPE_CHECKING:
+    from smelt.api.load import Model
+    from smelt.api.recipes import Recipe
+    from smelt.core.artifact import Artifact
+    from smelt.data.splits import Task
+    from smelt.export.package.write_package import WrittenPackage
+    from smelt.pipeline.execute.run_result import Report, Result
+    from smelt.pipeline.plan.plan import Plan
+
+__all__ = [
+    "DeviceWarning",
+    "InputError",
+    "MissingDependencyError",
+    "Recipe",
+    "Report",
+    "RunError",
+    "SmeltError",
+    "TruncationWarning",
+    "__version__",
+    "apply",
+    "load",
+    "package",
+    "plan",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that `import smelt` is fast."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("smelt")
+    if name == "Recipe":
+        from smelt.api.recipes import Recipe
+
+        return Recipe
+    if name == "Report":
+        from smelt.pipeline.execute.run_result import Report
+
+        return Report
+    raise AttributeError(f"module 'smelt' has no attribute '{name}'")
+
+
+def run(
+    recipe: str | Path | Recipe,
+    *,
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
+    until: str | None = None,
+    out: str | Path | None = None,
+    store: str | Path | None = None,
+    rebuild: bool | Sequence[str] = (),
+    limit: int | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Run a recipe and return its result, as `smelt run` does.
+
+    Args:
+        recipe: a `smelt.Recipe`, a file, or the name of a recipe included in smelt (quickstart).
+        overrides: settings to change: {"prune.keep_ratio": 0.5}, or a list such as ["prune.keep_ratio=0.5"].
+        until: last step to run, with the steps that it needs.
+        out: the run's folder (default: runs/NAME in the current folder).
+        store: folder of stored artifacts (default: .store next to the run's folder).
+        rebuild: steps to build again; True for all.
+        limit: use at most this many samples of every split; 1 or more.
+        quiet: print nothing to standard error; the log is in the run's folder.
+
+    Returns:
+        The report (docs/reference/report.md), the run's folder and the exit code of the command: 0
+        passed, 1 a step failed, 3 a gate failed, 130 interrupted.
+
+    Raises:
+        InputError: the recipe, the data or the machine is not suitable; nothing was written.
+    """
+    import warnings
+
+    from smelt.api.recipes import plan_recipe
+    from smelt.pipeline.execute.run import RunOptions, run_plan
+
+    plan = plan_recipe(recipe, _override_list(overrides), until)
+    for message in () if quiet else plan.warnings:
+        warnings.warn(str(message), stacklevel=2)
+    again = ["*"] if rebuild is True else _as_list(rebuild or ())
+    options = RunOptions(
+        out=None if out is None else Path(out),
+        store=None if store is None else Path(store),
+        rebuild=frozenset(again),
+        limit=limit,
+        quiet=quiet,
+    )
+    return run_plan(plan, options)
+
+
+def plan(
+    recipe: str | Path | Recipe,
+    *,
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
+    until: str | None = None,
+) -> Plan:
+    """Check a recipe and return its plan, as `smelt plan` does.
+
+    Args:
+        recipe: a `smelt.Recipe`, a file, or the name of a recipe included in smelt (quickstart).
+        overrides: settings to change, as for `smelt.run`.
+        until: last step to run, with the steps that it needs.
+
+    Returns:
+        The plan: its `steps`, `gates`, `warnings`; `str(plan)` is the output of `smelt plan`.
+
+    Raises:
+        InputError: there are mistakes in the recipe, the model's folder or the data; lists all of them.
+    """
+    from smelt.api.recipes import plan_recipe
+
+    return plan_recipe(recipe, _override_list(overrides), until)
+
+
+def apply(
+    stage: str,
+    model: str | Path,
+    *,
+    out: str | Path,
+    data: str | Path | Mapping[str, Any] | None = None,
+    task: Task | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    device: str = "auto",
+    **settings: Any,
+) -> Artifact:
+    """Run one stage on a model, without scoring, and return the artifact.
+
+        smelt.apply("quantize", "models/my", out="my-int4", scheme="int4", method="gptq", data="rows.jsonl")
+        smelt.apply("onnx", "my-int4", out="my-onnx", target="ort-cpu")
+
+    Args:
+        stage: the name of a stage; `smelt stages` lists them.
+        model: a model's folder, a hub id, an .onnx file, or the folder of a torch artifact.
+        out: the folder to write; it must not exist, or be empty.
+        data: a mapping as `data` in a recipe, or one file with samples for training or calibration.
+        task: task of the model (default: inferred from its config).
+        seed: random seed.
+        threads: CPU threads.
+        device: auto, cpu or cuda.
+        **settings: settings of the stage; `smelt stages NAME` lists them.
+
+    Returns:
+        The artifact: its `path`, and its `manifest` with `warnings` and `details`.
+
+    Raises:
+        InputError: settings, model, data or machine are not suitable; nothing was written.
+        RunError: the stage failed; nothing was written.
+    """
+    from smelt.api.recipes import apply_stage
+
+    return apply_stage(stage, model, out, data, task, seed, threads, device, settings)
+
+
+def load(
+    artifact: str | Path, *, threads: int | None = None, device: str = "auto", trust_engine: bool = False
+) -> Model:
+    """Load an artifact in its runtime: torch, ONNX Runtime, OpenVINO or TensorRT.
+
+        with smelt.load("runs/translate/artifacts/onnx-int8") as model:
+            print(model.generate(["A man is riding a bicycle."]))
+
+    Args:
+        artifact: the folder of an artifact.
+        threads: CPU threads (default: the artifact's setting, else the runtime's default).
+        device: auto, cpu or cuda.
+        trust_engine: allow TensorRT engines that this user did not build on this machine. An engine is native
+            code; open only those from trusted sources.
+
+    Returns:
+        A context manager with `generate` (texts) or `predict` (classes); see `smelt.api.load.Model`.
+
+    Raises:
+        InputError: the folder is not an artifact, or its files were changed.
+    """
+    from smelt.api.load import Model
+
+    return Model(artifact, threads, device, trust_engine)
+
+
+def package(
+    artifact: str | Path, format: str = "standalone", out: str | Path | None = None
+) -> WrittenPackage:
+    """Write an artifact as a self-contained folder for deployment, as `smelt package` does.
+
+    Args:
+        artifact: the folder of an artifact.
+        format: layout; `smelt package --help` lists the formats.
+        out: the folder to write (default: NAME-FORMAT in the current folder).
+
+    Returns:
+        The package: its `folder`, `usage`, `size_bytes`, `warnings`.
+
+    Raises:
+        InputError: no such artifact or format, the format does not support it, or `out` cannot be written.
+        RunError: the disk is full, or the package failed its checks; nothing was written.
+    """
+    from smelt.api.package import package_artifact
+
+    return package_artifact(artifact, format, out)
+
+
+def _override_list(overrides: Sequence[str] | Mapping[str, Any] | None) -> list[str]:
+    """Return overrides in the form of `--set`.
+
+    Raises:
+        InputError: a value is not valid in a recipe, or a list contains something other than strings.
+    """
+    import json
+
+    from smelt.api.recipes import to_plain
+
+    if isinstance(overrides, Mapping):
+        values = {str(name): to_plain(value, (str(name),)) for name, value in overrides.items()}
+        return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
+    changes = _as_list(overrides or ())
+    for change in changes:
+        if not isinstance(change, str):
+            raise InputError(
+                f"overrides: expected a mapping, or a list of strings such as 'seed=3', got {change!r}.",
+                code="wrong-value",
+                setting="overrides",
+            )
+    return changes
+
+
+def _as_list(value: str | Sequence[str]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)

@@ -86,9 +86,6 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
         (python, "-m", "smelt"),
         (python, "-m", "pytest", "-q", "-rA", "-n", "0", "-m", "gpu"),
     )
-    rtx = [
-        word for step in ("fp32", "fp16", "int8") for word in ("--set", f"ort-{step}.target=ort-tensorrt-rtx")
-    ]
     training = (*smelt, "run", "quickstart", "--until", "recovered", "--set", "device=cuda", "--rebuild")
     return (
         Part("doctor", "what is installed and works here", (*smelt, "doctor"), 60),
@@ -116,11 +113,6 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
             " graph is opened and kept: quality beside the untouched model, latency interleaved",
             (*smelt, "run", ORT, "--out", str(RUNS / "gpu-ort"), "--rebuild"), 260,
             RUNS / "gpu-ort" / "report.md", "SMELT_TENSORRT_10",
-        ),
-        Part(
-            "ort-tensorrt-rtx", "the same by the plug-in of TensorRT for RTX; on a GPU that is none, why not",
-            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-rtx"), "--rebuild", *rtx), 100,
-            RUNS / "gpu-rtx" / "report.md",
         ),
         Part(
             "bitsandbytes", "a layer and an optimizer of bitsandbytes on CUDA (smelt uses it on the CPU)",

@@ -21,9 +21,7 @@ else
   # torch from PyPI is a CUDA build on Linux; CUDA and cuDNN for ONNX Runtime come as packages too
   "$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
     -e '.[tensorrt,bitsandbytes]' 'onnxruntime-gpu[cuda,cudnn]' pytest pytest-xdist hypothesis babel
-  # what the parts ort-tensorrt and ort-tensorrt-rtx want; without it they say what is missing
-  "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
-    onnxruntime-ep-nv-tensorrt-rtx-cu13 || echo "no plug-in of TensorRT for RTX: see above"
+  # what the part ort-tensorrt wants; without it, it says what is missing
   if [ ! -d build/tensorrt-10/tensorrt_libs ]; then  # beside the environment, which has TensorRT 11
     "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
       --target build/tensorrt-10 'tensorrt-cu13-libs==10.*' || echo "no TensorRT 10: see above"

@@ -13,7 +13,6 @@ from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.quantization.scheme import graph_target
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
 
 if TYPE_CHECKING:
     from smelt.quantization.emit import GraphTarget
@@ -29,11 +28,9 @@ class AutotuneSettings(Settings):
 class OnnxSettings(Settings):
     """Settings of `onnx`."""
 
-    target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (
-        Field(
-            default="ort-cpu",
-            description="runtime",
-        )
+    target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt"] = Field(
+        default="ort-cpu",
+        description="runtime",
     )
     dtype: Literal["fp32", "fp16", "bf16"] = Field(
         default="fp32",
@@ -55,7 +52,7 @@ class OnnxSettings(Settings):
     )
     engine: ProviderSettings | None = Field(
         default=None,
-        description="ort-tensorrt, ort-tensorrt-rtx: engine options",
+        description="ort-tensorrt: engine options",
     )
     kv_cache: Literal["float", "int8"] = Field(
         default="float",
@@ -121,15 +118,10 @@ class OnnxSettings(Settings):
             raise SettingError(
                 "tf32 requires target: ort-cuda and dtype: fp32. Remove tf32", code="unused-setting"
             )
-        if self.engine is not None and self.target not in PROVIDERS:
+        if self.engine is not None and self.target != "ort-tensorrt":
             raise SettingError(
-                f"engine is for target ort-tensorrt or ort-tensorrt-rtx, but target is {self.target}. Remove"
-                " engine, or move it into a `tensorrt` step",
+                f"engine is for target ort-tensorrt, but target is {self.target}. Remove engine, or move it"
+                " into a `tensorrt` step",
                 code="unused-setting",
-            )
-        if self.target == "ort-tensorrt-rtx" and self.engine and (said := self.engine.unsupported_by_rtx()):
-            raise SettingError(
-                f"TensorRT for RTX does not support engine: {{{', '.join(said)}}}. Remove it",
-                code="unsupported-setting",
             )
         return self

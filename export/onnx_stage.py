@@ -31,7 +31,6 @@ from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
 
 if TYPE_CHECKING:
     from smelt.data.batch import Batch, Tokens
@@ -269,11 +268,11 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         add_generation_graphs(ctx, subject, reference.batch, source, finish)
     elif finish is not None:
         finish()
-    if settings.target in PROVIDERS:
+    if settings.target == "ort-tensorrt":
         from smelt.export.tensorrt.ort_provider_options import export_provider_options
 
         engine = settings.engine or ProviderSettings()
-        ctx.details["profile"] = export_provider_options(settings.target, filed, engine, source, ctx)
+        ctx.details["profile"] = export_provider_options(filed, engine, source, ctx)
     if settings.threads is not None:
         size = settings.autotune_settings.batch_size
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)

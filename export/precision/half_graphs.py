@@ -174,7 +174,7 @@ def convert_graphs_to_half(
         model = read_graph(path)
         wide = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name))
         # ONNX Runtime's caches are numpy arrays, which have no bf16
-        all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt", "ort-tensorrt-rtx")
+        all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt")
         lacking = NO_BF16_ON_CUDA if dtype == "bf16" and target == "ort-cuda" else frozenset[str]()
         nodes = {*wide.nodes, *(n.output[0] for n in model.graph.node if n.op_type in lacking)}
         convert_to_half(model, graph.name, dtype, nodes, _fp32_inputs_outputs(model, wide, all_caches))

@@ -1,12 +1,10 @@
-"""Return the options of ONNX Runtime's TensorRT providers, with their names and spelling.
+"""Return the options of ONNX Runtime's TensorRT provider, with their names and spelling.
 
-Sources: ONNX Runtime's documentation, "TensorRT Execution Provider"; its parser requires `True` and `False`.
-`tensorrt_rtx_provider_options.h` of the plug-in 0.5 requires `1` and `0`.
+Source: ONNX Runtime's documentation, "TensorRT Execution Provider"; its parser requires `True` and `False`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +14,19 @@ from smelt.export.tensorrt.preflight import check_profile, load_graph
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.runtimes.ort_tensorrt_options import ProviderOptions, format_shapes, write_provider_options
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, RTX_PROVIDER
 
 if TYPE_CHECKING:
     from smelt.core.stage import Context
 
 _QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
-_PROFILE_POINTS = ("min", "opt", "max")
 
 
 def export_provider_options(
-    target: str, dtype: str, settings: ProviderSettings, source: Path, ctx: Context
+    dtype: str, settings: ProviderSettings, source: Path, ctx: Context
 ) -> dict[str, Any]:
     """Write `provider.json` next to the finished graphs in `ctx.out`; return the sizes for the manifest.
 
     Args:
-        target: ort-tensorrt or ort-tensorrt-rtx.
         dtype: of the graphs.
         settings: of their engines.
         source: the folder of the model, with config and tokenizer.
@@ -44,21 +39,19 @@ def export_provider_options(
     from smelt.runtimes.tensorrt_sidecar import graph_hash
 
     [ranges], limit = profile_ranges(source, settings.as_tensorrt_settings(), ctx, "onnx: {engine: {%s}}")
-    provider = PROVIDERS[target]
     told: dict[str, ProviderOptions] = {}
     for path in sorted(ctx.out.glob("*.onnx")):
         model = load_graph(path)
         shapes = profile_shapes(model, ranges, path.name)
         wrong = [p.as_message() for p in check_profile(model, shapes, limit) if p.severity == "error"]
         if wrong:
-            text = f"{path.name}: {provider.title} does not support these sizes:\n  " + "\n  ".join(
+            text = f"{path.name}: TensorRT in ONNX Runtime does not support these sizes:\n  " + "\n  ".join(
                 map(str, wrong)
             )
             raise RunError(text, code="does-not-fit-model", file=path.name, found=wrong)
         coded = any(node.op_type in _QDQ_OPS for node in model.graph.node)
-        make = rtx_options if provider is RTX_PROVIDER else tensorrt_options
-        told[path.stem] = ProviderOptions(graph_hash(path), make(settings, dtype, coded, shapes))
-    write_provider_options(ctx.out, provider.name, told)
+        told[path.stem] = ProviderOptions(graph_hash(path), tensorrt_options(settings, dtype, coded, shapes))
+    write_provider_options(ctx.out, told)
     return {name: [r.min, r.opt, r.max] for name, r in ranges.items()}
 
 
@@ -86,24 +79,10 @@ def tensorrt_options(
         "trt_timing_cache_enable": _bool_option(settings.timing_cache),
         "trt_engine_hw_compatible": _bool_option(settings.hardware_compatibility == "ampere+"),
         "trt_context_memory_sharing_enable": _bool_option(settings.context_memory == "shared"),
-        **_profile_options("trt", shapes),
-    }
-
-
-def rtx_options(
-    settings: ProviderSettings, dtype: str, quantized: bool, shapes: ProfileShapes
-) -> dict[str, str]:
-    """Return the options of TensorRT for RTX; its networks are strongly typed, so dtypes are the graph's."""
-    return {"nv_max_workspace_size": str(settings.workspace_mib << 20), **_profile_options("nv", shapes)}
-
-
-def _profile_options(prefix: str, shapes: ProfileShapes) -> dict[str, str]:
-    ends: list[Mapping[str, tuple[int, ...]]] = [
-        {name: sizes[at] for name, sizes in shapes.items()} for at in range(len(_PROFILE_POINTS))
-    ]
-    return {
-        f"{prefix}_profile_{end}_shapes": format_shapes(of)
-        for end, of in zip(_PROFILE_POINTS, ends, strict=True)
+        **{
+            f"trt_profile_{end}_shapes": format_shapes({name: sizes[at] for name, sizes in shapes.items()})
+            for at, end in enumerate(("min", "opt", "max"))
+        },
     }
 
 

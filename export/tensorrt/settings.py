@@ -1,6 +1,6 @@
 """The settings of the stage `tensorrt`.
 
-The setting `engine` of `onnx`: options of ONNX Runtime's TensorRT providers.
+The setting `engine` of `onnx`: options of ONNX Runtime's TensorRT provider.
 """
 
 from __future__ import annotations
@@ -139,8 +139,3 @@ class ProviderSettings(Settings):
             length_percentile=self.length_percentile,
             max_new_tokens=self.max_new_tokens,
         )
-
-    def unsupported_by_rtx(self) -> list[str]:
-        """Return the given settings that TensorRT for RTX does not support."""
-        only = ("optimization_level", "timing_cache", "hardware_compatibility", "context_memory")
-        return [name for name in only if name in self.model_fields_set]

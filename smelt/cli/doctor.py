@@ -11,7 +11,6 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from smelt.cli.options import CheckGroup, CheckResult, check_runtime, first_error_line
@@ -74,42 +73,41 @@ def try_onnxruntime() -> Iterator[CheckResult]:
             yield check_runtime(name, lambda p=provider, t=target: _run_session(model, p, t), remedy)  # type: ignore[misc]
 
 
-def try_providers() -> Iterator[CheckResult]:
+def try_ort_tensorrt() -> Iterator[CheckResult]:
     """Test TensorRT in ONNX Runtime."""
     from smelt.pipeline.inspect.machine import has_cuda
-    from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, missing_package, missing_requirement
+    from smelt.runtimes.ort_tensorrt_provider import missing_package, missing_requirement
 
-    for target in PROVIDERS:
-        name = f"onnxruntime {target.removeprefix('ort-')}"
-        if not has_cuda():
-            mend = missing_package(target) or "everything else is installed"
-            yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", mend)
-        elif (lack := missing_requirement(target)) is not None:
-            yield CheckResult("runtimes", name, False, "cannot be loaded", lack)
-        else:
-            remedy = "see docs/reference/stages/tensorrt.md#tensorrt-in-onnx-runtime"
-            yield check_runtime(name, partial(_build_tiny_engine, target), remedy)
+    name = "onnxruntime tensorrt"
+    if not has_cuda():
+        mend = missing_package() or "everything else is installed"
+        yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", mend)
+    elif (lack := missing_requirement()) is not None:
+        yield CheckResult("runtimes", name, False, "cannot be loaded", lack)
+    else:
+        remedy = "see docs/reference/stages/tensorrt.md#tensorrt-in-onnx-runtime"
+        yield check_runtime(name, _build_tiny_engine, remedy)
 
 
-def _build_tiny_engine(target: str) -> str:
-    """Build and run an engine of the tiny graph with a TensorRT provider."""
+def _build_tiny_engine() -> str:
+    """Build and run an engine of the tiny graph with ONNX Runtime's TensorRT provider."""
     import tempfile
 
     import numpy as np
 
     from smelt.runtimes.ort_tensorrt_options import ProviderOptions
-    from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, onnxruntime_version
+    from smelt.runtimes.ort_tensorrt_provider import onnxruntime_version
     from smelt.runtimes.ort_tensorrt_session import open_provider_session
     from smelt.runtimes.tensorrt_sidecar import graph_hash
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.onnx"
         path.write_bytes(_tiny_graph())
-        session = open_provider_session(PROVIDERS[target], path, ProviderOptions(graph_hash(path), {}))
+        session = open_provider_session(path, ProviderOptions(graph_hash(path), {}))
         (result,) = session.run(None, {"x": np.array([1.0, 2.0], dtype=np.float32)})
     if result.tolist() != [2.0, 4.0]:
         raise RuntimeError("wrong result of an addition")
-    return f"{onnxruntime_version()}, for target {target}"
+    return f"{onnxruntime_version()}, for target ort-tensorrt"
 
 
 # Providers that the targets of `onnx` use; other providers of a build are not used.
@@ -210,7 +208,7 @@ def run_checks() -> list[CheckResult]:
         _packages,
         try_torch,
         try_onnxruntime,
-        try_providers,
+        try_ort_tensorrt,
         try_openvino,
         try_engines,
         _processor,

@@ -26,13 +26,13 @@ SchemeOptions: TypeAlias = Mapping[str, OptionValue]
 QuantParams: TypeAlias = Mapping[str, "Tensor"]
 MatrixUse: TypeAlias = Literal["product", "lookup"]
 # The targets of the stage `onnx`.
-EXPORT_TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
+EXPORT_TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt")
 # Targets that cannot run quantized convolutions, and why.
 CONV_UNSUPPORTED_TARGETS = {
     "tensorrt": "TensorRT supports zero points of 0 only, and the inputs of convolutions have others"
 }
 # Targets that run the graphs of another one; its unsupported schemes are also theirs.
-GRAPH_TARGETS = {"ort-tensorrt": "tensorrt", "ort-tensorrt-rtx": "tensorrt"}
+GRAPH_TARGETS = {"ort-tensorrt": "tensorrt"}
 
 
 def graph_target(target: str) -> str:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -44,7 +44,7 @@ from smelt.runtimes.backend import (
     gather_rows,
     past_input_name,
 )
-from smelt.runtimes.device import DeviceType, onnx_device
+from smelt.runtimes.device import onnx_device
 from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
@@ -115,17 +115,6 @@ _LARGE_GRAPH_BYTES = 32 * 2**20
 _NUMPY_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
-class SessionOpener(NamedTuple):
-    """Opens graphs on a device other than the CPU or CUDA: a provider of another kind.
-
-    open_session: returns the session of a graph, given its path and the threads. cache_device: where the
-    outputs of a graph are stored, cpu or cuda.
-    """
-
-    open_session: Callable[[Path, int | None], Any]
-    cache_device: DeviceType
-
-
 @dataclass
 class OnnxDecodeState:
     """The bound inputs of the next call.
@@ -142,7 +131,10 @@ class OnnxDecodeState:
 
 
 class OnnxBackend:
-    """A `Backend` over ONNX Runtime sessions: CPU, or CUDA where the target is ort-cuda."""
+    """A `Backend` over ONNX Runtime sessions: CPU, or CUDA where the target is ort-cuda.
+
+    opener: opens a graph on CUDA with another provider, given its path and the threads.
+    """
 
     name = "onnxruntime"
     version: str = onnxruntime.__version__
@@ -157,17 +149,12 @@ class OnnxBackend:
         threads: int | None,
         device: str,
         dtype: str | None = None,
-        opener: SessionOpener | None = None,
+        opener: Callable[[Path, int | None], Any] | None = None,
         tf32: bool = False,
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target) if opener is None else "cuda"
-        self._memory = self.device if opener is None else opener.cache_device
-        self._opens = (
-            partial(open_onnx_session, device=self.device, tf32=tf32)
-            if opener is None
-            else opener.open_session
-        )
+        self._opens = opener or partial(open_onnx_session, device=self.device, tf32=tf32)
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only (target ort-cuda). Export with dtype:"
@@ -187,7 +174,7 @@ class OnnxBackend:
         # the fused attention of this target takes several tokens with a filled cache only for one row
         self._by_row = (target or "ort-cpu") == "ort-cpu"
         # ... and appends to a buffer that is input and output
-        self._may_append = self._by_row and self._memory == "cpu" and graphs.encoder is None
+        self._may_append = self._by_row and self.device == "cpu" and graphs.encoder is None
         for graph in graphs.call_order:
             _require_graph_file(folder, graph)
         # tried once the step graphs are open, determined from the file only
@@ -356,7 +343,7 @@ class OnnxBackend:
         for name, values in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         for name in self._once:
-            binding.bind_output(name, self._memory)
+            binding.bind_output(name, self.device)
         session.run_with_iobinding(binding)
         return {past_input_name(name): v for name, v in zip(self._once, binding.get_outputs(), strict=True)}
 
@@ -394,7 +381,7 @@ class OnnxBackend:
         # outputs are bound again: they grow, and the last outputs are now inputs
         binding.bind_output("logits", "cpu")
         for name in () if self._in_place else self._present:
-            binding.bind_output(name, self._memory)
+            binding.bind_output(name, self.device)
         self._session(self._graphs.main.name).run_with_iobinding(binding)
         return binding.get_outputs()
 
@@ -407,7 +394,7 @@ class OnnxBackend:
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
         session = self._session(self._graphs.main.name)
         logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
-        there = caches if self._memory == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
+        there = caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
         return [logits, *there]
 
     def reorder_cache(self, held: OnnxDecodeState, rows: Tokens, shared: bool) -> None:
@@ -424,7 +411,7 @@ class OnnxBackend:
         return self._to_ortvalue(gather_rows(value.numpy(), rows))
 
     def _to_ortvalue(self, array: NDArray[Any]) -> Any:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._memory)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device)
 
     def _session(self, graph: str) -> Any:
         """Return the session of a graph, opened now if not yet open."""

@@ -1,4 +1,4 @@
-"""ONNX Runtime backend with a TensorRT provider: graphs of ONNX Runtime, size limits of engines.
+"""ONNX Runtime backend with its TensorRT provider: graphs of ONNX Runtime, size limits of engines.
 
 Engines are built for the sizes in `provider.json`; more rows than they take are run in parts, in sequence.
 
@@ -7,6 +7,7 @@ Shapes: R = rows, S = input tokens of one call, V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError, RunError
 from smelt.data.batch import Logits, Tokens
 from smelt.runtimes.backend import Feeds, GraphInterface, ModelGraphs, NoGenerationGraphs
-from smelt.runtimes.onnx_backend import OnnxBackend, SessionOpener
+from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.onnx_backend import OnnxDecodeState as HeldPart
 from smelt.runtimes.onnx_session import REEXPORT_HINT
 from smelt.runtimes.ort_tensorrt_options import PROVIDER_OPTIONS_FILE, ProviderOptions, read_provider_options
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, ExecutionProvider, provider_device
+from smelt.runtimes.ort_tensorrt_provider import provider_device
 from smelt.runtimes.ort_tensorrt_session import open_provider_session
 
 _ROWS, _LENGTH = 0, 1  # axes of input_ids [R, S]; of any other input the first are rows too
@@ -59,17 +60,14 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         self._most_rows: int | None = None
         opener = None
         if self.device == "cuda":
-            provider = PROVIDERS[str(target)]
-            self.name = provider.runner
-            opener = self._session_opener(folder, graphs, provider)
+            self.name = "onnxruntime-tensorrt"
+            opener = self._session_opener(folder, graphs)
         where = "cpu" if opener is None else device
         self._inner = OnnxBackend(folder, graphs, "tensorrt", threads, where, dtype, opener)
 
-    def _session_opener(
-        self, folder: Path, graphs: ModelGraphs, provider: ExecutionProvider
-    ) -> SessionOpener:
+    def _session_opener(self, folder: Path, graphs: ModelGraphs) -> Callable[[Path, int | None], Any]:
         """Read the sizes that engines are built for; return the function that opens a graph."""
-        told = read_provider_options(folder, provider.name)
+        told = read_provider_options(folder)
         first, main = (
             _options_for_graph(told, graph, folder).max_shapes
             for graph in (graphs.call_order[0], graphs.main)
@@ -87,10 +85,7 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         grown = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
         if graphs.uses_cache and grown:
             self.max_total_tokens = main[grown[0]][_PLACES] + 1  # the last token of a text is never an input
-        return SessionOpener(
-            lambda path, threads: open_provider_session(provider, path, told[path.stem], threads),
-            provider.memory_device,
-        )
+        return lambda path, threads: open_provider_session(path, told[path.stem], threads)
 
     def _split_rows(self, rows: int) -> list[slice]:
         most = self._most_rows or max(1, rows)

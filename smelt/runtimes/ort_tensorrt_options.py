@@ -1,4 +1,4 @@
-"""Cache of a provider's engines: one folder of the user's cache per graph, machine and versions.
+"""Cache of the provider's engines: one folder of the user's cache per graph, machine and versions.
 
 ONNX Runtime names a cached engine after the graph's nodes, not after its weights, and uses it without a
 check ("clean up any old engine ... if any of the following changes", its documentation says). So
@@ -23,6 +23,7 @@ from typing import Any
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, write_atomically
 from smelt.runtimes.onnx_session import REEXPORT_HINT
+from smelt.runtimes.ort_tensorrt_provider import PROVIDER
 
 ENGINE_KEY_FILE = "made_for.json"
 _DIGITS = 16
@@ -65,23 +66,16 @@ def _read_key(note: Path) -> Any:
         return None
 
 
-def clear_engine_cache(folder: Path) -> None:
-    """Remove the provider's files from the folder, for example half an engine; `made_for.json` is kept."""
-    for path in folder.iterdir():
-        if path.name != ENGINE_KEY_FILE:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
 PROVIDER_OPTIONS_FILE = "provider.json"
 _SCHEMA = 1
-# The options that the export writes. The providers have others that load a library, write files anywhere or
+# The options that the export writes. The provider has others that load a library, write files anywhere or
 # take a memory address; a file that came with a third-party graph must not set them.
 ALLOWED_OPTIONS = frozenset(
     {
         *("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable", "trt_layer_norm_fp32_fallback"),
         *("trt_max_workspace_size", "trt_builder_optimization_level", "trt_timing_cache_enable"),
-        *("trt_engine_hw_compatible", "trt_context_memory_sharing_enable", "nv_max_workspace_size"),
-        *(f"{prefix}_profile_{end}_shapes" for prefix in ("trt", "nv") for end in ("min", "opt", "max")),
+        *("trt_engine_hw_compatible", "trt_context_memory_sharing_enable"),
+        *(f"trt_profile_{end}_shapes" for end in ("min", "opt", "max")),
     }
 )
 TensorShape = tuple[int, ...]
@@ -97,18 +91,17 @@ class ProviderOptions:
     @property
     def max_shapes(self) -> dict[str, TensorShape]:
         """Return the largest shape of each input that has one."""
-        name = next((n for n in self.options if n.endswith("_profile_max_shapes")), None)
-        return parse_shapes(self.options[name]) if name else {}
+        return parse_shapes(self.options.get("trt_profile_max_shapes", ""))
 
 
-def write_provider_options(folder: Path, provider: str, graphs: Mapping[str, ProviderOptions]) -> None:
+def write_provider_options(folder: Path, graphs: Mapping[str, ProviderOptions]) -> None:
     """Write the options file into the folder of the graphs."""
     listed = {name: {"sha256": told.sha256, "options": dict(told.options)} for name, told in graphs.items()}
-    text = json.dumps({"schema_version": _SCHEMA, "provider": provider, "graphs": listed}, indent=1)
+    text = json.dumps({"schema_version": _SCHEMA, "provider": PROVIDER, "graphs": listed}, indent=1)
     (folder / PROVIDER_OPTIONS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_provider_options(folder: Path, provider: str) -> dict[str, ProviderOptions]:
+def read_provider_options(folder: Path) -> dict[str, ProviderOptions]:
     """Return the provider options by graph.
 
     Raises:
@@ -140,9 +133,9 @@ def read_provider_options(folder: Path, provider: str) -> dict[str, ProviderOpti
         raise InputError(
             f"{path}: cannot be read: {error!r}. {REEXPORT_HINT}", code="damaged-file"
         ) from error
-    if made_for != provider:
+    if made_for != PROVIDER:
         raise InputError(
-            f"{path}: this file was written for {made_for}, not for {provider}. {REEXPORT_HINT}",
+            f"{path}: this file was written for {made_for}, not for {PROVIDER}. {REEXPORT_HINT}",
             code="wrong-provider",
         )
     strange = sorted({name for told in found.values() for name in told.options} - ALLOWED_OPTIONS)
@@ -155,7 +148,7 @@ def read_provider_options(folder: Path, provider: str) -> dict[str, ProviderOpti
 
 
 def format_shapes(shapes: Mapping[str, TensorShape]) -> str:
-    """Return shapes in the providers' format: `input_ids:1x8,attention_mask:1x8`."""
+    """Return shapes in the provider's format: `input_ids:1x8,attention_mask:1x8`."""
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 

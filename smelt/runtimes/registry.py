@@ -58,19 +58,17 @@ def _torch_place(wanted: str, target: str | None) -> DeviceType:
 
 
 _HERE = "smelt.runtimes"
-_IN_ORT = f"{_HERE}.ort_tensorrt_backend:OrtTensorrtBackend"
-_ORT_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-cu13", "tensorrt-cu12")
-_RTX = "onnxruntime-ep-nv-tensorrt-rtx"
-_RTX_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", _RTX, f"{_RTX}-cu13", f"{_RTX}-cu12")
 RUNTIMES: tuple[RuntimeSpec, ...] = (
     RuntimeSpec("torch", f"{_HERE}.torch_backend:TorchBackend", ("torch", "transformers"), _torch_place),
     RuntimeSpec("onnx", f"{_HERE}.onnx_backend:OnnxBackend", ("onnxruntime-gpu", "onnxruntime"), onnx_device),
     RuntimeSpec("onnx", f"{_HERE}.openvino_backend:OpenvinoBackend", ("openvino",), "cpu", target="openvino"),
     RuntimeSpec(
-        "onnx", _IN_ORT, _ORT_LIBRARIES, provider_device, max_concurrent_calls=1, target="ort-tensorrt"
-    ),
-    RuntimeSpec(
-        "onnx", _IN_ORT, _RTX_LIBRARIES, provider_device, max_concurrent_calls=1, target="ort-tensorrt-rtx"
+        "onnx",
+        f"{_HERE}.ort_tensorrt_backend:OrtTensorrtBackend",
+        ("onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        provider_device,
+        max_concurrent_calls=1,
+        target="ort-tensorrt",
     ),
     # an engine's execution context and its stream support one thread at a time
     RuntimeSpec(

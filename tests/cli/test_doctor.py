@@ -21,7 +21,6 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
     import onnxruntime
 
     from smelt.export.onnx_settings import OnnxSettings
-    from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
 
     every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)
@@ -35,12 +34,11 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
         "onnxruntime cpu",
         "onnxruntime cuda",
         "onnxruntime tensorrt",
-        "onnxruntime tensorrt-rtx",
         "openvino",
         "tensorrt",
     }
     targets = set(OnnxSettings.model_json_schema()["properties"]["target"]["enum"])
-    assert targets == {*doctor.TARGET_PROVIDERS, *PROVIDERS, "openvino", "tensorrt"}
+    assert targets == {*doctor.TARGET_PROVIDERS, "ort-tensorrt", "openvino", "tensorrt"}
     assert "bitsandbytes" in {f.name for f in findings if f.group == "packages"}
 
 

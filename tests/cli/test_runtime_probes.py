@@ -45,25 +45,21 @@ def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest
 def test_tensorrt_in_onnx_runtime_is_told_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "smelt.runtimes.ort_tensorrt_provider"
     monkeypatch.setattr("smelt.pipeline.inspect.machine.has_cuda", lambda: False)
-    monkeypatch.setattr(f"{module}.missing_package", lambda target: f"{target}: pip install it")
-    found = list(doctor.try_providers())
-    assert [f.name for f in found] == ["onnxruntime tensorrt", "onnxruntime tensorrt-rtx"]
-    assert {(f.ok, f.detail) for f in found} == {(False, "no NVIDIA GPU with a working driver")}
-    assert [f.remedy for f in found] == ["ort-tensorrt: pip install it", "ort-tensorrt-rtx: pip install it"]
+    monkeypatch.setattr(f"{module}.missing_package", lambda: "pip install it")
+    (finding,) = doctor.try_ort_tensorrt()
+    assert (finding.name, finding.ok) == ("onnxruntime tensorrt", False)
+    assert finding.detail == "no NVIDIA GPU with a working driver"
+    assert finding.remedy == "pip install it"
     monkeypatch.setattr("smelt.pipeline.inspect.machine.has_cuda", lambda: True)
-    monkeypatch.setattr(f"{module}.missing_requirement", lambda target: f"{target} lacks")
-    assert [f.remedy for f in doctor.try_providers()] == [
-        "ort-tensorrt lacks",
-        "ort-tensorrt-rtx lacks",
-    ]
-    monkeypatch.setattr(f"{module}.missing_requirement", lambda target: None)
+    monkeypatch.setattr(f"{module}.missing_requirement", lambda: "lacks")
+    assert [f.remedy for f in doctor.try_ort_tensorrt()] == ["lacks"]
+    monkeypatch.setattr(f"{module}.missing_requirement", lambda: None)
     monkeypatch.setattr(
         "smelt.runtimes.ort_tensorrt_session.open_provider_session",
-        lambda provider, path, told: Doubling(told.sha256),
+        lambda path, told: Doubling(told.sha256),
     )
-    assert [(f.ok, f.detail.split(", ")[1]) for f in doctor.try_providers()] == [
-        (True, "for target ort-tensorrt"), (True, "for target ort-tensorrt-rtx"),
-    ]  # fmt: skip
+    (finding,) = doctor.try_ort_tensorrt()
+    assert (finding.ok, finding.detail.split(", ")[1]) == (True, "for target ort-tensorrt")
 
 
 class Doubling:

@@ -16,7 +16,7 @@ PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"
     "package-dir"
 ]
 HEAVY = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxsim", "tensorrt", "openvino"]
-HEAVY += ["datasets", "sklearn", "sacrebleu", "plotly", "pandas", "scipy", "accelerate"]
+HEAVY += ["datasets", "sklearn", "sacrebleu", "pandas", "scipy", "accelerate"]
 EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes", "tensorboard", "wandb", "swanlab"]
 HELP_BOUND_SECONDS = 1.0
 """The promise is 0.3 s; the bound leaves room for a busy machine."""

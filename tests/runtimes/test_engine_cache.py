@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from smelt.runtimes import ort_tensorrt_options
-from smelt.runtimes.ort_tensorrt_options import ENGINE_KEY_FILE, clear_engine_cache, engine_cache_folder
+from smelt.runtimes.ort_tensorrt_options import ENGINE_KEY_FILE, engine_cache_folder
 
 FOR = {"graph_sha256": "a", "options": {"x": "1"}, "gpus": [["NVIDIA L4", "8.9"]]}
 
@@ -48,12 +48,3 @@ def test_a_cache_that_cannot_be_written_is_none(home: Path, monkeypatch: pytest.
     home.unlink()
     monkeypatch.setattr(ort_tensorrt_options.os, "access", lambda path, mode: False)
     assert engine_cache_folder(FOR) is None
-
-
-def test_empty_leaves_the_note() -> None:
-    found = folder()
-    (found / "kernels").mkdir()
-    (found / "kernels" / "k").touch()
-    (found / "model_ctx.onnx").touch()
-    clear_engine_cache(found)
-    assert [path.name for path in found.iterdir()] == [ENGINE_KEY_FILE]

@@ -1,6 +1,6 @@
 """The backend for TensorRT in ONNX Runtime: on the CPU's provider in its place, and on a GPU where one is.
 
-The target ort-tensorrt-rtx keeps caches in the host's memory, so that all but the provider itself is real.
+There caches are kept in the host's memory; all but that and the provider itself is real.
 """
 
 import json
@@ -18,14 +18,15 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError, RunError
 from smelt.data.batch import Batch
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
-from smelt.export.tensorrt.ort_provider_options import export_provider_options, rtx_options
+from smelt.export.tensorrt.ort_provider_options import export_provider_options, tensorrt_options
 from smelt.export.tensorrt.preflight import load_graph
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.ort_tensorrt_options import ProviderOptions, write_provider_options
-from smelt.runtimes.ort_tensorrt_provider import RTX_PROVIDER, missing_requirement
+from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 from smelt.runtimes.predict_texts import class_logits, encode_texts, pad_batch
 from smelt.runtimes.registry import open_folder
 
@@ -38,8 +39,8 @@ def told(folder: Path, ranges: dict[str, SizeRange]) -> Path:
     graphs = {}
     for path in folder.glob("*.onnx"):
         shapes = profile_shapes(load_graph(path), ranges, path.name)
-        graphs[path.stem] = ProviderOptions("", rtx_options(ProviderSettings(), "fp32", False, shapes))
-    write_provider_options(folder, RTX_PROVIDER.name, graphs)
+        graphs[path.stem] = ProviderOptions("", tensorrt_options(ProviderSettings(), "fp32", False, shapes))
+    write_provider_options(folder, graphs)
     return folder
 
 
@@ -69,6 +70,8 @@ class Counting:
     def io_binding(self) -> Any:
         binding = self.session.io_binding()
         note, bind_value, bind_input = self.note, binding.bind_ortvalue_input, binding.bind_cpu_input
+        bind_output = binding.bind_output
+        binding.bind_output = lambda name, device: bind_output(name)
         binding.bind_ortvalue_input = lambda n, v: (note(n, tuple(v.shape())), bind_value(n, v))
         binding.bind_cpu_input = lambda n, v: (note(n, v.shape), bind_input(n, v))
         return binding
@@ -83,13 +86,16 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     monkeypatch.setattr(
         ort_tensorrt_backend,
         "open_provider_session",
-        lambda provider, path, told, n: Counting(path, told, shapes),
+        lambda path, told, n: Counting(path, told, shapes),
+    )
+    monkeypatch.setattr(
+        OnnxBackend, "_to_ortvalue", lambda self, array: onnxruntime.OrtValue.ortvalue_from_numpy(array)
     )
     return shapes
 
 
 def opened(folder: Path, device: str = "auto") -> Any:
-    return open_folder(folder, "onnx", "ort-tensorrt-rtx", 1, device)
+    return open_folder(folder, "onnx", "ort-tensorrt", 1, device)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +130,7 @@ def test_tokens_equal_onnx_runtimes_though_rows_and_prompts_are_split(
     with open_folder(folder, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, make(runner, rows), settings)
     with opened(folder) as runner:
-        assert (runner.name, runner.device) == ("onnxruntime-tensorrt-rtx", "cuda")
+        assert (runner.name, runner.device) == ("onnxruntime-tensorrt", "cuda")
         assert generate(runner, make(runner, rows), settings) == expected
     assert len({tuple(row) for row in expected}) > 1
     assert max(shape[0] for name, shape in fed if name == "input_ids") == 2
@@ -174,18 +180,17 @@ def test_a_file_that_does_not_speak_of_a_graph_is_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("target", ["ort-tensorrt", "ort-tensorrt-rtx"])
 @pytest.mark.parametrize("family", ["marian", "llama", "roberta"])
-def test_engines_in_onnx_runtime_give_what_its_cpu_gives(family: str, target: str, tmp_path: Path) -> None:
-    if (why := missing_requirement(target)) is not None:
+def test_engines_in_onnx_runtime_give_what_its_cpu_gives(family: str, tmp_path: Path) -> None:
+    if (why := missing_requirement()) is not None:
         pytest.skip(why)
     folder = tensorrt_graphs.copy_graphs(family, tmp_path / "g")
     ctx = graph_exports.make_context(folder, graph_exports.FAMILIES[family][1])
     settings = ProviderSettings(max_batch_size=2, max_new_tokens=12, optimization_level=1)
-    export_provider_options(target, "fp32", settings, folder, ctx)
+    export_provider_options("fp32", settings, folder, ctx)
     with (
-        open_folder(folder, "onnx", target, 1, "cpu") as host,
-        open_folder(folder, "onnx", target, 1, "cuda") as engine,
+        open_folder(folder, "onnx", "ort-tensorrt", 1, "cpu") as host,
+        open_folder(folder, "onnx", "ort-tensorrt", 1, "cuda") as engine,
     ):
         if family == "roberta":
             expected, got = (class_logits(runner, tensorrt_graphs.ROWS, 5) for runner in (host, engine))

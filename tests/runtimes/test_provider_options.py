@@ -1,4 +1,4 @@
-"""The file beside graphs for a provider of TensorRT."""
+"""The file beside graphs for the provider of TensorRT."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,13 @@ from smelt.runtimes.ort_tensorrt_options import (
     write_provider_options,
 )
 
-NAME = "TensorrtExecutionProvider"
 SHAPES = {"input_ids": (4, 32), "past_key_values.0.key": (4, 2, 0, 16), "odd:name": (1,)}
 TOLD = ProviderOptions("a" * 64, {"trt_profile_max_shapes": format_shapes(SHAPES), "trt_fp16_enable": "True"})
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    write_provider_options(tmp_path, NAME, {"model": TOLD})
-    assert read_provider_options(tmp_path, NAME) == {"model": TOLD}
+    write_provider_options(tmp_path, {"model": TOLD})
+    assert read_provider_options(tmp_path) == {"model": TOLD}
     assert TOLD.max_shapes == SHAPES
     assert ProviderOptions("", {}).max_shapes == {}
 
@@ -50,11 +49,11 @@ def test_shapes_are_spelled_as_onnx_runtimes_documentation_has_them() -> None:
     ],
 )
 def test_damage_is_told(tmp_path: Path, change: dict[str, Any], code: str, named: str) -> None:
-    write_provider_options(tmp_path, NAME, {"model": TOLD})
+    write_provider_options(tmp_path, {"model": TOLD})
     said = json.loads((tmp_path / PROVIDER_OPTIONS_FILE).read_text()) | change
     (tmp_path / PROVIDER_OPTIONS_FILE).write_text(json.dumps(said))
     with raises_code(code, InputError) as caught:
-        read_provider_options(tmp_path, NAME)
+        read_provider_options(tmp_path)
     assert named in str(caught.value)
 
 
@@ -65,21 +64,21 @@ def test_options_that_load_libraries_or_write_elsewhere_are_not_passed_on(
     tmp_path: Path, option: str
 ) -> None:
     write_provider_options(
-        tmp_path, NAME, {"model": ProviderOptions("a" * 64, {**TOLD.options, option: "evil.so"})}
+        tmp_path, {"model": ProviderOptions("a" * 64, {**TOLD.options, option: "evil.so"})}
     )
     with raises_code("unknown-setting", InputError) as caught:
-        read_provider_options(tmp_path, NAME)
+        read_provider_options(tmp_path)
     assert option in str(caught.value)
 
 
 def test_a_file_that_nests_without_end_is_damaged(tmp_path: Path) -> None:
     (tmp_path / PROVIDER_OPTIONS_FILE).write_text("[" * 100_000)
     with raises_code("damaged-file", InputError) as caught:
-        read_provider_options(tmp_path, NAME)
+        read_provider_options(tmp_path)
     assert PROVIDER_OPTIONS_FILE in str(caught.value)
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
     with raises_code("missing-file", InputError) as caught:
-        read_provider_options(tmp_path, NAME)
+        read_provider_options(tmp_path)
     assert PROVIDER_OPTIONS_FILE in str(caught.value)

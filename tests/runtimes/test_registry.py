@@ -24,9 +24,8 @@ def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
         assert find_runtime("onnx", target).backend_class == names[1]
     assert find_runtime("torch", None).backend_class == names[0]
     assert find_runtime("onnx", "openvino").backend_class == names[2]
-    for target in ("ort-tensorrt", "ort-tensorrt-rtx"):
-        assert find_runtime("onnx", target).backend_class == names[3] == names[4]
-    assert find_runtime("tensorrt", "tensorrt").backend_class == names[5]
+    assert find_runtime("onnx", "ort-tensorrt").backend_class == names[3]
+    assert find_runtime("tensorrt", "tensorrt").backend_class == names[4]
     assert find_runtime("onnx", "elsewhere") is extra
 
 

@@ -39,7 +39,6 @@ _LATENCY_LIBRARIES = (
     "tensorrt-rtx",
     "tensorrt-cu13",
     "tensorrt-cu12",
-    "onnxruntime-ep-nv-tensorrt-rtx",
     "openvino",
 )
 

@@ -43,7 +43,6 @@ from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC
 from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
 from smelt.runtimes.registry import find_runtime
 
 if TYPE_CHECKING:
@@ -336,7 +335,7 @@ def _device_warnings(artifact: Artifact, device: str) -> list[Message]:
     """Return a warning if a graph was scored on another device than it is for."""
     details = artifact.manifest.details
     target = details.get("target")
-    if device == "cpu" and target in PROVIDERS:
+    if device == "cpu" and target == "ort-tensorrt":
         return [
             warning(
                 "other-device",

@@ -54,7 +54,6 @@ _KEY_LIBRARIES = (
     "tensorrt-rtx",
     "tensorrt-cu13",
     "tensorrt-cu12",
-    "onnxruntime-ep-nv-tensorrt-rtx",
     "openvino",
 )
 

@@ -86,7 +86,7 @@ def inspect_machine() -> MachineInfo:
     from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 
     tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
-    provider = has_cuda() and missing_requirement("ort-tensorrt") is None
+    provider = has_cuda() and missing_requirement() is None
     return MachineInfo(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None, provider)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from smelt.core.artifact import Artifact, Format
 from smelt.core.stage import Settings, Stage
 from smelt.core.system import child_environment, install_command, package_problem, python_command
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, missing_requirement
+from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 
 _BUILDER_TIMEOUT_SECONDS = 60
 _CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -58,7 +58,7 @@ def unscored_reason(made_format: Format, target: str | None = None, dtype: str |
         and cuda_missing_reason() is not None
     ):
         return "a bf16 graph needs ONNX Runtime on CUDA, but this machine has no GPU. The graph is kept."
-    if made_format == "onnx" and target in PROVIDERS and (lack := missing_requirement(target)) is not None:
+    if made_format == "onnx" and target == "ort-tensorrt" and (lack := missing_requirement()) is not None:
         return f"{lack} The graphs are kept; smelt eval --device cpu scores them without TensorRT."
     if made_format != "tensorrt" or cuda_missing_reason() is None:
         return None

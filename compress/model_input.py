@@ -1,8 +1,7 @@
-"""Loading of unquantized models, kept indices of pruned layers, and stored parameter counts.
+"""Load the input model of a stage: unquantized weights, kept indices of pruned layers, parameter counts.
 
-Restrictions on changing a quantized model, and the recipes that avoid them; without torch.
-
-The plan checks a recipe, and a stage checks its input model; both use the message code `behind-quantize`.
+Changing a quantized model is restricted; the messages name recipes that avoid it. The plan checks a recipe
+(without torch), and a stage checks its input model; both use the message code `behind-quantize`.
 """
 
 from __future__ import annotations

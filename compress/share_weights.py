@@ -1,7 +1,4 @@
-"""The stage `share-weights`: neighbouring layers of a stack share their matrices, stored once.
-
-The settings of `share-weights`.
-"""
+"""The stage `share-weights` and its settings: neighbouring layers share matrices, which are stored once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The stage `shortlist`: learn from training samples which target tokens a source text allows.
 
-IBM Model 1 on token ids: the target tokens that each source token makes likely.
-
-t(target | source) is estimated by expectation maximization over pairs of texts; every target token comes
-from one of the source tokens of its sample, or from the token NULL, which takes tokens without a source.
+IBM Model 1 on token ids gives the target tokens that each source token makes likely. t(target | source) is
+estimated by expectation maximization over pairs of texts; every target token comes from one of the source
+tokens of its sample, or from the token NULL, which takes tokens without a source.
 
 Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, Computational Linguistics
 19(2), section 4.

@@ -1,6 +1,7 @@
 """The environment of a run: versions, processor, memory, system, GPU. Imports no heavy package.
 
-The floating-point type of an artifact's weights on disk: sizes are comparable only for equal types.
+`float_dtype` returns the floating-point type of an artifact's weights on disk: sizes are comparable only for
+equal types.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Quality of a classifier that assigns several labels to a text, or a number.
+"""Quality of classifiers with several labels or a number per text, and of sentence embeddings.
 
-Shapes: n = examples, K = labels.
+Embeddings are scored by the cosines of pairs against their scores, and of each vector with the baseline's.
 
-Quality of sentence embeddings: cosines of pairs against their scores, and of each with the baseline's.
-
-Shapes: n = pairs, T = texts, D = dimension of a vector.
+Shapes: n = examples or pairs, K = labels, T = texts, D = dimension of a vector.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def score_label_sets(
     share of examples whose whole set is correct.
 
     Args:
-        metrics: names from SET_METRICS; the result has their order.
+        metrics: names from LABEL_SET_METRICS; the result has their order.
         predicted: for each example the indices of its labels, 0 to K - 1; may be empty.
         gold: likewise.
         labels: K.
@@ -75,7 +73,7 @@ def score_regression(
     the labels' unit squared; lower is better.
 
     Args:
-        metrics: names from NUMBER_METRICS; the result has their order.
+        metrics: names from REGRESSION_METRICS; the result has their order.
         predicted: n numbers.
         gold: n numbers.
 
@@ -144,7 +142,7 @@ def score_vectors(
     `gold`, agreement without a reference or where its vectors have another dimension.
 
     Args:
-        metrics: names from VECTOR_METRICS; the result has their order.
+        metrics: names from EMBEDDING_METRICS; the result has their order.
         vectors: float32 [T, D]; for pairs first the n first texts, then the n second ones.
         texts: T texts, in the same order.
         gold: n scores, where T is 2 n.

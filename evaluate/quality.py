@@ -1,11 +1,9 @@
-"""Quality of a model's outputs: BLEU, chrF, ROUGE, accuracy, F1, each with n, interval and signature.
+"""Quality of a model's outputs: BLEU, chrF, ROUGE, accuracy, F1, perplexity; with n, interval, signature.
 
-Perplexity and bits per byte of running text, from the losses of its windows.
-
-perplexity = exp(sum of losses / tokens); bits per byte = sum of losses / ln 2 / bytes of UTF-8. The
-second does not depend on the tokenizer, so it compares models of different vocabularies.
-For both lower is better. Intervals and tests resample whole windows (see significance.py), because the
-tokens of one window depend on each other.
+perplexity = exp(sum of losses / tokens); bits per byte = sum of losses / ln 2 / bytes of UTF-8, from the
+losses of the windows of running text. Bits per byte does not depend on the tokenizer, so it compares models
+of different vocabularies. For both lower is better. Intervals and tests resample whole windows (see
+significance.py), because the tokens of one window depend on each other.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ def score_labels(
     """Score predicted classes against the gold ones.
 
     Args:
-        metrics: names from LABEL_METRICS; f1 is the macro average over the classes that occur.
+        metrics: names from CLASS_METRICS; f1 is the macro average over the classes that occur.
         predicted: n class numbers.
         gold: n class numbers.
 

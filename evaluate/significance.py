@@ -3,11 +3,8 @@
 A corpus score such as BLEU is a function of sums over the examples. With each example's summands stored,
 an interval, or a test between two steps, only sums again: nothing is decoded twice.
 
-Shapes: n = examples, K = summands per example, R = resamples.
-
-Values of the label metrics on resamples, from statistics stored per example.
-
-Shapes: n = examples, K = labels, R = resamples; weights [R, n] count how often each example was drawn.
+Shapes: n = examples, K = summands per example (labels, for label metrics), R = resamples; weights [R, n]
+count how often each example was drawn.
 """
 
 from __future__ import annotations
@@ -140,7 +137,7 @@ _MEAN_METRICS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement
 # metrics to which an example contributes a part
 _SUM_METRICS = frozenset({"bleu", "chrf", *_MEAN_METRICS})
 
-# The minimum and the maximum; those of `_UNLIMITED` metrics have no limit.
+# The minimum and the maximum; those of `_UNBOUNDED_METRICS` have no limit.
 _VALUE_RANGES = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
     ("agreement", "pearson", "spearman"), (-100.0, 100.0)
 )
@@ -443,7 +440,7 @@ def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
         return np.asarray(sums[:, 0] / np.log(2) / np.maximum(1, sums[:, 2]))
     if metric in _MEAN_METRICS:
         return np.asarray(100 * sums[:, 0] / weights.sum(1))
-    raise KeyError(f"'{metric}' has no value on resamples; those of labels are in label_resampling.py")
+    raise KeyError(f"'{metric}' has no value on resamples")
 
 
 def _bleu(sums: Array) -> Array:

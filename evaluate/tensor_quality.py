@@ -34,7 +34,7 @@ def score_outputs(
     An output that is not finite where the reference is, or has another shape, has no agreement.
 
     Args:
-        metrics: names from TENSOR_METRICS; the result has their order.
+        metrics: names from OUTPUT_METRICS; the result has their order.
         got: by sample, the outputs by name.
         expected: likewise, of the reference.
         key: of the reference, for the signature.

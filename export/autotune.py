@@ -1,18 +1,15 @@
-"""Choose the fastest ONNX operator for each quantized layer, measured for its shape on this machine.
+"""Autotuning of the onnx stage: measure operators and thread counts on this machine, choose the fastest.
 
 A scheme lists the operators that can compute it (`Scheme.forms`). One may be faster for one row and slower
-for eight, or faster for few inputs and slower for many, and processors differ. The same matrix
-multiplications are also timed in int8-dynamic, so that a scheme that is slower than int8-dynamic for this use
-is reported.
+for eight, or faster for few inputs and slower for many, and processors differ. So the operator of each
+quantized layer is chosen by measurements for its shape. The same matrix multiplications are also timed in
+int8-dynamic, so that a scheme that is slower than int8-dynamic for this use is reported.
+
+The default thread count of an artifact is the fewest threads that are as fast as any. Decoding token by token
+has too little work for two threads; encoders of long texts gain. So each thread count is measured on the
+artifact's own graphs, with real samples.
 
 Shapes: K = inputs, N = outputs.
-
-Choose the default thread count of an artifact: the fewest threads that are as fast as any.
-
-Decoding token by token has too little work for two threads; encoders of long texts gain. So each thread count
-is measured on the artifact's own graphs, with real samples.
-
-Run the autotuning of the onnx stage and record its results.
 """
 
 from __future__ import annotations

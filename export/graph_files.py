@@ -1,18 +1,16 @@
-"""Read and write ONNX graphs, with weights inline or in an external data file.
+"""Read and write ONNX graphs, with weights inline or in an external data file, and store weights only once.
 
-A protobuf holds at most 2 GB. Above `LARGEST_INLINE` the weights of `NAME.onnx` are in one file,
+A protobuf holds at most 2 GB. Above `MAX_INLINE_BYTES` the weights of `NAME.onnx` are in one file,
 `NAME.onnx_data`, the name that Optimum and transformers.js use; runtimes find it next to the graph. All code
 that rewrites a graph calls `write_graph`, which also removes a data file that the graph no longer uses.
 
-Store matrices that are equal only once.
+`deduplicate_matrices` merges equal matrices of a graph. Layers that share a weight [N, K] have one tensor in
+torch; for each of them torch's optimizer computes the transpose [K, N], which ONNX multiplies with, again and
+stores it each time.
 
-Layers that share a weight [N, K] have one tensor in torch. For each of them torch's optimizer computes the
-transpose [K, N], which ONNX multiplies with, again and stores it each time.
-
-Move the weights of several graphs to one file, in which shared weights are stored once.
-
-A translation model's encoder, decoder and generation graph have the same matrices. Graphs that refer to one
-file share them on disk, and ONNX Runtime maps the file instead of reading it.
+`share_weights` moves the weights of several graphs to one file. A translation model's encoder, decoder and
+generation graph have the same matrices. Graphs that refer to one file share them on disk, and ONNX Runtime
+maps the file instead of reading it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The settings of `onnx`.
-
-The setting `autotune` of `onnx`.
-"""
+"""The settings of `onnx`, including `autotune`."""
 
 from __future__ import annotations
 

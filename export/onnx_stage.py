@@ -1,6 +1,6 @@
-"""The onnx stage: export, check and simplify graphs for one target, and compare them with their parent.
+"""The onnx stage: trace, simplify and check graphs for one target, and compare them with their parent.
 
-Write the graphs of the onnx stage: trace, simplify, expand placeholders and check each of them.
+Placeholders are expanded after the graph is simplified.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Simplify exported graphs with onnxsim, and keep the result only if it computes the same.
+"""Simplify exported graphs with onnxsim, and expand their placeholder operators into standard ONNX operators.
 
-Expand the placeholder operators of a graph into standard ONNX operators.
+A simplified graph is kept only if it computes the same.
 
 Layers emit placeholders of the domain `smelt.load` (smelt/quantization/emit.py) to unpack quantized weights
 with a table of their scheme, to widen scales, to transpose a matrix and to dequantize. If these were standard

@@ -3,8 +3,6 @@
 The tokenizer is written as `tokenizer.json`, with everything that transformers sets while loading, and opened
 again without transformers. Both tokenizers are compared on samples of the data, on edge-case texts and on
 random ids; if they differ, transformers tokenizes the artifact's texts, and the report gives the reason.
-
-Write the tokenizer of an exported model.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Calibration samples, drawn with the recipe's seed.
+"""Calibration samples, drawn with the recipe's seed, and hooks that observe the inputs of layers on them.
 
 By default samples of equal lengths share a batch, so that there is no padding to ignore; the tokens of a
 batch are limited. A translation model gets its targets as decoder inputs (teacher forcing), a language model
 windows of running text.
-
-Shapes: B = batch, L = source length, T = target length.
-
-Hooks on layers: call back with the inputs of each layer while the model runs.
 
 Shapes: B = batch, L = source length, T = target length, K = inputs of a layer.
 """

@@ -1,39 +1,18 @@
-"""Run a model block by block, with the states after the current block stored for all batches.
-
-The model itself calls its blocks: those before the current one are replaced by the stored states, and masks,
-rotary positions, windows and biases are computed by the model's own code, so nothing here depends on a
-family.
-
-Shapes: B = batch, S = tokens of a sequence, D = width of the model.
-
-Outputs of a block for each batch, kept in memory up to a limit and on disk beyond.
-
-Process a model block by block: run a block on its inputs, change it, run it again, continue.
+"""Run a model block by block: change each block in turn, or resume from cached states before a change.
 
 Later blocks are calibrated on the outputs of the changed blocks before them, and only the states between two
-blocks are stored, for all samples (as in SparseGPT, GPTQ and Wanda). The model itself calls its blocks: those
-before the current one are replaced by the stored states, and masks, rotary positions, windows and biases are
-computed by the model's own code, so nothing here depends on a family. The encoder comes first; then the
+blocks are stored, for all samples (as in SparseGPT, GPTQ and Wanda). The encoder comes first; then the
 decoder, on the states of the changed encoder.
 
     for step in run_blocks(model, rows, ctx):
         step.observe({"fc1": [step.module.fc1]}, see)  # on the unchanged block
         ...  # change step.module in place
 
-Shapes: B = batch, S = tokens of a sequence, D = width of the model.
+The model itself calls its blocks: those before the current one are replaced by the stored states, and masks,
+rotary positions, windows and biases are computed by the model's own code, so nothing here depends on a
+family. States are kept in memory up to a limit and on disk beyond.
 
-Run a model on the same batches again and again, each time with another change in it.
-
-The blocks before the change give the same states each time: they run once, and the model resumes from their
-cached states (see `sequential.py`), with identical results.
-
-    cached = PrefixCachedModel(model, batches, folder)
-    for ...:
-        cached.start_at(stack, number)  # the unchanged model
-        ...  # change something at this position of the stack, or after it
-        cached.outputs()
-
-Shapes: B = batch, V = outputs of a model.
+Shapes: B = batch, S = tokens of a sequence, D = width of the model, V = outputs of a model.
 """
 
 from __future__ import annotations
@@ -388,7 +367,16 @@ BatchFunction = Callable[[Any, Mapping[str, Tensor]], Any]
 
 
 class PrefixCachedModel:
-    """Runs a model from a cached state on; see the module.
+    """Runs a model on the same batches again and again, each time with another change in it.
+
+    The blocks before the change give the same states each time: they run once, and the model resumes from
+    their cached states, with identical results.
+
+        cached = PrefixCachedModel(model, batches, folder)
+        for ...:
+            cached.start_at(stack, number)  # the unchanged model
+            ...  # change something at this position of the stack, or after it
+            cached.outputs()
 
     Args:
         model: in eval mode, on the device of `batches`.

@@ -1,32 +1,26 @@
-"""Statistics of the inputs of layers on samples: second moments, sums, extremes; for each layer.
+"""Statistics of a model on samples: second moments, sums and extremes of layer inputs; squared gradients.
 
 A second moment X X^T is summed in float64 from float32 matrix multiplications of a batch (at most about a
 thousand tokens), so that its error is that of a short sum for any number of samples. Beyond a memory limit
-they are stored in memory-mapped files that are removed at the end.
+the second moments are stored in memory-mapped files that are removed at the end.
 
     with collect_statistics(model, rows, {"fc2": [model.model.encoder.layers[0].fc2]}, ctx) as found:
         found["fc2"].second_moment  # float64 [K, K]
 
+`cached_statistics` stores them in the store: steps that calibrate one model on the same samples do it once,
+also for another keep_ratio, rank or energy. The sums are stored in float64, so a step computes exactly the
+same result from them as from a pass of its own.
+
+`inverse_cholesky` returns the factor that SparseGPT (Frantar & Alistarh 2023, arXiv:2301.00774) and GPTQ
+(Frantar et al. 2023, arXiv:2210.17323) use, as in their published code: H = 2 X X^T / tokens, 1 on the
+diagonal of inputs that are always 0, and a part of the mean diagonal added to all.
+
+`squared_gradients` returns the diagonal of the empirical Fisher information matrix: the mean over samples of
+the squared gradient of each sample's loss (Hsu et al. 2022, FWSVD, arXiv:2207.00112, equation 4, where it
+weights the rows of a matrix). The gradient of a batch is a mean over samples, and its square is smaller, so
+samples are processed one by one.
+
 Shapes: K = inputs of a layer.
-
-Cache input statistics in the store: steps that calibrate one model on the same samples do it once.
-
-Another keep_ratio, rank or energy needs no second pass. The sums are stored in float64, so a step computes
-exactly the same result from them as from a pass of its own.
-
-The Cholesky factor of the inverse of a damped second moment, used by SparseGPT and GPTQ.
-
-Frantar & Alistarh 2023, SparseGPT, arXiv:2301.00774, and Frantar et al. 2023, GPTQ, arXiv:2210.17323, as in
-their published code: H = 2 X X^T / tokens, 1 on the diagonal of inputs that are always 0, and a part of the
-mean diagonal added to all.
-
-Shapes: K = inputs of a layer.
-
-Squared gradients of parameters on labelled samples (the empirical Fisher information).
-
-The diagonal of the empirical Fisher matrix is the mean over samples of the squared gradient of each sample's
-loss (Hsu et al. 2022, FWSVD, arXiv:2207.00112, equation 4, where it weights the rows of a matrix). The
-gradient of a batch is a mean over samples, and its square is smaller, so samples are processed one by one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Check from config.json alone which layers a student can copy and which losses apply (no torch).
+"""Check an external student, the copied layers and the losses from config.json alone, and write the student.
 
-Students with an own config and random weights, or from a checkpoint; not layers of the step's model.
-
-The checks read the config only; torch is imported when a student is made.
+An external student has an own config and random weights, or is a checkpoint; it has no layers of the step's
+model. The checks import no torch; it is imported when a student is made.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """Loss terms on inner states of teacher and student: hidden states, attention scores, relations.
 
-Mean squared difference of attention scores before the softmax.
+- `attention_loss`: mean squared difference of attention scores before the softmax.
+- `cosine_loss`: cosine distance of hidden states, token by token.
+- `hidden_state_loss`: mean squared error of hidden states or embeddings, token by token.
+- `relation_loss`: self-attention relations (MiniLMv2), which are similarities between tokens by queries, keys
+  and values.
 
-Shapes: B = batch, H = heads, Q = queries, K = keys.
-
-Cosine loss of hidden states, token by token.
-
-Shapes: B = batch, S = tokens, D = width.
-
-Mean squared error of hidden states or embeddings, token by token.
-
-Shapes: B = batch, S = tokens, D = width.
-
-Self-attention relations (MiniLMv2): similarities between tokens by queries, keys and values.
-
-Shapes: B = batch, S = tokens, W = width of all heads together, R = relation heads.
+Shapes: B = batch, S = tokens, D = width, H = heads, Q = queries, K = keys, W = width of all heads together,
+R = relation heads.
 """
 
 from __future__ import annotations

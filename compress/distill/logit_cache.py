@@ -1,27 +1,21 @@
-"""Files with a teacher's outputs for each sample: written once, in any order, and read per sample.
+"""Cache a teacher's outputs in the store: the teacher runs once per sample, for all epochs and recipes.
 
-For tokens: the k largest logits of each position, relative to the largest, as float16, their token ids, and
-in float32 the logarithm of the sum over all others at temperature T; if k is the size of the vocabulary, all
-logits in order. For classes and embeddings: everything, in float32.
+The files are written once, in any order, and read per sample. For tokens they hold the k largest logits of
+each position, relative to the largest, as float16, their token ids, and in float32 the logarithm of the sum
+over all others at temperature T; if k is the size of the vocabulary, all logits in order. For classes and
+embeddings they hold everything, in float32.
 
-Shapes: N = positions of all samples (one for a classifier's sample, two for a pair of texts that are embedded
-separately), W = cached values per position, B = samples of a batch, T = positions of its longest sample.
-
-Arrays in .npy files, written row by row in any order and read without loading them into memory.
-
-Written with `write` calls (a full disk raises OSError, where a page of a mapped file would end the process)
-and memory-mapped for reading.
-
-KL divergence from a teacher of which only the k largest logits and the sum of the others are known.
-
-Each of the k largest logits has a bucket of its own, all others share one bucket, the tail: k + 1
-probabilities are compared. Without the tail the student would learn that only the k tokens are possible
+`top_k_loss` compares k + 1 probabilities: each of the k largest logits has a bucket of its own, all others
+share one bucket, the tail. Without the tail the student would learn that only the k tokens are possible
 (Anshumann et al. 2025, Sparse Logit Sampling, arXiv:2503.16870, who show the bias and call the tail a ghost
 token). Within the tail the student keeps its own proportions.
 
-Shapes: N = positions, V = vocabulary, k = kept logits.
+Arrays are written with `write` calls (a full disk raises OSError, where a page of a mapped file would end the
+process) and memory-mapped for reading.
 
-Cache a teacher's outputs in the store: it runs once per sample, for all epochs and recipes.
+Shapes: N = positions of all samples (one for a classifier's sample, two for a pair of texts that are embedded
+separately), W = cached values per position, B = samples of a batch, T = positions of its longest sample,
+V = vocabulary, k = kept logits.
 """
 
 from __future__ import annotations
@@ -82,7 +76,7 @@ def open_mapped(path: Path) -> NDArray[Any]:
     return found
 
 
-_MIN_LOG_PROBABILITY = -1e4  # of the teacher's log-probabilities, as in `mixed_loss`
+_MIN_LOG_PROBABILITY = -1e4  # of the teacher's log-probabilities, as in `token_loss`
 
 
 @dataclass(frozen=True)
@@ -376,7 +370,7 @@ class CachedTeacher:
             settings: of the step, with `cache_logits`.
             who: identifies the teacher; "artifacts" has the keys of the artifacts that it is made of.
             words: size of the vocabulary of its logits; None for logits of classes, or embeddings.
-            ctx: device, threads, progress, the store; receives the detail `kept_logits`.
+            ctx: device, threads, progress, the store; receives the detail `cache_logits`.
         """
         assert settings.cache_logits is not None
         self.teacher, self.config, self.ask, self.who = teacher, config, ask, who

@@ -1,7 +1,4 @@
-"""The distillation objective: compares outputs and inner states of the student with the teacher's.
-
-Distillation losses on sentence embeddings.
-"""
+"""The distillation objective: compare outputs, inner states and sentence embeddings with the teacher's."""
 
 from __future__ import annotations
 

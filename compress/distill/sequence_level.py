@@ -1,10 +1,8 @@
-"""Sequence-level distillation: the student trains on targets that a teacher generates.
+"""Select the targets of the training samples: their own, or those that a teacher generates.
 
-Kim & Rush 2016, Sequence-Level Knowledge Distillation, arXiv:1606.07947: the teacher decodes the sources of
-the training samples with beam search, and the student trains on the result (Seq-KD), or on the candidate
-that is closest to the reference (Seq-Inter).
-
-Training on unlabelled samples: the teacher's outputs are the only targets.
+Sequence-level distillation, Kim & Rush 2016, arXiv:1606.07947: the teacher decodes the sources of the
+training samples with beam search, and the student trains on the result (Seq-KD), or on the candidate that is
+closest to the reference (Seq-Inter). For unlabelled samples the teacher's outputs are the only targets.
 """
 
 from __future__ import annotations

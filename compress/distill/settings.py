@@ -1,8 +1,4 @@
-"""The settings of `distill`.
-
-Weights of the distillation loss terms, and the task that each term belongs to.
-
-The map from student layers to teacher layers, resolved from the two numbers of layers.
+"""The settings of `distill`: loss weights, the map from student to teacher layers, student and teachers.
 
 Hidden states are numbered as in transformers: 0 is the embedding output, n the output of block n.
 """

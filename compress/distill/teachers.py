@@ -1,14 +1,11 @@
-"""Load the teachers: one step, several steps, or models in folders.
+"""Load the teachers (one step, several steps, or models in folders), and combine and map their outputs.
 
-Combine several teachers into one: average their probabilities, label by label if labels differ.
-
-Hinton et al. 2015, arXiv:1503.02531, use the (arithmetic) mean of an ensemble's probabilities as soft
-targets. Probabilities at temperature T are averaged; the result is logits whose softmax (or sigmoids) at T
-are that mean, so that every loss with one teacher also works with several.
+Several teachers become one: Hinton et al. 2015, arXiv:1503.02531, use the (arithmetic) mean of an ensemble's
+probabilities as soft targets. Probabilities at temperature T are averaged, label by label if labels differ;
+the result is logits whose softmax (or sigmoids) at T are that mean, so that every loss with one teacher also
+works with several. A teacher with more tokens than its student is mapped to the student's tokens.
 
 Shapes: C = labels of one teacher, U = labels of all teachers, V = vocabulary.
-
-Map a teacher with more tokens than its student to the student's tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Select the layers to keep by their importance on samples.
+"""Select the layers to keep by their importance: block influence on hidden states, or the loss without them.
 
-The importance of each layer: its block influence on hidden states, and the loss without it.
+`AblationLosses` measures the loss of a model with some of its layers, or parts of layers, removed, for one
+choice after another.
 
 Shapes: B = batch, S = tokens, D = width of the hidden states.
-
-The loss of a model with some of its layers, or parts of layers, removed, for one choice after another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The settings of `drop-layers`.
-
-Check the numbers of layers to keep from a model's config alone (no torch).
-"""
+"""The settings of `drop-layers`, and their checks against a model's config (no torch)."""
 
 from __future__ import annotations
 

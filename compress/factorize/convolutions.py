@@ -1,35 +1,24 @@
-"""Factorize convolutions: select them, choose ranks, and replace them.
+"""Factorize convolutions (Tucker-2 or CP): select them, choose ranks, and replace them.
 
-Names: T, S = channels out and in of a convolution.
+Tucker-2: a smaller kernel between two 1 x 1 convolutions. Source: Kim et al. 2016, Compression of Deep
+Convolutional Neural Networks for Fast and Low Power Mobile Applications, arXiv:1511.06530; iteration:
+De Lathauwer, De Moor & Vandewalle 2000, SIAM J. Matrix Anal. 21(4) (HOOI).
 
-CP: a convolution's kernel as a sum of products of one vector for each of its four axes.
+CP: a sum of products of one vector for each of the kernel's four axes. The best such sum of a rank need not
+exist: terms can grow without bound and cancel. So each least squares problem has a small ridge, which falls,
+and the terms' sizes are spread evenly over their vectors. Source: Lebedev et al. 2015, Speeding-up
+Convolutional Neural Networks Using Fine-tuned CP-Decomposition, arXiv:1412.6553; alternating least squares:
+Kolda & Bader 2009, SIAM Review 51(3), figure 3.3.
 
-The best such sum of a rank need not exist: terms can grow without bound and cancel. So each least squares
-problem has a small ridge, which falls, and the terms' sizes are spread evenly over their vectors.
+VBMF chooses a rank without a given rank or tolerance: empirical variational Bayesian matrix factorization of
+a matrix with noise has a global solution in closed form. Singular values above a threshold that the noise's
+variance determines are kept; the variance minimizes the free energy. Source: Nakajima, Sugiyama, Babacan &
+Tomioka 2013, Global Analytic Solution of Fully-observed Variational Bayesian Matrix Factorization, JMLR 14,
+theorems 2 and 4 and section 5.
 
-Source: Lebedev et al. 2015, Speeding-up Convolutional Neural Networks Using Fine-tuned CP-Decomposition,
-arXiv:1412.6553; alternating least squares: Kolda & Bader 2009, SIAM Review 51(3), figure 3.3.
-
-Shapes: kernel [T, S, D, E]; R = rank.
-
-Tucker-2: a convolution's kernel as a smaller kernel between two 1 x 1 convolutions.
-
-Source: Kim et al. 2016, Compression of Deep Convolutional Neural Networks for Fast and Low Power Mobile
-Applications, arXiv:1511.06530; iteration: De Lathauwer, De Moor & Vandewalle 2000, SIAM J. Matrix Anal. 21(4)
-(HOOI).
-
-Shapes: K = kernel [T, S, D, E], T channels out, S in; R, Q = ranks of the channels in and out.
-
-Rank of a matrix with noise by variational Bayesian matrix factorization (VBMF), in closed form.
-
-Empirical variational Bayesian matrix factorization has a global solution: singular values above a threshold
-that the noise's variance determines are kept; the variance minimizes the free energy. Neither a rank nor a
-tolerance is needed.
-
-Source: Nakajima, Sugiyama, Babacan & Tomioka 2013, Global Analytic Solution of Fully-observed Variational
-Bayesian Matrix Factorization, JMLR 14, theorems 2 and 4 and section 5.
-
-Names: L <= M, sides of the matrix; a = L / M; g, its singular values; v, the variance of the noise.
+Shapes: K = kernel [T, S, D, E], T channels out, S in; R, Q = ranks of the channels in and out (Tucker-2);
+R = rank (CP). VBMF: L <= M, sides of the matrix; a = L / M; g, its singular values; v, the variance of the
+noise.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Choose the rank of each layer: by its own rule, or from one parameter budget over all layers.
 
-A layer gains below a rank limit and is kept whole otherwise: see `rank_limits`.
-
-Shapes: M = outputs, K = inputs of a layer.
-
-The rank below which low-rank factors are faster than the original matrix: a rule from measurements.
-
-The time of a linear layer on a CPU grows with its weights, and each layer has a fixed overhead: its inputs
-are quantized, its kernel is set up. Two factors have fewer weights and one linear layer more (alone, or with
-the first factor packed with others of the same input). Measured in ONNX Runtime's int8
+A layer is factorized below a rank limit and kept whole otherwise: see `rank_limits`. The limit is a rule from
+measurements. The time of a linear layer on a CPU grows with its weights, and each layer has a fixed overhead:
+its inputs are quantized, its kernel is set up. Two factors have fewer weights and one linear layer more
+(alone, or with the first factor packed with others of the same input). Measured in ONNX Runtime's int8
 (DynamicQuantizeMatMul), one more linear layer takes as long as reading 100,000 weights with one row of
 activations, as in each step of a decoder, and as multiplying with 5,000 with the rows of a whole text; thin
 matrices take up to a tenth longer for the same weights. Measured: docs/measurements/techniques.md.
@@ -16,9 +11,9 @@ matrices take up to a tenth longer for the same weights. Measured: docs/measurem
 In float32 factors gain earlier. The rule depends neither on a later scheme nor on the machine: so the same
 recipe makes the same model everywhere, and the result is not slower in int8.
 
-Count the multiply-accumulates of an image model: of its convolutions and linear layers, for one image.
+For image models, `count_macs` counts the multiply-accumulates of convolutions and linear layers.
 
-Shapes: h, w = height and width of an image.
+Shapes: M = outputs, K = inputs of a layer; h, w = height and width of an image.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ weighted error, W is scaled first and the factors are scaled back:
     W L = U S V^T,    up = U_r sqrt(S_r),    down = sqrt(S_r) V_r^T L^-1
 
 so that |(W - up down) L|_F^2 is the sum of the dropped squared singular values, exactly. L comes from
-`whitened_svd.py`, `asvd.py` and `fwsvd.py`; plain SVD has none.
+`asvd_metric`, `fwsvd_metric` or `whitened_svd_metric`; plain SVD has none.
 
 The eigenvectors of the smaller of W L L^T W^T and L^T W^T W L are computed, which takes a fraction of the
 time and memory of a decomposition of W L. Squaring loses singular values below a hundred-millionth of the
@@ -14,32 +14,6 @@ largest; the factors are not affected, because their product is W after an ortho
 up down = U_r U_r^T W, or before one, W L V_r V_r^T L^-1. The first needs only L L^T, not L or its inverse.
 
 Shapes: M = outputs, K = inputs of a layer, r = rank.
-
-Activation-aware SVD: inputs with large activations have more weight.
-
-ASVD, Yuan et al. 2023, arXiv:2312.05821: W S = U S' V^T with the diagonal S_j = (mean |X_j|)^alpha over a
-layer's inputs X, alpha 0.5. `whitened_svd.py` also uses correlations between inputs.
-
-Shapes: K = inputs of a layer.
-
-Fisher-weighted SVD: inputs have weight by the sensitivity of the loss to their weights.
-
-FWSVD, Hsu et al. 2022, arXiv:2207.00112: the empirical Fisher information of a weight is its mean squared
-gradient; that of a row is the sum over its weights, so that the weighted problem has a closed form. The paper
-multiplies from the left, Z = X W + b: a row of its W belongs to one input, which is a column here.
-So W D = U S V^T with D_j = sqrt(sum_i F_ij).
-
-Shapes: M = outputs, K = inputs of a layer.
-
-Whitened SVD: the low-rank factors with the least output error on samples.
-
-SVD-LLM, Wang et al. 2024, arXiv:2403.07378: with C = X X^T of a layer's inputs and L L^T = C, the squared
-error |(W - W') X|_F^2 is |(W - W') L|_F^2, so dropping the smallest singular values of W L is optimal, and
-their squares are the error. The ridge below makes C regular, so that L can be its Cholesky factor; for a
-layer with no more outputs than inputs, C itself is enough (svd.py). The bias of a layer can compensate the
-mean: then C is the covariance, and the bias takes the mean output of the dropped part.
-
-Shapes: K = inputs of a layer.
 """
 
 from __future__ import annotations
@@ -178,22 +152,29 @@ def low_rank_layer(
     return pair.eval(), error
 
 
-# Lower bound, relative to the mean: inputs below it would have no weight at all.
+# Lower bound, relative to the mean: without it, tiny inputs and inputs without a gradient have no weight.
 _MIN_SCALE = 1e-4
 
 
 def asvd_metric(magnitude: Tensor, alpha: float) -> ErrorMetric:
-    """Return the metric of weights times the power `alpha` of the inputs' mean magnitudes, float64 [K]."""
+    """Return the metric of weights times the power `alpha` of the inputs' mean magnitudes, float64 [K].
+
+    ASVD (activation-aware SVD), Yuan et al. 2023, arXiv:2312.05821: W S = U S' V^T with the diagonal
+    S_j = (mean |X_j|)^alpha over a layer's inputs X, alpha 0.5. Unlike `whitened_svd_metric`, it does not use
+    correlations between inputs.
+    """
     floor = _MIN_SCALE * float(magnitude.mean()) or 1.0
     scale = magnitude.clamp(min=floor) ** alpha
     return ErrorMetric(transform=scale, inverse=1 / scale)
 
 
-# Lower bound, relative to the mean: inputs without a gradient would have no weight at all.
-
-
 def fwsvd_metric(information: Tensor) -> ErrorMetric:
     """Return the metric that scales weights by the Fisher information of their input.
+
+    FWSVD (Fisher-weighted SVD), Hsu et al. 2022, arXiv:2207.00112: the empirical Fisher information of a
+    weight is its mean squared gradient; that of a row is the sum over its weights, so that the weighted
+    problem has a closed form. The paper multiplies from the left, Z = X W + b: a row of its W belongs to one
+    input, which is a column here. So W D = U S V^T with D_j = sqrt(sum_i F_ij).
 
     Args:
         information: mean squared gradients, float64 [M, K].
@@ -210,6 +191,12 @@ _RIDGE_RATIO = 0.1
 
 def whitened_svd_metric(second_moment: Tensor, sums: Tensor, tokens: int, *, bias: bool) -> ErrorMetric:
     """Return the metric of a layer's output error.
+
+    SVD-LLM (whitened SVD), Wang et al. 2024, arXiv:2403.07378: with C = X X^T of a layer's inputs and
+    L L^T = C, the squared error |(W - W') X|_F^2 is |(W - W') L|_F^2, so dropping the smallest singular
+    values of W L is optimal, and their squares are the error. The ridge makes C regular, so that L can be its
+    Cholesky factor; for a layer with no more outputs than inputs, C itself is enough. The bias of a layer can
+    compensate the mean: then C is the covariance, and the bias takes the mean output of the dropped part.
 
     Args:
         second_moment: X X^T, float64 [K, K], summed over tokens.

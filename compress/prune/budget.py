@@ -1,12 +1,10 @@
-"""Number of kept units per group with the highest total importance within one budget.
+"""Allocate a recipe's budget to the units of a model: the kept units per group with the highest importance.
 
 The units of each group are removed in the order of importance, so keeping n of them has a value and a cost.
 For a given price per cost, each group has its own best n. The price is found by bisection so that the total
 is within the budget (Lagrange multipliers for a knapsack: Everett 1963, Operations Research 11(3); for units
 by latency: HALP, Shen et al. 2021, arXiv:2110.10811). The rest of the budget is filled greedily by value per
 cost.
-
-Allocation of a recipe's budget to the units of a model, with the requested and reached values.
 """
 
 from __future__ import annotations

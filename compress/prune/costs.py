@@ -1,7 +1,5 @@
 """Cost of a model in parameters or flops, and of each group for every number of units.
 
-Shapes of a group's linear layers for a number of kept units, and how often they are used.
-
 Shapes: K = inputs, N = outputs of a linear layer, r = rank of a factorized layer.
 """
 

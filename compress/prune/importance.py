@@ -1,18 +1,9 @@
-"""Importance scores of units, and their normalization across layers.
+"""Importance scores of units (heads and neurons), and their normalization across layers.
+
+The scores are Fisher, Taylor, magnitude (without samples) or random (the baseline). Fisher and Taylor use the
+gradient of a mask of ones on the units, on labelled calibration samples.
 
 Shapes: H = heads of a layer, F = neurons of its feed-forward block.
-
-A mask of ones on the units of a model, whose gradient measures their importance.
-
-Fisher importance: the mean squared per-sample gradient of a mask on the units.
-
-Magnitude importance: norms of the weights, without calibration samples.
-
-Random importance: the baseline for the other methods.
-
-Taylor importance: the first-order change of the loss when a unit is removed.
-
-Importance scores by the settings of `prune`, on calibration samples.
 """
 
 from __future__ import annotations

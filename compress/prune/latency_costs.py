@@ -1,14 +1,12 @@
 """Latency costs of a model: a table of timings of each kind of part, by its number of units.
 
+A part of a block is built in the requested runtime with its pruned sizes and timed alone on this machine,
+with random numbers. ZipLM (Kurtic et al. 2023, arXiv:2302.04089, section 3.2) times attentions with each
+number of heads and feed-forward parts of many widths in this way, and chooses among them.
+
 An input sequence is processed once; a generating model also generates `sequence_length` tokens one at a time.
 The table holds linear layers, attentions and activations of the blocks, and the linear layers of the head.
 Norms, sums and lookups are left out, because pruning does not change them.
-
-Timing of parts of a block on this machine: linear layers, attention and activation with random numbers.
-
-A part is built in the requested runtime with its pruned sizes and timed alone. ZipLM (Kurtic et al. 2023,
-arXiv:2302.04089, section 3.2) times attentions with each number of heads and feed-forward parts of many
-widths in this way, and chooses among them.
 
 Shapes: T = computed tokens, S = context tokens, G = key heads, Q = queries per key head, W = width of a head,
 K = inputs, N = outputs of a linear layer.

@@ -1,22 +1,21 @@
 """Masks of heads, neurons, parts of layers and the hidden width, learned with the weights under a budget.
 
 Each unit (a head, a neuron) and each part (an attention, a feed-forward part) has its own mask, sampled from
-a hard concrete distribution (hard_concrete.py). A unit counts with the probability that its mask and the mask
+a hard concrete distribution (masked_parts.py). A unit counts with the probability that its mask and the mask
 of its part are open. A Lagrangian drives the expected number of kept parameters to the budget (CoFi, Xia et
 al. 2022, arXiv:2204.00408, equations 1 and 2); its multipliers are trained by gradient ascent:
 
     s = 1 - h * (sum over parts of P(part) * parameters of a unit * sum over units of P(unit)) / all of them
     lambda1 (s - t) + lambda2 (s - t)^2          s: expected sparsity, t: the target, which rises from 0
 
-h is the mean of P over channels of the hidden width if these have masks (hidden_width_mask.py), else 1.
+h is the mean of P over channels of the hidden width if these have masks (`HiddenWidthMask`), else 1.
 
 Validation and the final cut use deterministic masks: each layer keeps its expected number of units, those
 with the largest log alpha (CoFi's l0_module.py), and each stack its expected number of parts of a kind, at
 least one. (The reference decides for each part alone whether its probability is above one half; while many
 are near one half, all parts or none are removed at once.) Deterministic masks are folded into the linear
-layer that reads the units.
-
-Removal of masked units from their linear layers, and of masked parts from their blocks.
+layer that reads the units. `cut_masked` then removes masked units from their linear layers, and masked parts
+from their blocks.
 """
 
 from __future__ import annotations

@@ -1,26 +1,10 @@
-"""Parts of a model with masks (for units, whole parts or hidden width), and their parameter counts.
+"""Parts of a model with masks (for units, whole parts or hidden width), and the distribution of masks.
 
-The hard concrete distribution of trainable masks z in [0, 1], with point masses at 0 and 1.
-
-Louizos et al. 2018, arXiv:1712.01312, section 2.2; log alpha is trained; u is uniform, beta 2/3, gamma -0.1,
-zeta 1.1:
+Trainable masks z in [0, 1] have a hard concrete distribution, with point masses at 0 and 1 (Louizos et al.
+2018, arXiv:1712.01312, section 2.2); log alpha is trained; u is uniform, beta 2/3, gamma -0.1, zeta 1.1:
 
     s = sigmoid((log u - log(1 - u) + log alpha) / beta)        z = clamp(s (zeta - gamma) + gamma, 0, 1)
     P(z > 0) = sigmoid(log alpha - beta log(-gamma / zeta))
-
-Mask of the hidden width: one mask per channel of the hidden states, shared by encoder and decoder.
-
-A channel runs through all blocks, so its mask z is the same everywhere. It multiplies the outputs of
-embeddings, of each attention and feed-forward part, and of each norm. Norms only use the open channels
-(z > 0), so that a model without the closed ones computes the same:
-
-    y = (x - mean of open x) / sqrt(var of open x + eps) * w + b        0 where z = 0; then times z
-
-In a tied embedding and output layer, z also multiplies the layer's inputs. Sinusoidal positions, which are
-not stored, are 0 where z is 0, and unchanged elsewhere.
-
-Sources: CoFi, Xia et al. 2022, arXiv:2204.00408, modeling_bert.py; for pre-norm models Sheared LLaMA, Xia
-et al. 2023, arXiv:2310.06694, composer_llama.py.
 
 Shapes: D = channels of the hidden states.
 """
@@ -233,7 +217,19 @@ def deterministic_mask_at(log_alpha: Tensor, kept: Tensor) -> Tensor:
 
 
 class HiddenWidthMask:
-    """The mask of a model's hidden width during training.
+    """The mask of a model's hidden width during training: one per channel, shared by encoder and decoder.
+
+    A channel runs through all blocks, so its mask z is the same everywhere. It multiplies the outputs of
+    embeddings, of each attention and feed-forward part, and of each norm. Norms only use the open channels
+    (z > 0), so that a model without the closed ones computes the same:
+
+        y = (x - mean of open x) / sqrt(var of open x + eps) * w + b        0 where z = 0; then times z
+
+    In a tied embedding and output layer, z also multiplies the layer's inputs. Sinusoidal positions, which
+    are not stored, are 0 where z is 0, and unchanged elsewhere.
+
+    Sources: CoFi, Xia et al. 2022, arXiv:2204.00408, modeling_bert.py; for pre-norm models Sheared LLaMA, Xia
+    et al. 2023, arXiv:2310.06694, composer_llama.py.
 
     Args:
         model: float; changed when the mask is folded or cut.

@@ -14,8 +14,6 @@ reads the inputs is refitted, and this is optimal for the product of both. Where
 (sparsify), each row is fitted on its own nonzero positions.
 
 Shapes: N = outputs, K = inputs, k = kept ones.
-
-Calibration samples for the least-squares reconstruction after pruning.
 """
 
 from __future__ import annotations

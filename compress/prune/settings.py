@@ -1,7 +1,4 @@
-"""The settings of `prune`.
-
-Checks of `prune` settings against a model's config, without torch.
-"""
+"""The settings of `prune`, and their checks against a model's config (no torch)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Groups of tensors that share heads or neurons, as the model's family defines them (smelt.families).
+"""Groups of tensors that share heads or neurons, their removal, and the number of units kept per layer.
 
-Removal of heads and neurons from a model, with their rows and columns, recorded in the edits.
-
-Number of units kept per layer when every layer keeps the same fraction.
-
-Number of units kept per layer when the units of all layers compete.
+The model's family (`smelt.models.families`) defines the groups. Units are removed with their rows and
+columns, and recorded in the edits. Either every layer keeps the same fraction, or the units of all layers
+compete (`allocate_globally`).
 """
 
 from __future__ import annotations

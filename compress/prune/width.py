@@ -1,9 +1,8 @@
-"""Pruning of the hidden width: removal of the least important channels from every tensor.
+"""Pruning of the hidden width: remove the least important channels from every tensor, and refit the model.
 
-Least-squares refit of a model with narrower hidden states, on calibration samples.
-
-The narrow model runs block by block in parallel with the original one, encoder first. A linear layer W x + b
-that read the states x now reads the narrow states x', after all earlier fits:
+For the refit, the narrow model runs block by block in parallel with the original one on calibration samples,
+encoder first. A linear layer W x + b that read the states x now reads the narrow states x', after all earlier
+fits; this is a least-squares problem:
 
     minimise  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
     W' = W_k + (W M_xx' - W_k M_x'x') (M_x'x' + e I)^-1

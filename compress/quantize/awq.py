@@ -1,26 +1,17 @@
-"""AWQ: scale up input channels with large activations before quantization.
+"""AWQ: scale up input channels with large activations before quantization, and clip the ranges of groups.
 
 Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration,
 arXiv:2306.00978, and its published code (llm-awq). Rounding W s and multiplying with X / s has a smaller
-error than rounding W if s is large for the important channels. channel_scales.py finds the scales, and
-scale_targets.py applies them. The float model is calibrated once and changed afterwards; its outputs do not
-change until weights are quantized.
+error than rounding W if s is large for the important channels. `channel_scales.py` finds the scales and
+applies them. The float model is calibrated once and changed afterwards; its outputs do not change until
+weights are quantized.
 
 With `clip`, ranges are clipped where that reduces the output error of the scaled layers; except for queries
 and keys, whose single errors say little about attention scores (llm-awq's auto_clip.py skips them too).
 
-Shapes: K = inputs of a linear layer.
+`mse_grid` and `percentile_grid` clip the ranges of groups without input statistics.
 
-Clipped ranges of groups: by the least error, or by a percentile.
-
-`mse_grid` follows GPTQ's published code (quant.py, Quantizer.find_params with mse): the range is shrunk in
-steps of a hundredth, down to a fifth, and each group gets the range with the least sum of |error|^2.4. The
-grid of a shrunk group is the shrunk grid, so this works for every scheme.
-
-`percentile_grid` uses the range that contains a percentile of a group's magnitudes, with linear interpolation
-as in numpy.percentile; larger weights are clipped.
-
-Shapes: N = outputs, G = groups, g = inputs of a group.
+Shapes: N = outputs, K = inputs of a linear layer, G = groups, g = inputs of a group.
 """
 
 from __future__ import annotations
@@ -194,7 +185,12 @@ _SHRINK_STEPS, _SHRINK_PARTS, _ERROR_POWER = 80, 100, 2.4
 
 
 def mse_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions) -> QuantParams:
-    """Return the grid of `groups`, float32 [N, G, g], with each range clipped for the least error."""
+    """Return the grid of `groups`, float32 [N, G, g], with each range clipped for the least error.
+
+    This follows GPTQ's published code (quant.py, Quantizer.find_params with mse): the range is shrunk in
+    steps of a hundredth, down to a fifth, and each group gets the range with the least sum of |error|^2.4.
+    The grid of a shrunk group is the shrunk grid, so this works for every scheme.
+    """
     best = dict(scheme.compute_qparams(groups, width, options))
     least = _grid_errors(groups, best, scheme, options)
     for step in range(1, _SHRINK_STEPS):
@@ -210,6 +206,9 @@ def percentile_grid(
     percentile: float, groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions
 ) -> QuantParams:
     """Return the grid of `groups`, float32 [N, G, g], with ranges clipped at a percentile of magnitudes.
+
+    The percentile of each group's magnitudes is interpolated linearly, as in numpy.percentile; larger weights
+    are clipped.
 
     Args:
         percentile: above 0, at most 100.

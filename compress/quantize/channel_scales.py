@@ -1,4 +1,4 @@
-"""AWQ's search for channel scales, and for the clipping of each group's range.
+"""AWQ's search for channel scales and clipped ranges, and the targets that the scales are applied to.
 
 Lin et al. 2023, AWQ, arXiv:2306.00978, equations 4 and 5, and its published code (llm-awq, auto_scale.py and
 auto_clip.py). For linear layers W with one input X, with m_j the mean of |X_j| and alpha from 0 to 0.95 in
@@ -7,13 +7,11 @@ steps of 0.05:
     s = max(m ^ alpha, 1e-4)        s = s / sqrt(max s * min s)
     error = |(Q(W s) / s - W) X|^2, summed over the layers
 
-    The alpha with the least error is used; alpha 0 is rounding to nearest. For several layers, the published
-    code compares the output of the module around them instead (an attention, a gated feed-forward part); for
-    one layer the errors are the same. Everything is computed from second moments over all tokens.
+The alpha with the least error is used; alpha 0 is rounding to nearest. For several layers, the published code
+compares the output of the module around them instead (an attention, a gated feed-forward part); for one layer
+the errors are the same. Everything is computed from second moments over all tokens.
 
-Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
-
-Targets of input channel scales: the producer of the inputs of linear layers, or a factor before them.
+The target of the scales is the producer of the layers' input, or a factor before them:
 
     a norm that only these layers read                   its weight and bias are divided
     a linear layer that only they read directly          its rows and bias are divided
@@ -23,7 +21,7 @@ In all three cases the columns of the layers are multiplied, so the float model 
 of a matrix that is also an embedding, or belongs to other layers, are not changed. The output layer, the
 largest linear layer, gets no factor of its own.
 
-Shapes: K = inputs of the layers.
+Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 """
 
 from __future__ import annotations

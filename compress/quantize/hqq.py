@@ -18,14 +18,13 @@ Therefore the scale is fitted too, by the same least squares:
     scale = <W - E, u> / <u, u>        u = codes - zero
 
 With these constants E is 0 for errors below 0.17, so for all practical weights: only the least squares are
-left, here and in the published code. They clip the range, which at two bits costs more than it gains
-(docs/reference/stages/quantize.md#hqq).
+left, here and in the published code. The published code clips the range, which at two bits costs more than it
+gains (docs/reference/stages/quantize.md#hqq).
 
-Each group gets the grid with the least mean |error|, including the scheme's own.
+Each group, or each matrix for per-tensor scales, gets the grid with the least mean |error|, including the
+scheme's own.
 
 Shapes: N = outputs, G = groups, g = inputs of a group.
-
-Selection of the better of two grids per group, or per matrix for per-tensor scales.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ the best is kept.
 
 Error metrics: of weights; of weights scaled by the mean magnitude of each input (LQER's S, equations 11 to
 13); of outputs, by the second moment of the inputs (QERA, Zhang et al. 2024, arXiv:2410.06040, theorem 1,
-with the ridge of `factorize/whitened_svd.py`).
+with the ridge of `whitened_svd_metric` in compress/factorize/svd.py).
 
 Shapes: N = outputs, K = inputs of a layer, r = rank.
 """

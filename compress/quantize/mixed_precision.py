@@ -1,16 +1,13 @@
 """Mixed precision: bit widths per matrix for a mean number of bits or a maximum drop of a metric.
 
-Sensitivities of single matrices are added up; interactions are not measured. With `max_drop` whole models are
-scored, so interactions count there.
+The sensitivity of each matrix is measured alone at each bit width. Sensitivities are added up; interactions
+are not measured. With `max_drop` whole models are scored, so interactions count there.
 
-One bit width per matrix with the least total sensitivity for the total bits: a multiple-choice knapsack.
-
+One bit width per matrix with the least total sensitivity for the total bits is a multiple-choice knapsack.
 The states of all matrices so far are visited in the order of their bits, and only Pareto-optimal ones are
 kept (Nemhauser & Ullmann 1969, Discrete Dynamic Programming and Capital Allocation): exact while there are
 few states. The matrices of a transformer have few shapes, so many choices take the same bits. Above
 `_MAX_STATES`, one state is kept per interval of bits.
-
-Sensitivity and stored size of each matrix of a model by bit width.
 
 Shapes: N = outputs (rows), K = inputs (columns).
 """
@@ -153,7 +150,7 @@ def measure_matrix_sensitivities(
 ) -> None:
     """Measure the sensitivity of each matrix at each width, one matrix at a time.
 
-    The sensitivity is defined as in layer_sensitivity.py; embeddings are measured too.
+    The sensitivity is defined as in `measure_layer_sensitivities`; embeddings are measured too.
 
     Args:
         model: not changed.

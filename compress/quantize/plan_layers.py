@@ -1,8 +1,7 @@
-"""Selection of the layers to quantize and their schemes, and quantization of the planned layers.
+"""Select the layers to quantize and their schemes, and quantize the planned layers.
 
-The straight-through estimator: rounding in the forward pass, identity gradient in the backward pass.
-
-Quantization of float weights: quantizers choose the quantized weights, schemes store them.
+A quantizer chooses the quantized weights of a matrix, a scheme stores them. Fake quantization rounds in the
+forward pass and has an identity gradient in the backward pass (the straight-through estimator).
 """
 
 from __future__ import annotations

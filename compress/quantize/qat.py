@@ -7,9 +7,9 @@ Biases, norms and float layers train as usual.
 The master weights start from those stored by an earlier training; else from the weights before `quantize`, so
 that a weight near a rounding boundary can cross it soon; if these are not available or have other scales
 (AWQ), from the dequantized weights. Afterwards they are stored next to the model
-(training/master_weights.py), but are not part of it.
+(compress/quantize/master_weights.py), but are not part of it.
 
-Scales are computed from the weights in each update, or learned with them (training/step_sizes.py).
+Scales are computed from the weights in each update, or learned with them (compress/quantize/step_sizes.py).
 
 Weights are fake-quantized in every scheme, activations if the scheme asks for it. The int8 activation blocks
 of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more: these

@@ -1,11 +1,10 @@
-"""Training of the step sizes (scales) of a quantized model.
+"""Extensions of quantization-aware training: learned step sizes (scales), and ternary weight splitting.
 
-Ternary weight splitting: each ternary matrix becomes the sum of two binary ones for further training.
-
-Bai et al. 2021, BinaryBERT, arXiv:2012.15701, section 3.2, equations 5 to 8. A ternary model of half the
-width is easier to train than a binary one; after splitting, it computes the same with twice as many one-bit
-matrices, which are then trained. With I the nonzero positions of a group, n its number of weights, n0 the
-number outside of I, s its scale, and w the master weights,
+Splitting replaces each ternary matrix by the sum of two binary ones for further training (Bai et al. 2021,
+BinaryBERT, arXiv:2012.15701, section 3.2, equations 5 to 8). A ternary model of half the width is easier to
+train than a binary one; after splitting, it computes the same with twice as many one-bit matrices, which are
+then trained. With I the nonzero positions of a group, n its number of weights, n0 the number outside of I, s
+its scale, and w the master weights,
 
     in I           v1 = m w                   v2 = (1 - m) w
     w > 0 outside  v1 = w + b                 v2 = -b

@@ -1,6 +1,6 @@
-"""Calibration of activation ranges on samples.
+"""Calibration of activation ranges on samples, and warnings about weights with float16 scales that underflow.
 
-Calibration methods for activation ranges: the magnitude that maps to the largest quantized value.
+A calibration method returns the magnitude that maps to the largest quantized value:
 
 - minmax: the largest observed value; no clipping.
 - percentile: the magnitude that this percentage of the values does not exceed.
@@ -12,8 +12,6 @@ The first three give the results of the calibrators of onnxruntime.quantization 
 batch (`onnxruntime/python/tools/quantization/calibrate.py`: MinMaxCalibrater, HistogramCollector). Here
 values arrive in batches, in two passes: the first finds the extremes, the second fills histogram bins that
 therefore do not depend on the batches.
-
-Warnings about weights so small that their float16 scales underflow or lose precision.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Validation and resolution of scheme options for the schemes of a step.
-
-The options of all schemes as settings fields, each with the schemes that have it.
-
-Warnings about HQQ with two bits, for the plan and the stage.
-
-The table of schemes in `smelt stages quantize`, generated from their declarations.
-"""
+"""The options of quantization schemes: settings fields, validation, defaults, and the table for the help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The settings of `quantize`; schemes declare further ones.
-
-The settings that use the sensitivity of layers: `max_excluded` and `mixed_precision`.
-"""
+"""The settings of `quantize`; schemes declare further ones."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""The interface of a sparsity method.
+"""The sparsity methods, which choose the weights to set to zero, and the loop over the layers of a block.
 
-Magnitude sparsity: set the smallest weights of a layer to zero.
-
-Random sparsity: a baseline for the other methods.
-
-SparseGPT: set weights to zero column by column and compensate the error in the columns to the right.
+- magnitude: the smallest weights of a layer.
+- random: a baseline for the other methods.
+- SparseGPT: column by column, and the error is compensated in the columns to the right.
+- Wanda: by the magnitude of a weight times the norm of its input.
 
 Shapes: N = outputs, K = inputs.
-
-Wanda: score weights by their magnitude times the norm of their input.
-
-Make the linear layers of a block sparse, one by one, each once.
 """
 
 from __future__ import annotations

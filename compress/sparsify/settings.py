@@ -1,6 +1,6 @@
-"""Gradual pruning of single weights during training: `sparsify` of `finetune` and `distill`.
+"""The sparsity pattern (a fraction, or n of each m weights), and the settings of gradual pruning in training.
 
-The weights of a matrix to set to zero, by their scores: a fraction, or n of each m.
+`sparsify` of `finetune` and `distill` prunes single weights gradually during training.
 
 Shapes: N = outputs, K = inputs.
 """

@@ -1,18 +1,15 @@
-"""Resume an interrupted training from checkpoints of its complete state.
+"""Checkpoints of a training: resume from them, score them, and check what is lost when weights are stored.
 
 A checkpoint is one file of tensors (weights, AdamW's moments, best and averaged weights, the state of the
 random numbers) with the rest as JSON in its header, and a note with its name and hash, written last. So a
 checkpoint is complete or absent, and nothing is unpickled. A resumed training gives results identical to an
-uninterrupted one, on the same machine with the same number of threads.
+uninterrupted one, on the same machine with the same number of threads. During training a checkpoint is scored
+like a finished artifact.
 
-Check how much of the training is lost when trained weights are stored in 16 bits.
-
-Weights train in float32 and are rounded once, when the result is written. Measured on a Marian of 8.5
-million float16 weights (benchmarks/recipes/half-precision.yaml): after 100 updates at 1e-4 the rounding is
-0.6 % of the change by training, after 20 at 1e-5 14 %, after 10 at 1e-6 86 %; then most weights return to
+Weights train in float32 and are rounded once, to 16 bits, when the result is written. Measured on a Marian of
+8.5 million float16 weights (benchmarks/recipes/half-precision.yaml): after 100 updates at 1e-4 the rounding
+is 0.6 % of the change by training, after 20 at 1e-5 14 %, after 10 at 1e-6 86 %; then most weights return to
 their old values. BLEU on 1,000 sentences differs by 0.04, 0.02 and 0.01, which is noise.
-
-Score a checkpoint during training like a finished artifact.
 """
 
 from __future__ import annotations

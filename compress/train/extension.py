@@ -1,23 +1,19 @@
-"""Extensions of the shared training by a technique; every part is optional.
+"""The objective of a training as terms of a loss, and extensions of the shared training by a technique.
 
     train(model, src, settings, ctx, objective=..., extension=TrainingExtension(modules={"scores": scores}))
 
-The loop, its checks and the selection of checkpoints are the same for every training.
-
-The objective of a training: a mean over items, or several named means.
+The loop, its checks and the selection of checkpoints are the same for every training; every part of an
+extension is optional.
 
 The gradient of an update is that of one batch with all its samples: a mean over all items, independent of
 their division into batches. Terms of a loss are means over different items (labels of the decoder, tokens of
 the encoder), so each names its items, and is weighted by its share of those.
 
-Losses of a sentence embedder: the order of pairs' scores, and a teacher's embeddings.
+The objective with the labels, and the losses of a sentence embedder (the order of pairs' scores, and a
+teacher's embeddings), are here too, separate from the loop: stages that measure without training do not
+import transformers' Trainer, which takes seconds (it imports peft).
 
 Shapes: B = pairs or texts, T = texts of a batch (2 B for pairs: all first texts first), D = width.
-
-The objective of a model on batches: the loss with the labels, and means of a loss.
-
-Separate from the loop: stages that measure without training do not import transformers' Trainer, which
-takes seconds (it imports peft).
 """
 
 from __future__ import annotations

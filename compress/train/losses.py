@@ -1,14 +1,13 @@
-"""Cross-entropy and distillation (both directions) over large vocabularies, value and gradient in one pass.
+"""Losses on logits: cross-entropy and distillation (both directions) of tokens, and classifiers' losses.
 
 Autograd keeps several float32 copies of [N, V]: log-probabilities of both models, their exponentials, the
-gradient. The gradients of these losses have a closed form, so they are computed together with the value in
-blocks of rows, and only one [N, V] tensor in the logits' own dtype is kept.
+gradient. The gradients of the losses over large vocabularies have a closed form, so they are computed
+together with the value, in one pass in blocks of rows, and only one [N, V] tensor in the logits' own dtype is
+kept.
 
-Shapes: N = rows (batch times positions), V = vocabulary or classes.
+The loss of a classifier depends on its problem type: single-label, multi-label, or regression.
 
-Losses of a classifier, by its problem type: single-label, multi-label, or regression.
-
-Shapes: B = batch, C = classes.
+Shapes: N = rows (batch times positions), V = vocabulary or classes, B = batch, C = classes.
 """
 
 from __future__ import annotations

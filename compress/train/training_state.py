@@ -1,10 +1,8 @@
-"""Prepare a model for training, and restore it afterwards.
-
-Check the memory that a training needs for any batch size, before it starts.
+"""Prepare a model for training, restore it afterwards, and check the memory before a training starts.
 
 AdamW keeps a gradient and two moments in float32 for every trained weight (Loshchilov & Hutter 2019,
-arXiv:1711.05101); the best and the averaged weights are copies. Activations need memory in addition,
-so a training that passes the check may still run out.
+arXiv:1711.05101); the best and the averaged weights are copies. A training needs this memory for any batch
+size, and more for activations: a training that passes the check may still run out of memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Select the tokens to keep: those that the data use, their dependencies, and required ones.
+"""Select the tokens to keep: those that the data use, their dependencies, and required ones; store their ids.
 
-`vocabulary.json` in a trimmed artifact: the token ids that were kept of the original vocabulary.
-
-It maps a student's tokens to those of a teacher that was trimmed differently or not at all. The file is
-copied from stage to stage with the tokenizer's files.
-
-The settings of `trim-vocabulary`.
+`vocabulary.json` in a trimmed artifact holds the token ids that were kept of the original vocabulary. It maps
+a student's tokens to those of a teacher that was trimmed differently or not at all. The file is copied from
+stage to stage with the tokenizer's files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The vocabulary in a tokenizer.json (tokenizers library): WordPiece, BPE, Unigram.
-
-The tokens that a kept token depends on, and those that replace a removed token.
+"""Trim the vocabulary in a tokenizer's files: tokenizer.json (WordPiece, BPE, Unigram), or Marian's.
 
 Texts whose tokens are all kept must be tokenized as before, and no text may get new unknown tokens. Which
 other tokens that requires depends on the algorithm:
@@ -9,11 +7,8 @@ other tokens that requires depends on the algorithm:
 - BPE merges neighbours, so the intermediate merges of a kept token are kept.
 - In each, single characters (bytes, in byte-level models) are kept, and tokens that they cannot spell.
 
-Tokens are strings here, as the tokenizer stores them.
-
-The vocabulary of Marian's tokenizer: two SentencePiece models, and vocab.json with the ids.
-
-Files of a model with token ids: its tokenizer and its shortlist.
+Marian's tokenizer has two SentencePiece models, and vocab.json with the ids. A model's other file with token
+ids, its shortlist, is trimmed too. Tokens are strings here, as the tokenizer stores them.
 """
 
 from __future__ import annotations

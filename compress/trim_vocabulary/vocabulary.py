@@ -1,7 +1,4 @@
-"""A vocabulary that can be trimmed, independent of its file format.
-
-Renumber the token ids in configs after trimming a vocabulary.
-"""
+"""A vocabulary that can be trimmed, independent of its file format, and new token ids in configs."""
 
 from __future__ import annotations
 

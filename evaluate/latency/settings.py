@@ -1,6 +1,6 @@
-"""The settings of `score.latency`.
+"""The settings of `score.latency`, and timing prompts for language models.
 
-Timing prompts for language models: pieces of running text with about the same number of tokens.
+Prompts are pieces of running text with about the same number of tokens.
 """
 
 from __future__ import annotations

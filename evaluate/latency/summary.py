@@ -1,21 +1,16 @@
-"""Summarizes rounds for the report and selects the samples that are timed.
-
-The share of the machine that a process got during a period, and the load of other processes.
-
-A process can lose time to others in three ways only: its threads wait in the run queue, its virtual
-processors are taken by the hypervisor (steal), or it is throttled. On Linux the kernel counts all of
-them; elsewhere psutil reports the use of all processors, and the rest is None.
-
-Sources: proc_stat(5) (times in clock ticks of 10 ms), Documentation/scheduler/sched-stats.rst
-(`schedstat` of a task: run time, time in the run queue, time slices; ns), Documentation/accounting/psi.rst
-(pressure stall information, microseconds), all of the Linux kernel.
-
-Decides which timing rounds count, and whether they agree.
+"""Judge timing rounds and summarize them for the report: which count, whether they agree, the speed-up.
 
 A round is disturbed where other work kept the process from running for more than a tenth of the time.
 Interleaving does not help against that: on two busy cores PyTorch with two threads became 25 times as
 slow and ONNX Runtime did not, so that a busy machine appears as a speed-up of 138 in every round.
 Disturbed rounds are repeated and do not count. A speed-up must also agree from round to round.
+
+A process can lose time to others in three ways only: its threads wait in the run queue, its virtual
+processors are taken by the hypervisor (steal), or it is throttled. On Linux the kernel counts all of
+them; elsewhere psutil reports the use of all processors, and the rest is None. Sources: proc_stat(5) (times
+in clock ticks of 10 ms), Documentation/scheduler/sched-stats.rst (`schedstat` of a task: run time, time in
+the run queue, time slices; ns), Documentation/accounting/psi.rst (pressure stall information, microseconds),
+all of the Linux kernel.
 
 The speed-up is the geometric mean of the ratios of paired rounds (P. Fleming, J. Wallace, "How not to lie
 with statistics", CACM 29(3), 1986, doi:10.1145/5666.5673), its interval Student's over their logarithms,
@@ -163,8 +158,8 @@ class ComputeResources:
 class TimingRound:
     """Whole passes of one process over its samples.
 
-    times_ms: of every call. parts: the parts of each call's time, see timed_runner.py. texts: number of
-    samples of all calls together. load: of the machine during the round.
+    times_ms: of every call. parts: the parts of each call's time, see `smelt.evaluate.latency.worker`. texts:
+    number of samples of all calls together. load: of the machine during the round.
     """
 
     times_ms: list[float]

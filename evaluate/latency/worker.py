@@ -11,9 +11,8 @@ disturb other measurements; when the pipe closes (the parent ended, for any reas
     round: min_ms                                     -> times_ms, parts, texts, load
     memory                                            -> peak_bytes
 
-An answer `{"error": "...", "code": "..."}` reports that a request failed.
-
-A runner that measures the parts of a call, from input texts to output texts.
+An answer `{"error": "...", "code": "..."}` reports that a request failed. `TimedRunner` measures the parts of
+a call, from input texts to output texts.
 """
 
 from __future__ import annotations

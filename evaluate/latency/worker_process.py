@@ -1,7 +1,4 @@
-"""The parent's side of a latency worker: starts it, sends requests, ends it.
-
-The job of all workers of one comparison.
-"""
+"""The parent's side of a latency worker (start it, send requests, end it), and the job of all workers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The headline of a report: whether it is a trial run, and which step is recommended.
+"""The headline of a report (trial run, recommended step), and texts that its three renderings share.
 
-Texts shared by the three renderings of a report: verdicts of gates, errors, reasons, warnings.
+The texts are verdicts of gates, errors, reasons and warnings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Renders report.html from report.json only: one file, no scripts, no external resources.
+"""Render report.html, report.md and the table of steps for a terminal, each from report.json only.
 
-Renders report.md from report.json only.
-
-Renders the headline and the table of steps as plain text for a terminal.
+report.html is one file, without scripts and external resources.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Beam search as a loop of a graph, with the same steps as `smelt.generation.search`.
 
+`BeamStep` is one step: scores of the candidates, and which texts continue or end.
+
 Shapes: B = sentences, N = beams, R = rows of a step, K = candidates kept in a step, P = prompt, T = tokens
 so far, V = vocabulary, C = tokens that are scored, which are V unless there is a shortlist.
-
-One step of beam search as nodes: scores of the candidates, and which texts continue or end.
-
-Shapes: B = sentences, N = beams, R = rows of a step, K = candidates kept in a step, T = tokens so far,
-V = vocabulary, C = tokens that are scored, which are V unless there is a shortlist.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Build a graph: nodes, constants, and loops and branches that read its values.
+"""Build generation graphs: nodes, loops and branches, operations on logits, generation rules, copied nodes.
 
 Names of a graph and of enclosing graphs are unique together, as ONNX requires.
 
-Operations on large logits, with as few passes over them as possible.
+Logits are large, so operations on them make as few passes as possible.
 
-Shapes: R = rows, V = vocabulary.
+The generation rules are the same as `smelt.generation.logits_processors` in Python. Rules that depend only on
+the number of a step are rows of a table that are added to all scores. Rules that depend on the tokens so far
+are computed in each step.
 
-Generation rules inside the graph: the same as `smelt.generation.logits_processors` in Python.
-
-Rules that depend only on the number of a step are rows of a table that are added to all scores. Rules that
-depend on the tokens so far are computed in each step.
+The nodes of one step are copied into the generation graph, each to the outermost possible level.
 
 Shapes: R = rows, T = tokens so far, V = vocabulary, K = different rules, n = tokens of an n-gram.
-
-Copy the nodes of one step into the generation graph, each to the outermost possible level.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Write the generation graphs next to those of a step, and compare them with the loop in Python.
+"""Compose the generation graphs from the graphs of one step, write them, and compare them with Python's loop.
 
-Greedy search as loops of a graph, with the same steps as `smelt.generation.search`.
+Greedy search is here, as loops of a graph with the same steps as `smelt.generation.search`; beam search is in
+beam_search_graph.py.
 
 Shapes: B = rows at first, R = rows of a step, T = tokens so far, V = vocabulary.
-
-Compose the generation graph from the graphs of one step.
-
-Write and compare the generation graphs of the onnx stage.
 """
 
 from __future__ import annotations

@@ -1,26 +1,18 @@
-"""Replace the forward of a model's attention modules while a graph is traced.
+"""Attention, norms and activations as the exported graph computes them; modules' forwards are replaced.
 
-Queries, keys and values of the same input are computed by one packed projection; attention itself is in
-`attention_ops.py`. transformers' AttentionInterface is called only after the three projections and their
-transposes, which is too late for both. The family defines the names of a module's parts. Head counts come
-from the modules: after pruning they differ between layers.
+The forward of attention modules is replaced while a graph is traced. Queries, keys and values of the same
+input are computed by one packed projection. Attention itself is one fused operator
+(com.microsoft::MultiHeadAttention) for ONNX Runtime on the CPU, or standard operators elsewhere.
+transformers' AttentionInterface is called only after the three projections and their transposes, which is too
+late for both. The family defines the names of a module's parts. Head counts come from the modules: after
+pruning they differ between layers.
 
 A bias by distance (T5's) is computed in torch with logarithmic buckets. All distances beyond a maximum share
 one bucket, so a table over the distances is complete: the graph only needs a subtraction, a Clip and a
 Gather.
 
-Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
-
-Attention as the exported graph computes it.
-
-It is one fused operator (com.microsoft::MultiHeadAttention) for ONNX Runtime on the CPU, or standard
-operators elsewhere.
-
-Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
-
-Norms and activations as the exported graph computes them.
-
-Shapes: [..., D], D = width of the model.
+Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head, D = width of the
+model.
 """
 
 from __future__ import annotations

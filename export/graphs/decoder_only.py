@@ -1,14 +1,9 @@
-"""Attention and norms of decoder-only models as the exported graph computes them.
+"""The graph of a decoder-only language model: one `model.onnx` for prompts and for single tokens.
 
 During an export the forward of attention modules is replaced. For ONNX Runtime on the CPU the packed
 projection of queries, keys and values is followed by one GroupQueryAttention, which also applies rotary
 positions and appends to the cache; other targets, and heads that the operator does not support, use standard
 operators. Head counts come from the modules: after pruning they differ between layers.
-
-Shapes: B = batch, S = new tokens, P = past length, T = P + S, H = query heads, K = key-value heads,
-d = width of a head, M = positions.
-
-The graph of a decoder-only language model: one `model.onnx` for prompts and for single tokens.
 
 File and tensor names are Optimum's: input_ids [B, S], attention_mask [B, P + S], position_ids [B, S],
 past_key_values.{i}.key and .value [B, K, P, d]; logits [B, N, V], present.{i}.key and .value. The scalar
@@ -16,8 +11,8 @@ num_logits_to_keep, the name in transformers.js, sets the number N of last token
 A prompt needs only those of one token, and all of them are large: S * V numbers per row. Its default is 0, so
 that users that do not set it (Optimum) get all; TensorRT does not support defaults.
 
-Shapes: B = batch, S = new tokens, P = past length, K = key-value heads, d = width of a head,
-V = vocabulary.
+Shapes: B = batch, S = new tokens, P = past length, T = P + S, H = query heads, K = key-value heads,
+d = width of a head, M = positions, V = vocabulary.
 """
 
 from __future__ import annotations

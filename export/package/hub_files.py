@@ -1,16 +1,13 @@
-"""Write tokenizer files that transformers 4, transformers 5 and transformers.js open.
+"""Write tokenizer files and graphs that transformers 4, transformers 5, Optimum and transformers.js open.
 
 transformers 5 names the class of a tokenizer.json `TokenizersBackend`, which 4 does not have, and lists
 further special tokens under `extra_special_tokens`, where 4 expects an object. All of them support
 `PreTrainedTokenizerFast` and `additional_special_tokens`.
 
-Accept the empty caches that a tool creates for a first step with the heads and width that it guesses.
-
-Optimum (0.1.0) and transformers.js (up to 3) read heads and width from the config in different ways. A model
-with fewer heads in one layer, or with a separate head width, would get caches that its graph does not accept.
-A Reshape gives empty caches the right shape; it does not change later ones.
-
-Return the generation settings of the scores as arguments of transformers' `generate`.
+For a first step a tool creates empty caches with the heads and width that it guesses: Optimum (0.1.0) and
+transformers.js (up to 3) read heads and width from the config in different ways. A model with fewer heads in
+one layer, or with a separate head width, would get caches that its graph does not accept. A Reshape gives
+empty caches the right shape; it does not change later ones.
 """
 
 from __future__ import annotations

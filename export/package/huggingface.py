@@ -1,8 +1,7 @@
 """The format `huggingface`: a folder that `from_pretrained` of transformers opens, with a model card.
 
-Write the front matter of a model card, with scores in the form `model-index`.
-
-Source: huggingface_hub's repocard_data.py, `eval_results_to_model_index`.
+The front matter of the model card has the scores in the form `model-index`. Source: huggingface_hub's
+repocard_data.py, `eval_results_to_model_index`.
 """
 
 from __future__ import annotations

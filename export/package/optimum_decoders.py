@@ -1,8 +1,9 @@
-"""Convert the two graphs of a translation model to the four that Optimum and transformers.js expect.
+"""Convert smelt's graphs to those that Optimum and transformers.js expect.
 
 smelt's encoder also outputs the keys and values of cross-attention, and the first step of its decoder gets
 empty caches. In the other layout the encoder outputs only its hidden states, and the decoder's first graph
 computes these keys and values from them. So the nodes that compute them are moved; all others are unchanged.
+Two graphs of a translation model become four:
 
 | graph | inputs | outputs |
 |---|---|---|
@@ -11,14 +12,12 @@ computes these keys and values from them. So the nodes that compute them are mov
 | next | input_ids, encoder_attention_mask, past_key_values of both kinds | logits, present.{i}.decoder |
 | merged | of first and next, use_cache_branch bool [1] | as first |
 
-Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary;
-input_ids [B, 1], logits [B, 1, V], caches [B, H, P, d] and [B, H, L, d]. Caches are ordered as in the tools:
-key and value of the decoder, then of the encoder. Source of the names:
+A sentence embedder's graph gets its hidden states [B, L, D] as an output, because other libraries pool them.
+
+Shapes: B = batch, L = source length or tokens, P = past length, H = heads, d = width of a head,
+V = vocabulary, D = width; input_ids [B, 1], logits [B, 1, V], caches [B, H, P, d] and [B, H, L, d]. Caches
+are ordered as in the tools: key and value of the decoder, then of the encoder. Source of the names:
 optimum/onnxruntime/modeling_seq2seq.py (0.1.0).
-
-Add the hidden states of a sentence embedder's graph as an output, which other libraries pool.
-
-Shapes: B = batch, L = tokens, D = width.
 """
 
 from __future__ import annotations

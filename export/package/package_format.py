@@ -124,7 +124,7 @@ class PackageFormat(Protocol):
         """Require that `artifact`, which `supported` allows, can be written in this format.
 
         Raises:
-            InputError: it cannot; the message gives the reason. The caller (`check_support.py`) adds which
+            InputError: it cannot; the message gives the reason. The caller (`require_supported`) adds which
                 other format, or which other artifact of the run, fits.
         """
 

@@ -1,8 +1,7 @@
-"""Write a package: the parts common to all formats.
+"""Write a package, the parts common to all formats: support check, atomic folder, manifest.
 
-Create a folder atomically: complete or not at all.
-
-Check whether a package format supports an artifact; if not, suggest artifacts and formats that fit.
+A folder is created atomically: complete or not at all. If a format does not support an artifact, the error
+suggests artifacts and formats that fit.
 """
 
 from __future__ import annotations

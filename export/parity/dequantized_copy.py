@@ -1,12 +1,11 @@
-"""Create a copy of graphs that computes exactly what the deployed ones approximate, on the same constants.
+"""Create a copy of graphs that computes exactly what the deployed ones approximate, and check constants.
 
-A quantized operator becomes a float32 matrix multiplication with its dequantized weights; a graph in fp16
-computes in float32. Everything else (masks, biases, connections) is unchanged.
+In the copy a quantized operator becomes a float32 matrix multiplication with its dequantized weights; a graph
+in fp16 computes in float32. Everything else (constants, masks, biases, connections) is unchanged.
 
-Compare the constants of a graph bit for bit with the tensors of their layers.
-
-Exporters name constants after the tensors of the module. A changed scale, a bias of zeros or a table of
-positions with a wrong offset is found here without any arithmetic, however little it would change an output.
+`check_constants` compares the constants of a graph bit for bit with the tensors of their layers: exporters
+name constants after the tensors of the module. A changed scale, a bias of zeros or a table of positions with
+a wrong offset is found here without any arithmetic, however little it would change an output.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""Check each quantized operator of a graph against its layer, on identical inputs.
+"""Check each quantized operator of a graph against its layer, and run a graph with all outputs of a session.
 
-The inputs are rows of zeros and ones, each with its complement, and their negatives: int8 represents them
-exactly in every scheme, whether ranges are per tensor, row or block; if a layer has a calibrated range, its
-maximum replaces one. So the operator must return the product with the dequantized weights, up to the rounding
-of a sum. Every quantized weight takes part in half of the rows.
+An operator and its layer get identical inputs: rows of zeros and ones, each with its complement, and their
+negatives. int8 represents them exactly in every scheme, whether ranges are per tensor, row or block; if a
+layer has a calibrated range, its maximum replaces one. So the operator must return the product with the
+dequantized weights, up to the rounding of a sum. Every quantized weight takes part in half of the rows.
 
 An operator is a node that multiplies quantized weights, or a MatMul between explicit QuantizeLinear and
 DequantizeLinear; the nodes that quantize its activations belong to it.
 
-Shapes: M = input rows, K = inputs, N = outputs.
+`run_graph_calls` runs one graph of an artifact as a runner would, call by call.
 
-Run one graph of an artifact as a runner would, call by call, with all outputs of a session.
-
-Shapes: B = batch, L = source length or prompt, S = new tokens.
+Shapes: M = input rows, K = inputs, N = outputs, B = batch, L = source length or prompt, S = new tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
 _TEST_ROWS = 8
 # of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
-# itself are compared bit for bit (check_constants.py)
+# itself are compared bit for bit (`check_constants`)
 _TOLERANCE = 5e-3
 _ROUNDING_TOLERANCE = 1e-6  # of the sum of the magnitudes of the terms, in float32
 

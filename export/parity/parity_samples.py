@@ -1,11 +1,7 @@
-"""Return samples for parity checks: real ones of clearly different lengths, so that padding is checked too.
+"""Samples for parity checks: real ones, and small inputs for any exported graph.
 
-Shapes: B = batch, L = tokens of the longest row.
-
-Create small inputs for any exported graph that show differences between two graphs.
-
-Tokens differ, and rows have different lengths and are padded as runners pad them: with rows of one length, a
-graph without its mask would pass.
+Tokens differ, and rows have clearly different lengths and are padded as runners pad them: with rows of one
+length, a graph without its mask would pass.
 
 Shapes: B = batch, L = tokens of the longest row, P = past length.
 """

@@ -1,12 +1,10 @@
-"""Compute reference outputs in torch: as deployed, with the parent's runner, and with dequantized weights.
+"""Reference outputs in torch, as deployed and with dequantized weights, and tolerances of parity checks.
 
 With dequantized weights and float32 activations no output depends on rounding or on the other rows of a batch
 (int8-dynamic computes ranges over all of them), so a graph can be compared at fp32's tolerance.
 
 Shapes: B = batch, L = source length or prompt, D = width of the model, V = vocabulary, C = classes,
 H = heads, d = width of a head, S = tokens of the longest prompt.
-
-Tolerances of parity checks, and the error if a difference exceeds them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Convert the graphs of a model to half precision, and choose the nodes that remain float32.
 
-Select the nodes of a half-precision graph that remain float32, and their blocks.
-
-Norms remain float32 in both. In float16 so do nodes whose outputs, inputs or sums come close to its range: an
-FFN's last layer and the residual stream after it, attention with very large scores.
+Norms remain float32 in both float16 and bfloat16. In float16 so do nodes whose outputs, inputs or sums come
+close to its range: an FFN's last layer and the residual stream after it, attention with very large scores.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Calibrate the scales of int8 caches: the largest keys and values on samples of the data.
+"""Export int8 caches for the onnx stage: calibrate scales, convert the float32 graph, and compare it.
 
-The float32 graph itself is run, one sample at a time, without padding. Keys are cached after rotary
-positions, which rotate pairs of numbers of a head by an angle that grows with the position: samples of a few
-hundred tokens do not cover slowly rotating pairs. So a rotated pair counts by its length, which does not
-depend on the position.
-
-Shapes: K = key-value heads, S = tokens of a row, d = width of a head.
-
-Convert the keys and values of a decoder's float32 graph to int8.
+Scales are the largest keys and values on samples of the data. The float32 graph itself is run, one sample at
+a time, without padding. Keys are cached after rotary positions, which rotate pairs of numbers of a head by an
+angle that grows with the position: samples of a few hundred tokens do not cover slowly rotating pairs. So a
+rotated pair counts by its length, which does not depend on the position.
 
 Each GroupQueryAttention gets scales for its keys and values: new ones become
 clip(round(x / scale), -128, 127), half to even, keys after rotary positions, and attention reads
@@ -15,9 +11,7 @@ int8 value * scale (measured: docs/measurements/int8-caches.md). Source: ONNX Ru
 docs/ContribOperators.md, GroupQueryAttention, `k_quant_type`, `v_quant_type`, `kv_cache_bit_width`,
 `k_scale`, `v_scale`.
 
-Shapes: B = batch, K = key-value heads, P = past length, d = width of a head.
-
-Export int8 caches for the onnx stage: calibrate scales, write the graph, compare it.
+Shapes: B = batch, K = key-value heads, S = tokens of a row, P = past length, d = width of a head.
 """
 
 from __future__ import annotations

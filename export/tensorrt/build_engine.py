@@ -1,9 +1,7 @@
-"""Build one TensorRT engine from one ONNX file, and explain every failure.
+"""Build one TensorRT engine from one ONNX file, for ranges of shapes, and explain every failure.
 
 API: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api). Networks are
 strongly typed, so no precision is set here: the ONNX file defines it.
-
-Compute the shapes an engine is built for: ranges per named dimension, shapes per input.
 
 An engine accepts any shape between a profile's min and max and is fastest at its opt. Inputs that share a
 dimension (both masks and ids have `length`) get the same sizes, because shapes are made from one range per

@@ -1,9 +1,8 @@
-"""Return the lengths and batch sizes that engines are built for, from the data or the recipe.
+"""The lengths and batch sizes that engines are built for, from the data or the recipe.
 
-Return the sizes for engines of third-party graphs: ranges by axis, independent of axis names.
-
-For inputs of texts axis 0 is the batch and axis 1 the length. For arrays one axis is the batch; every other
-axis without a fixed size gets the size of the samples in the data.
+For third-party graphs, ranges are by axis, independent of axis names. For inputs of texts axis 0 is the batch
+and axis 1 the length. For arrays one axis is the batch; every other axis without a fixed size gets the size
+of the samples in the data.
 """
 
 from __future__ import annotations

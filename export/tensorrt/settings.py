@@ -1,6 +1,6 @@
-"""The settings of the stage `tensorrt`.
+"""The settings of the stage `tensorrt`, and the setting `engine` of `onnx`.
 
-The setting `engine` of `onnx`: options of ONNX Runtime's TensorRT provider.
+`engine` has options of ONNX Runtime's TensorRT provider.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Collect samples for a graph: those of the recipe's data, as a runner inputs them, with real padding.
+"""Samples for a third-party graph: collect them, run the graph on them, and compare outputs.
 
-Record the inputs of the graphs of a model that generates, step by step on real texts.
+The inputs are those of the recipe's data, as a runner inputs them, with real padding. For a model that
+generates, they are recorded step by step on real texts.
 
 Shapes: R = rows, P = cached tokens, H = heads, d = width of a head.
 """

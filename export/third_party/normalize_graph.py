@@ -1,4 +1,4 @@
-"""Normalize a third-party graph for the stages: no functions, unique value names.
+"""Normalize a third-party graph for the stages, rename reserved names, and copy the other files of a model.
 
 - Functions of the model are inlined: quantizers and conversions see operators, not calls.
 - Weights are not inputs. Before IR version 4 each had to be listed as one; later a listed weight is the
@@ -6,14 +6,11 @@
 - Weights of inner graphs (If, Loop, Scan) are moved to the outermost graph, where quantizers find them.
 - Value names are unique. Two branches of an If may use the same name; here they do not.
 
-Rename values and nodes whose names ONNX Runtime's quantizers could create themselves.
-
-For a value `x` they create `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on. They do not check
-whether the graph already has such a name, as one with the inputs `image` and `image_scale` does. The result
-is then an invalid graph, or one that reads another value. New nodes are named after the original node, so in
-a graph with inner graphs (If, Loop, Scan) each node needs a unique name.
-
-Copy the files that are not graphs, and the details of the model, from one artifact to the next.
+`rename_reserved` renames values and nodes whose names ONNX Runtime's quantizers could create themselves. For
+a value `x` they create `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on. They do not check whether
+the graph already has such a name, as one with the inputs `image` and `image_scale` does. The result is then
+an invalid graph, or one that reads another value. New nodes are named after the original node, so in a graph
+with inner graphs each node needs a unique name.
 """
 
 from __future__ import annotations

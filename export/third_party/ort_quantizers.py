@@ -1,13 +1,10 @@
-"""Run ONNX Runtime's quantizers with the nodes that must remain float and the calibrated ranges.
+"""Run ONNX Runtime's quantizers with calibrated ranges and float nodes; the settings of `quantize-onnx`.
 
-Calibrate the range of each activation on samples, as onnxruntime.quantization computes it.
-
-onnxruntime keeps every activation of every sample until the last one, and requires all samples to have one
-shape. Here samples are run twice: first for the minimum and maximum, then, if the method needs them, for
-histograms of that range. That gives onnxruntime's histogram of all samples at once in the memory of one call.
-The thresholds are computed by its own HistogramCollector.
-
-The settings of `quantize-onnx`.
+The range of each activation is calibrated on samples, as onnxruntime.quantization computes it. onnxruntime
+keeps every activation of every sample until the last one, and requires all samples to have one shape. Here
+samples are run twice: first for the minimum and maximum, then, if the method needs them, for histograms of
+that range. That gives onnxruntime's histogram of all samples at once in the memory of one call. The
+thresholds are computed by its own HistogramCollector.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Measure how far the outputs of a quantized graph are from the float graph's, and reject large errors.
+"""Compare the outputs of a quantized graph with the float graph's, and reject large errors.
+
+Outputs of a graph that are its inputs are removed before and restored afterwards: ONNX Runtime's quantizer
+cannot sort a graph with them.
 
 Shapes: R = rows of a call, K = classes.
-
-Remove outputs of a graph that are its inputs: ONNX Runtime's quantizer cannot sort a graph with them.
 """
 
 from __future__ import annotations

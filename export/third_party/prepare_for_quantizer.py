@@ -1,14 +1,14 @@
-"""Prepare a graph for ONNX Runtime's quantizers: weights are initializers and are not shared.
+"""Prepare a graph for ONNX Runtime's quantizers: weights, Gemm, and the nodes that must remain float.
 
-Find the nodes that must remain float: those that read or compute a mask, and types without int8.
+Weights become initializers that are not shared.
 
-A mask has one value for valid positions and a large negative one for padding. One scale for both makes all
-other values 0; a scale calibrated without padding clips the mask, and padding gets attention.
+Nodes remain float if they read or compute a mask, or have types without int8. A mask has one value for valid
+positions and a large negative one for padding. One scale for both makes all other values 0; a scale
+calibrated without padding clips the mask, and padding gets attention.
 
-Rewrite Gemm for ONNX Runtime's quantizers: factors of 1, and a bias vector with one value per output.
-
-ONNX allows any bias that broadcasts to the output. The static quantizer assumes a vector: for a scalar it
-reads beyond the end, for a matrix it takes the rows for outputs.
+Gemm gets factors of 1, and a bias vector with one value per output. ONNX allows any bias that broadcasts to
+the output. The static quantizer assumes a vector: for a scalar it reads beyond the end, for a matrix it takes
+the rows for outputs.
 """
 
 from __future__ import annotations

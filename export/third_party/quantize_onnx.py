@@ -1,6 +1,6 @@
-"""The stage `quantize-onnx`: run ONNX Runtime's quantizers on a third-party graph.
+"""The stage `quantize-onnx`: run ONNX Runtime's quantizers on a third-party graph, and make the result valid.
 
-Make graphs of ONNX Runtime's quantizers valid: node order, domains, scales of stacked matrices.
+The quantizers' graphs are corrected in node order, domains and scales of stacked matrices.
 """
 
 from __future__ import annotations

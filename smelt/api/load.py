@@ -1,7 +1,4 @@
-"""The model that `smelt.load(folder)` returns.
-
-Track concurrent calls of a loaded model, and count truncated texts.
-"""
+"""The model that `smelt.load(folder)` returns, with its count of active calls and of truncated texts."""
 
 from __future__ import annotations
 

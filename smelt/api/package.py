@@ -1,6 +1,6 @@
-"""Write an artifact as a self-contained folder, for `smelt package`.
+"""Write an artifact as a self-contained folder for deployment, for `smelt package`.
 
-Read steps, scores and warnings of an artifact from the run that made it, for a package's README.
+The steps, scores and warnings in the package's README come from the report of the run that made the artifact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run an artifact on samples and format the outputs as lines or JSON, for `smelt predict`.
+"""Read samples, run an artifact on them, and format the outputs as lines or JSON, for `smelt predict`.
+
+Samples come from arguments, from lines of standard input, or from a file.
 
 Shapes: D = size of an embedding.
-
-Read the inputs of `smelt predict`: arguments, lines of standard input, or a file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Build a recipe in Python, or read one from a file, for `smelt.run` and `smelt.plan`.
+"""Build, read and run recipes from Python: `smelt.Recipe`, `smelt.plan`, `smelt.apply` and `smelt report`.
 
-Run one stage on one model, for `smelt.apply`.
-
-Write the report of a finished run again, for `smelt report`.
+`smelt.apply` runs one stage on one model. `smelt report` writes the report of a finished run again.
 """
 
 from __future__ import annotations

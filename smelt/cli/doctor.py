@@ -1,9 +1,8 @@
-"""Check what is installed, what works on this machine, and how to install what is missing.
+"""Check what is installed, what works on this machine, and how to install what is missing: `smelt doctor`.
 
-A runtime counts as working only if it computes a correct result. Errors in a check become its result, so
-that `smelt doctor` does not fail.
-
-Test each runtime with a small computation: torch, ONNX Runtime, OpenVINO, TensorRT.
+Each runtime (torch, ONNX Runtime, OpenVINO, TensorRT) is tested with a small computation, and counts as
+working only if the result is correct. An error in a check becomes its result, so that `smelt doctor` does not
+fail.
 """
 
 from __future__ import annotations

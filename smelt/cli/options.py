@@ -1,7 +1,4 @@
-"""Options shared by several commands, and printing of untrusted text.
-
-The result of one check of `smelt doctor`, and the test of a runtime.
-"""
+"""Options and output that several commands share: untrusted text, and results of runtime checks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command `smelt store`.
-
-The commands of `smelt store`: list stored files, remove unused ones, compare files with their hashes.
-"""
+"""The commands of `smelt store`: list stored files, remove unused ones, compare files with their hashes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from smelt.core.text import escape_controls
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
 # Float master weights of a quantized model that was trained: a later training starts from them
-# (compress/quantize/qat). They are not part of the model.
+# (compress/quantize/qat.py). They are not part of the model.
 MASTER_WEIGHTS_FILE = "latent.safetensors"
 CHECKSUMS_FILE = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
 _REBUILD_HINT = "Run the recipe again with --rebuild."

@@ -1,11 +1,9 @@
-"""Free memory, memory requirements, and pausing of the garbage collector.
+"""This machine and its Python: free memory, garbage collection, installed packages, child processes.
 
-Optional packages: check whether they are installed in a sufficient version, without importing them.
+Optional packages are checked for a sufficient version without importing them.
 
-Start Python in a child process that imports nothing from the current folder.
-
-`python -m MODULE` and `python -c CODE` put the current folder first on `sys.path`. That folder is often a
-download: a `json.py` or `torch.py` in it would run.
+Child processes import nothing from the current folder. `python -m MODULE` and `python -c CODE` put it first
+on `sys.path`, and it is often a download: a `json.py` or `torch.py` in it would run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Read CSV: separated by commas, semicolons or tabs, with fields of any length.
+"""Read the rows of a file or of a hub data set, each with its position, independent of the task.
 
-Read the rows of a file or of a hub data set, each with its position, independent of the task.
-
-JSON lines and JSON (also .gz), CSV and TSV (also .gz), Parquet, hub ids through `datasets`. Text files are
-read as a stream: one row at a time is in memory, not the file.
+Formats: JSON lines and JSON (also .gz), CSV and TSV (also .gz; commas, semicolons or tabs; fields of any
+length), Parquet, and hub ids through `datasets`. Text files are read as a stream: one row at a time is in
+memory, not the file.
 """
 
 from __future__ import annotations

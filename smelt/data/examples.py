@@ -1,11 +1,9 @@
 """Convert the rows of a file to the examples of a task.
 
-Reads all formats of `smelt.data.csv_rows`; for language modeling also plain text (.txt, also .gz), a
-sample per line. Settings map columns to roles; several references per example are kept.
-
-Similarity scores of text pairs: a number in a column, in all rows of a file or in none.
-
-Read unlabelled samples, on which a student learns its teacher's outputs.
+All formats of `smelt.data.csv_rows` are read; for language modeling also plain text (.txt, also .gz), a
+sample per line. Settings map columns to roles; several references per example are kept. Similarity scores of
+text pairs are numbers in a column, in all rows of a file or in none. Unlabelled samples are those on which a
+student learns its teacher's outputs.
 """
 
 from __future__ import annotations

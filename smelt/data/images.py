@@ -1,12 +1,11 @@
 """Read image samples: a file of rows with image paths, a folder of classes, or an archive of JPEGs.
 
 A row holds a reference: the path of an image file, or `ARCHIVE.npz#N` for image N (from 0) of an
-archive. Callers read the bytes of a reference; nothing here decodes more than a header.
+archive. Callers read the bytes of a reference; reading rows decodes no more than a header. Decoded images
+of Pillow are converted to upright orientation and three channels of 8 bits.
 
 An archive is an `.npz` file with `jpeg` (uint8, the bytes of all images one after another), `offsets` (int64
 [n + 1]: image i is jpeg[offsets[i]:offsets[i + 1]]) and `label` ([n], integers or names).
-
-Convert images of Pillow to upright orientation and three channels of 8 bits.
 """
 
 from __future__ import annotations

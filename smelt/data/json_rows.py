@@ -1,9 +1,8 @@
-"""Read a .json file as rows: a list of objects, an object with one such list, or consecutive objects.
+"""Read .json files as rows, and UTF-8 text files, with or without gzip, whole or as a stream.
 
-The standard library parses a whole file at once. Here one value is parsed at a time from a window of the
-text, so that memory holds the longest row and not the file.
-
-Read UTF-8 text files, with or without gzip, whole or as a stream.
+The rows are a list of objects, an object with one such list, or consecutive objects. The standard library
+parses a whole file at once. Here one value is parsed at a time from a window of the text, so that memory
+holds the longest row and not the file.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Labels of a classifier: its problem type, the names of its outputs, the labels of a sample.
+"""Labels of a classifier: its problem type, the names of its outputs, and the targets of samples.
 
 The problem types are those of transformers (`config.problem_type`): a sample has one class, any number of
 classes, or a number. The model's config decides; if it has no problem type, the data decide.
 
-An integer is the same label in any notation: 1, 1.0, "1". `smelt.data.labels` maps labels to
-the outputs of a model.
-
-Map the labels of samples to targets of a classifier: classes, sets of classes, numbers.
-
-An integer is the same label in any notation: 1, 1.0, "1". If one of the model's names is an integer too,
-numbers are names; otherwise they are indices of outputs, from 0.
+Labels are mapped to the outputs of a model as classes, sets of classes, or numbers. An integer is the same
+label in any notation: 1, 1.0, "1". If one of the model's names is an integer too, numbers are names;
+otherwise they are indices of outputs, from 0.
 
 Shapes: n = samples, C = outputs.
 """

@@ -1,6 +1,6 @@
-"""Samples for training, calibration and scoring; `smelt.data.examples` reads them.
+"""Samples for training, calibration and scoring, and how running text is cut into windows.
 
-Settings for cutting running text into windows for a language model.
+`smelt.data.examples` reads the samples.
 """
 
 from __future__ import annotations

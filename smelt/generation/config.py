@@ -1,9 +1,7 @@
-"""Resolved generation settings: the recipe's, completed by the model's own.
+"""Generation settings: those of the recipe (`score.generation`), completed by the model's own.
 
 The model's are those of `generation_config.json`, or of `config.json` where that is missing, as
 transformers reads them. The kind of search (`num_beams`, `do_sample`) is never taken from the model.
-
-The settings of `score.generation`.
 """
 
 from __future__ import annotations

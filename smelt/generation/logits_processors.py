@@ -1,18 +1,14 @@
-"""The rules that change scores before a token is chosen.
+"""Rules that change scores before a token is chosen, and sampling of a token from the scores.
 
-They are applied in the order of transformers' `_get_logits_processor` (generation/utils.py, 5.23), each
+The rules are applied in the order of transformers' `_get_logits_processor` (generation/utils.py, 5.23), each
 as its class in generation/logits_process.py does; both count a text's prompt as part of it. Single bad words
 are the exception: they stay banned whatever other rules do.
 
+Sampling filters the scores by temperature, top-k and nucleus (top-p), as transformers'
+TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper do, in that order, and then draws. Nucleus:
+Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv:1904.09751.
+
 Shapes: R = rows (sentences, times beams), P = prompt, T = tokens so far, V = vocabulary.
-
-Sampling a token: temperature, top-k, nucleus (top-p), and the draw.
-
-The filters are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper, in
-that order. Nucleus: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration,
-arXiv:1904.09751.
-
-Shapes: R = rows, V = vocabulary.
 """
 
 from __future__ import annotations

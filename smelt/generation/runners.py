@@ -1,22 +1,14 @@
-"""Runner of decoder-only language models: prompts, positions, and the inputs of a step.
+"""Runners of generating models: decoder-only language models and encoder-decoder models.
 
-One graph takes prompts and single tokens: input_ids and position_ids [R, S], and the attention mask of all
-tokens so far [R, P + S].
+A decoder-only model has one graph for prompts and single tokens. Its inputs are input_ids and position_ids
+[R, S], and the attention mask of all tokens so far [R, P + S].
 
-Shapes: B = batch, L = prompt, R = rows, S = input tokens of one call, P = tokens of previous calls, V =
-vocabulary.
+The encoder of an encoder-decoder model returns the keys and values of cross-attention. Every step of the
+decoder takes them unchanged, with the mask of the source; beams share them. The self-attention caches of a
+step are the inputs of the next one.
 
-Decoder-only language models: detection, positions, losses of tokens.
-
-Shapes: B = batch, L = tokens of a row, S = input tokens of one call, V = vocabulary.
-
-Runner of encoder-decoder models: the encoder's outputs, the inputs of a step, and what beams share.
-
-The encoder returns the keys and values of cross-attention, which every step of the decoder takes unchanged,
-with the mask of the source; the self-attention caches of a step are the inputs of the next one.
-
-Shapes: B = batch, L = source length, R = rows, D = width of the model, H = heads, d = width of a head,
-V = vocabulary.
+Shapes: B = batch, L = tokens of a row (the prompt, or the source), R = rows, S = input tokens of one call,
+P = tokens of previous calls, D = width of the model, H = heads, d = width of a head, V = vocabulary.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Beam search, step by step as in transformers (generation/utils.py, `_beam_search`, 5.23).
+"""The generation loop of all runners, equivalent to Hugging Face `generate`: greedy, sampling, beam search.
 
-float32 throughout, sums and penalties in the same order, so that the same beams win. A score of -1e9
-excludes a beam: copies of the first one at the beginning, and texts that ended.
+Greedy search and sampling pass each row's token to the next step; beam search does so for several texts per
+row and keeps the best. All three apply the rules of the model's generation config
+(`smelt.generation.logits_processors`).
+
+Beam search follows transformers step by step (generation/utils.py, `_beam_search`, 5.23): float32 throughout,
+sums and penalties in the same order, so that the same beams win. A score of -1e9 excludes a beam: copies of
+the first one at the beginning, and texts that ended.
 
 Shapes: B = sentences, N = beams, K = candidates per step, T = tokens so far, V = vocabulary.
-
-The generation loop of all runners, equivalent to Hugging Face `generate`.
-
-Greedy search and sampling pass each row's token to the next step; beam search
-(`smelt.generation.search`) does so for several texts per row and keeps the best. All three apply
-the rules of the model's generation config (`smelt.generation.logits_processors`).
 """
 
 from __future__ import annotations

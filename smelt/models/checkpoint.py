@@ -1,8 +1,7 @@
-"""Reads and writes torch artifacts: Hugging Face config, structure edits, safetensors, tokenizer.
+"""Read and write torch artifacts: Hugging Face config, structure edits, safetensors, tokenizer.
 
-Checks that weights match a config: no tensor is ignored, and none is initialized at random.
-
-Assigns tensors to a model's parameters by name, and ties shared ones.
+Tensors are assigned to a model's parameters by name, and shared ones are tied. Weights must match the config:
+no tensor is ignored, and none is initialized at random.
 """
 
 from __future__ import annotations

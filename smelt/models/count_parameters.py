@@ -1,6 +1,6 @@
-"""Counts a model's weights from the headers of its files.
+"""Checks of a model's weight files: the number of weights, and whether all of them are finite.
 
-Checks that the weights of a model are finite: a single NaN makes all outputs NaN.
+Weights are counted from the headers. A single NaN makes all outputs NaN.
 """
 
 from __future__ import annotations

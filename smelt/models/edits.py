@@ -1,4 +1,4 @@
-"""Implementation of the edits, one function per op.
+"""Apply structure edits to a model, one function per op.
 
 An edit is a dict with `op` and `module` (dotted name) and the arguments of the op:
 
@@ -12,12 +12,12 @@ An edit is a dict with `op` and `module` (dotted name) and the arguments of the 
     {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "conv", "module": m, "in_channels": s, "out_channels": t}     Conv2d -> one of these sizes
     {"op": "batch_norm", "module": m, "num_features": c}                 BatchNorm2d -> one of this size
-    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias, its norm n is
-    removed {"op": "round", "module": m, "signed": s}                            states are rounded before m
+    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias; no norm n
+    {"op": "round", "module": m, "signed": s}                            states are rounded before m
     {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
-    {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets a low-rank
-    one {"op": "binary_inputs", "module": m, "signed": s}                    a quantized Linear has binary
-    inputs {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
+    {"op": "adapter", "module": m, "rank": r}                            quantized Linear, low-rank addition
+    {"op": "binary_inputs", "module": m, "signed": s}                    quantized Linear with binary inputs
+    {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
     {"op": "split", "module": m}                                         Linear -> the sum of two
     {"op": "share", "module": m, "with": n}                              m becomes the same module as n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
@@ -26,16 +26,6 @@ An edit is a dict with `op` and `module` (dotted name) and the arguments of the 
     {"op": "skip", "module": b, "part": p}                               a part of the block b is removed
 
 Edits only create the structure; the values come from the tensors. They work on the meta device.
-
-Ties a Linear to the rows of an embedding: they share one matrix, also after loading.
-
-Folds batch norms into the convolution before them.
-
-In inference a batch norm multiplies and shifts each channel by constants, and so can the convolution
-before it. Graph optimizers fold the two as well, but then a constant of the graph belongs to no layer of the
-model, and quantized kernels would differ.
-
-Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2; torch.nn.utils.fusion.
 """
 
 from __future__ import annotations
@@ -91,7 +81,12 @@ def tie_linear(model: Any, name: str, table: str) -> Edit:
 def fold_batch_norms(model: Any) -> list[Edit]:
     """Fold each batch norm of `model` into its convolution, in place; return the edits.
 
-    The model's family defines which norm follows which convolution.
+    The model's family defines which norm follows which convolution. In inference a batch norm multiplies and
+    shifts each channel by constants, and so can the convolution before it. Graph optimizers fold the two as
+    well, but then a constant of the graph belongs to no layer of the model, and quantized kernels would
+    differ.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2; torch.nn.utils.fusion.
     """
     family = family_of(model)
     if family is None or family.conv_and_norm is None:

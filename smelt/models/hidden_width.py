@@ -1,14 +1,11 @@
-"""Pruning of the hidden width: channels are removed from every tensor that reads, gives, norms or adds them.
-
-The number and width of heads, and neurons, are kept. Values that depend on the width in other models are kept
-too (the factor of an embedding, sines of positions, which are those of the kept channels): the config
-still has the original width, and the edit lists the kept channels.
-
-Every axis of a model that is as wide as its hidden states, for width pruning.
+"""Pruning of the hidden width: channels are removed from every tensor that reads, writes, norms or adds them.
 
 A channel of the hidden states runs through all blocks, since each adds to the output of the previous one: it
-is removed from all axes listed here, or from none. Other values that depend on the width (the scale of the
-embedding, sines) are defined by the family.
+is removed from all axes that are as wide as the hidden states (`hidden_axes`), or from none.
+
+The number and width of heads, and neurons, are kept. Values that depend on the width in other models are kept
+too. The family defines them: the factor of an embedding, and sines of positions, which are those of the kept
+channels. So the config still has the original width, and the edit lists the kept channels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Imports a user's model as the first artifact of a run.
+"""Import a user's model as the first artifact of a run, with its licence.
 
-The licence of a model: from the front matter of its model card, or from a licence file.
+The licence is read from the front matter of the model card, or from a licence file.
 """
 
 from __future__ import annotations

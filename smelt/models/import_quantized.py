@@ -1,10 +1,10 @@
-"""Imports a GPTQ or AWQ checkpoint as scheme int4, with exactly its weights, scales and zero points.
+"""Import a GPTQ or AWQ checkpoint as scheme int4, with exactly its weights, scales and zero points.
 
 A group of the checkpoint becomes one group, or several with the same scale where smelt has no group that
 large; where all zero points are 8, none are stored. Activations are int8 blocks, as in every int4 layer
 (accuracy level 4).
 
-Unpacks the 4-bit layouts of GPTQ's and AWQ's tools: eight weights in an int32.
+Both formats store eight 4-bit weights in an int32, with value = (code - zero point) * scale.
 
 GPTQ (AutoGPTQ and GPTQModel, QuantLinear.pack): inputs K are packed together, the first in the lowest bits;
 zero points are packed along the outputs, in the first layout less one.
@@ -15,8 +15,6 @@ AWQ (AutoAWQ, WQLinear_GEMM.from_linear): outputs are packed together, in the or
 points too.
 
     qweight int32 [K, N / 8]     qzeros int32 [G, N / 8]     scales float [G, N]
-
-In both, value = (code - zero point) * scale.
 
 Shapes: N = outputs, K = inputs, G = groups of the checkpoint.
 """

@@ -1,16 +1,9 @@
-"""A linear layer, or an embedding, as the product of two smaller ones.
+"""Layers that structure edits put in the place of linear layers, embeddings and convolutions.
 
-A convolution factorized into smaller ones.
+A layer can be the product of two smaller ones, a sequence of smaller convolutions, a linear layer with a
+factor for each input, or a matrix shared by several layers with a low-rank difference of its own.
 
-Shapes: B = batch, S = input channels, T = output channels, h, w = height and width.
-
-A linear layer whose inputs are multiplied by one factor each.
-
-Where no preceding layer can absorb a scale (a residual sum also reads the norm, or a function that
-is not linear is between), the layer holds it itself, as in AWQ's published code (qmodule.py,
-ScaledActivation).
-
-A linear layer of a matrix shared by several layers, and a low-rank difference of its own.
+Shapes: B = batch, K = inputs, N = outputs, S = input channels, T = output channels, h, w = height and width.
 """
 
 from __future__ import annotations
@@ -196,6 +189,9 @@ def _kernel_size(conv: nn.Conv2d) -> int:
 
 class ScaledLinear(nn.Module):
     """y = linear(x * factors).
+
+    Where no preceding layer can absorb a scale (a residual sum also reads the norm, or a function that is not
+    linear is between), the layer holds it itself, as in AWQ's published code (qmodule.py, ScaledActivation).
 
     linear: a plain `nn.Linear`, so that quantization finds it. factors: float32 [K].
     """

@@ -1,12 +1,6 @@
-"""Opens a model's tokenizer with the lightest reader that is verified to be exact.
+"""Open a model's tokenizer with the lightest reader that is verified to be exact.
 
 The readers' libraries are imported when a reader is created; transformers' tokenizers import torch.
-
-Marian's tokenizer as a `TextTokenizer`: a SentencePiece model and a vocabulary, without transformers.
-
-Source: transformers' tokenization_marian.py and tokenization_python.py (5.23). Pieces are looked up in
-vocab.json, whose order is not SentencePiece's; a leading language token such as >>deu<< is one token; added
-tokens are found first, longest first; the source's model also decodes texts, as there.
 """
 
 from __future__ import annotations
@@ -63,10 +57,14 @@ _SPACE = "▁"
 
 
 class MarianTokenizer:
-    """Reads `folder`/source.spm and vocab.json; `details` is the tokenizer info next to them.
+    """Marian's tokenizer as a `TextTokenizer`: a SentencePiece model and a vocabulary, without transformers.
 
-    Raises:
-        InputError: a file is missing or damaged.
+    Reads `folder`/source.spm and vocab.json; `details` is the tokenizer info next to them. Pieces are looked
+    up in vocab.json, whose order is not SentencePiece's; a leading language token such as >>deu<< is one
+    token; added tokens are found first, longest first; the source's model also decodes texts, as in
+    transformers.
+
+    Source: transformers' tokenization_marian.py and tokenization_python.py (5.23).
     """
 
     reader = "sentencepiece"

@@ -1,18 +1,15 @@
-"""Reads `quantization_config` of a checkpoint, as GPTQ's and AWQ's tools write it.
+"""Read `quantization_config` of a GPTQ or AWQ checkpoint, and check the headers of its files against it.
+
+This module does not import torch, so that `smelt plan` rejects what a run could not import. Layouts, for a
+layer of K inputs and N outputs in G groups (see `smelt.models.import_quantized`):
+
+    GPTQ    qweight [K / 8, N]     qzeros [G, N / 8]     scales [G, N]     g_idx [K], where there is one
+    AWQ     qweight [K, N / 8]     qzeros [G, N / 8]     scales [G, N]
 
 Sources: transformers' GPTQConfig and AwqConfig (utils/quantization_config.py); the layouts of AutoGPTQ,
 GPTQModel, AutoAWQ and AutoRound (whose own format is GPTQ's first layout under another name), and their
 additional keys: AutoRound's (auto_round/schemes.py, export/utils.py: `act_bits` is present only below 16)
 and GPTQModel's (`adapter`, `activation`).
-This module does not import torch.
-
-Checks the headers of a quantized checkpoint: whether they match its config, and how many values they have.
-
-Read without torch, so that `smelt plan` rejects what a run could not import. The layouts are those of
-unpack_int4.py: a layer of K inputs and N outputs in G groups has
-
-    GPTQ    qweight [K / 8, N]     qzeros [G, N / 8]     scales [G, N]     g_idx [K], where there is one
-    AWQ     qweight [K, N / 8]     qzeros [G, N / 8]     scales [G, N]
 """
 
 from __future__ import annotations

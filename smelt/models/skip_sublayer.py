@@ -1,12 +1,10 @@
-"""Removes a part of a block, an attention or the feed-forward part: x + f(x) becomes x.
+"""Remove a part of a block, an attention or the feed-forward part: x + f(x) becomes x.
 
-Where norms come first, the norm that only this part read is removed too; where they come after the sum,
-norm(x + f(x)) becomes norm(x). The parts of a block are numbered: its attentions in order, then the
-feed-forward part. The remaining attentions are renumbered for the cache of keys and values, so that it has an
-entry for each of them only. A relative position bias that the attention owned for all is moved to the next
-block.
-
-Replaces a removed part of a block: it adds zero to the hidden states.
+The part is replaced by a module that adds zero to the hidden states. Where norms come first, the norm that
+only this part read is removed too; where they come after the sum, norm(x + f(x)) becomes norm(x). The parts
+of a block are numbered: its attentions in order, then the feed-forward part. The remaining attentions are
+renumbered for the cache of keys and values, so that it has an entry for each of them only. A relative
+position bias that the attention owned for all is moved to the next block.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Preprocessing of a model's texts before tokenizing: a prefix, languages.
+"""Rules by which a model's texts become inputs and vectors: prefix, languages, pooling, normalization.
 
-The rules are part of the artifact, in `text.json`, which every stage copies with the tokenizer's files;
-`load_tokenizer` applies them, so that training, scoring, timing and `smelt predict` are consistent. A
+Prefix and languages are part of the artifact, in `text.json`, which every stage copies with the tokenizer's
+files; `load_tokenizer` applies them, so that training, scoring, timing and `smelt predict` are consistent. A
 forced first token belongs to the generation config, where `generate` of transformers reads it too.
 
-Pooling and normalization of a sentence embedder, in the files of sentence-transformers.
-
-`modules.json` lists the steps: Transformer, Pooling, optionally Normalize. The folder of Pooling has its
-kind; `sentence_bert_config.json` the maximum number of tokens. Both forms of Pooling are
-read: a word (sentence-transformers 6) and flags (before). smelt writes flags, which all versions read.
+Pooling and normalization of a sentence embedder are in the files of sentence-transformers. `modules.json`
+lists the steps: Transformer, Pooling, optionally Normalize. The folder of Pooling has its kind;
+`sentence_bert_config.json` the maximum number of tokens. Both forms of Pooling are read: a word
+(sentence-transformers 6) and flags (before). smelt writes flags, which all versions read.
 
 Source: github.com/huggingface/sentence-transformers 6.2, base/modules and sentence_transformer/modules.
 """

@@ -1,21 +1,11 @@
-"""The interface between texts and token ids.
+"""The interface between texts and token ids, and its implementations by tokenizers and transformers.
 
-Three classes implement it: the tokenizers library (`rust_tokenizer`), SentencePiece (`marian_tokenizer`) and
-transformers (`hub_tokenizer`), which imports torch. The first two are used where an export has verified that
-they equal transformers (`smelt.export.tokenizer`).
-
-The tokenizer reader of an exported model, and properties that its own files do not have.
-
-The onnx stage writes `tokenizing.json` next to the tokenizer's files, once it has compared the light reader
-with transformers' own tokenizer (`smelt.export.tokenizer`). An artifact without it is read
-by transformers.
-
-A `tokenizer.json` as a `TextTokenizer`, read by the tokenizers library only.
-
-The processing that transformers adds to that library's result, truncation by side and removal of spaces, is
-equivalent here (tokenization_utils_tokenizers.py, 5.23).
-
-A transformers tokenizer as a `TextTokenizer`: the reference of the light ones.
+Three classes implement `TextTokenizer`: `RustTokenizer` reads a `tokenizer.json` by the tokenizers library
+only, `MarianTokenizer` (`smelt.models.open_tokenizer`) uses SentencePiece, and `HubTokenizer` wraps a
+tokenizer of transformers, which imports torch and is the reference of the other two. They are used where an
+export has verified that they equal it (`smelt.export.tokenizer`): the onnx stage then writes
+`tokenizing.json` next to the tokenizer's files, with the reader and the properties that these files do not
+have. An artifact without it is read by transformers.
 """
 
 from __future__ import annotations
@@ -132,8 +122,8 @@ CLEANUP_REPLACEMENTS = [
 class RustTokenizer:
     """Reads `folder`/tokenizer.json; `details` is the tokenizer info next to it.
 
-    Raises:
-        InputError: the file is missing or damaged.
+    The processing that transformers adds to the result of the tokenizers library, truncation by side and
+    removal of spaces, is equivalent here (tokenization_utils_tokenizers.py, 5.23).
     """
 
     reader = "tokenizers"

@@ -1,17 +1,15 @@
-"""The weight files of a model's folder, and their contents; read without torch.
+"""The weight files of a model's folder, and their tensors, used and unused; read without torch.
 
 The selection is that of transformers' `from_pretrained` (`modeling_utils._get_resolved_checkpoint_files`):
 the file of the config's `transformers_weights`, else `model.safetensors`, else the shards listed in
 `model.safetensors.index.json`. Variants (`model.fp16.safetensors`) must be requested explicitly, which smelt
 never does: they, and all other files, are not part of the model.
 
-Tensors of checkpoints that their models do not use.
-
-They were stored by older versions of transformers, and the libraries before it: masks
-and position numbers that are computed today, and heads and poolers of the pretraining. Each family lists
-them (smelt.families), as each model class of transformers lists some in
-`_keys_to_ignore_on_load_unexpected`. Any other tensor without a parameter in the model is an error: it would
-be lost.
+Some tensors of checkpoints are not used by their models. They were stored by older versions of transformers,
+and the libraries before it: masks and position numbers that are computed today, and heads and poolers of the
+pretraining. Each family lists them (`smelt.models.families`), as each model class of transformers lists some
+in `_keys_to_ignore_on_load_unexpected`. Any other tensor without a parameter in the model is an error: it
+would be lost.
 """
 
 from __future__ import annotations

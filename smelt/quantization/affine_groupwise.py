@@ -1,35 +1,27 @@
-"""Base of schemes with integers in groups: a scale, optionally a zero point, MatMulNBits.
+"""Base of schemes with integers in groups: a scale, optionally a zero point, exported to MatMulNBits.
 
-value = (code - zero) * scale, code and zero between 0 and 2^b - 1; zero is 2^(b - 1) in symmetric matrices,
-have none stored. Codes of 2, 4 and 8 bits are stored in the layout of ONNX Runtime's MatMulNBits; of 3 bits
-the two low ones in this layout, and the high ones separately, eight per byte. Scales are float16: the error
-of rounding them is far below the quantization error.
+value = (code - zero) * scale, code and zero between 0 and 2^b - 1; in symmetric matrices zero is 2^(b - 1)
+everywhere, and none is stored. Codes of 2, 4 and 8 bits are stored in the layout of ONNX Runtime's
+MatMulNBits; of 3 bits the two low ones in this layout, and the high ones separately, eight per byte. Scales
+are float16: the error of rounding them is far below the quantization error.
 
 Symmetric: the value of largest magnitude in a group becomes code 0 (that is -2^(b - 1)), so that all codes
-are used; the zero point is the same everywhere. A value of the other sign that is as large would be
-+2^(b - 1) and is clipped by one step at most; the error of all others is half a step at most. Positive: the
-scale is the largest magnitude by 2^(b - 1) whatever its sign, and 1 for zeros. Asymmetric: smallest and
-largest value become 0 and 2^b - 1, and zero itself stays exact. Both as in ONNX Runtime's own quantizer
+are used. A value of the other sign that is as large would be +2^(b - 1) and is clipped by one step at most;
+the error of all others is half a step at most. Positive: the scale is the largest magnitude divided by
+2^(b - 1) whatever its sign, and 1 for zeros. Asymmetric: smallest and largest value become 0 and 2^b - 1, and
+zero itself stays exact. Symmetric and asymmetric are as in ONNX Runtime's own quantizer
 (onnxruntime/core/mlas/lib/q4_dq.cpp, range2scale and range2scalezp); scales are rounded to float16 before
 codes are computed. In training the range follows the weights, so that one step at most is clipped.
 
+The operator can have more bits than the weights. ONNX Runtime 1.31 has no 3-bit MatMulNBits, and with float32
+activations (accuracy level 0) a fast kernel for 4 bits only. Files store the small codes. A table
+(`Scheme.unpacking_tables`) expands each byte of them once, when a graph is loaded. Results are the same:
+codes are shifted so that a zero point in the middle of the small ones becomes the operator's default (8 of 4
+bits), and activations are rounded alike. The kernels of more bits are mostly faster while a matrix is in a
+cache, those of fewer bits where it must be read from memory, and processors differ
+(docs/measurements/int8-groupwise.md); so `onnx: {autotune}` measures.
+
 Shapes: N = outputs (rows), K = inputs (columns), g = group size, G = ceil(K / g), b = bits.
-
-Expands codes of fewer bits to 4-bit ones when a graph is loaded, for kernels that support no others.
-
-ONNX Runtime 1.31 has no 3-bit MatMulNBits, and no fast 2-bit one for float32 activations. The
-file stores the small codes; a table (`Scheme.unpacking_tables`) expands each byte of them, once. Codes are
-shifted so that a zero point in the middle of the small ones becomes 8, the operator's default.
-
-Groupwise linear layers with operators of more bits than the weights: MatMulNBits of 2, 4 or 8.
-
-Files store the small codes; they are expanded once, when a graph is loaded. The
-operators give the same results: zero is shifted to the operator's default, and activations are rounded
-alike. The kernels of more bits are mostly faster while a matrix is in a cache, those of fewer bits where it
-must be read from memory, and processors differ (docs/measurements/int8-groupwise.md); so `onnx: {autotune}`
-measures.
-
-With float32 activations (accuracy level 0) ONNX Runtime 1.31 has a fast kernel for 4 bits only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A quantized layer whose inputs are rounded to one of two values: elastic binarization, as in BiT.
 
 Liu et al. 2022, BiT: Robustly Binarized Multi-distilled Transformer, arXiv:2205.13016, section 3.2. With a
-learned scale a and a learned shift b,
+learned scale a, a learned shift b, and q = (x - b) / a,
 
     inputs of both signs      x^ =  a sign(x - b)                          in {-a, a}
-    inputs that are >= 0      x^ =  a clip(round((x - b) / a), 0, 1)       in {0, a}
+    inputs that are >= 0      x^ =  a clip(round(q), 0, 1)                 in {0, a}
 
-    dx^/da = the sign;  for {0, a}  round(q) - q for 0 <= q <= 1 with q = (x - b) / a, else the limit beyond
-    it dx^/dx = -dx^/db = 1 for |x - b| <= a;  for {0, a}  for 0 <= q <= 1;  else 0
+    dx^/da = the sign;        for {0, a}: round(q) - q for 0 <= q <= 1, else the limit beyond it
+    dx^/dx = -dx^/db = 1 for |x - b| <= a;        for {0, a}: 1 for 0 <= q <= 1;        else 0
 
 The gradient of a is that sum times 1 / sqrt(K), as in LSQ (Esser et al. 2020, arXiv:1902.08153, section 2.2:
 the features of an activation). b is a number for each input, and a is one for the layer, not less than 1e-5,

@@ -1,25 +1,20 @@
-"""Exported operators of modules: those that the target runs fastest.
+"""Exported operators of modules and quantized linear layers: those that the target runs fastest.
 
 A contextvar holds the export target; outside an export it is None and modules compute
 in torch. `torch.onnx.ops.symbolic` puts a named ONNX operator into the exported graph; shapes may hold
-symbolic sizes. Sources: ONNX Runtime's docs/ContribOperators.md (domain com.microsoft).
+symbolic sizes. Source: ONNX Runtime's docs/ContribOperators.md (domain com.microsoft).
 
-Shapes: B = batch, S = queries, T = keys, H = heads, d = width of a head, K = inputs, N = outputs.
+Groupwise layers are exported as DequantizeLinear and MatMul for runtimes without MatMulNBits (ONNX operator
+DequantizeLinear-21, blocked, with 4-bit types). A runtime may multiply the quantized weights directly:
+OpenVINO does, and turns activations into int8 blocks if its option is set. TensorRT needs signed weights
+without zero points, directly before the MatMul, and does not round activations.
 
-Groupwise quantized linear layers as DequantizeLinear and MatMul, for runtimes without MatMulNBits.
+int8 layers with a static activation range are exported by `integer_linear` for ONNX Runtime
+(MatMulIntegerToFloat) and by `qdq_linear` for other runtimes (ONNX operators QuantizeLinear and
+DequantizeLinear; NVIDIA's TensorRT documentation, "Working with Quantized Types", explicit quantization).
 
-Source: ONNX operator DequantizeLinear-21 (blocked, with 4-bit types). A runtime may multiply the quantized
-weights directly: OpenVINO does, and turns activations into int8 blocks if its option is set. TensorRT needs
-signed weights without zero points, directly before the MatMul, and does not round activations.
-
-Shapes: K = inputs, N = outputs, g = group size, G = ceil(K / g).
-
-Exported int8 linear layers with a static activation range.
-
-Sources: ONNX operators QuantizeLinear and DequantizeLinear; ONNX Runtime's docs/ContribOperators.md,
-MatMulIntegerToFloat; NVIDIA's TensorRT documentation, "Working with Quantized Types" (explicit quantization).
-
-Shapes: K = inputs, N = outputs.
+Shapes: B = batch, S = queries, T = keys, H = heads, d = width of a head, K = inputs, N = outputs,
+g = group size, G = ceil(K / g).
 """
 
 from __future__ import annotations
@@ -410,7 +405,7 @@ def integer_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bi
 
 
 def qdq_linear(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Emit MatMul between QuantizeLinear and DequantizeLinear, all int8 with zero point 0; see above.
+    """Emit MatMul between QuantizeLinear and DequantizeLinear, all int8 with zero point 0.
 
     A bias is added after it and stays float: TensorRT does not quantize it.
     """
@@ -452,7 +447,7 @@ def _quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def _dequantize_placeholder(word: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Emit a placeholder that becomes a DequantizeLinear: optimizers would store the floats (emit.py)."""
+    """Emit a placeholder that becomes a DequantizeLinear: optimizers would store the floats."""
     out: Tensor = torch.onnx.ops.symbolic(
         f"{LOAD_TIME_DOMAIN}::{word}",
         [codes, scales],

@@ -49,7 +49,7 @@ _WHY = "it multiplies packed weights (MatMulNBits)"
 # saves no time, or rounds them by its own option
 _OPENVINO = "it multiplies packed weights with int8 blocks of activations (MatMulNBits)"
 NBITS_UNSUPPORTED_TARGETS = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
-# for codes of 4 and 8 bits, which OpenVINO reads in another form (layers/emit_blockwise.py)
+# for codes of 4 and 8 bits, which OpenVINO reads in another form (`emit.blockwise_linear`)
 BLOCKWISE_UNSUPPORTED_TARGETS = {
     "ort-cuda": _WHY,
     "tensorrt": "TensorRT supports blockwise scales for 4-bit weights, and one scale per row for 8-bit ones",

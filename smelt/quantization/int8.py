@@ -1,12 +1,4 @@
-"""int8 weights with one scale per row in the form of MatMulNBits: the same weights, another operator.
-
-128 is added to the codes, because the operator needs unsigned ones, and the scale of a row is
-repeated for each of its blocks: the weights stay the same numbers, bit for bit. Activations become int8 block
-by block (common/groupwise.py), not by one range for the tensor of the whole batch.
-
-Shapes: N = outputs (rows), K = inputs (columns), g = inputs of a block, G = ceil(K / g).
-
-Base of schemes with int8 weights and one scale per output channel, or one for all.
+"""Base of schemes with int8 weights and one scale per output channel, or one for all.
 
 Weights: symmetric, scale = amax / 127 of a row, or of the whole matrix; value = code * scale. Integer
 products are summed in int32, then y = (scale of activations * weight scale) * sum + bias.
@@ -14,7 +6,12 @@ products are summed in int32, then y = (scale of activations * weight scale) * s
 A single scale of a matrix is also stored once per row, so that concatenated matrices (queries, keys and
 values) can keep theirs. It is exported to ONNX Runtime as one number where all are equal.
 
-Shapes: N = outputs (rows), K = inputs (columns).
+The same weights can be exported to MatMulNBits. 128 is added to the codes, because the operator needs
+unsigned ones, and the scale of a row is repeated for each of its blocks: the weights stay the same numbers,
+bit for bit. Activations become int8 block by block (`smelt.quantization.groupwise`), not by one range for the
+tensor of the whole batch.
+
+Shapes: N = outputs (rows), K = inputs (columns), g = inputs of a block, G = ceil(K / g).
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Quantized layers, in any scheme, that compute in torch what the runtime will compute.
 
-Schemes are defined in `runtime/schemes`; the quantized weights and scales of a layer are computed in
-compress/quantize.
+A layer may have a low-rank correction that stays float, or be the sum of two: one quantized matrix becomes
+two of fewer bits. Schemes are defined in `smelt/quantization/schemes`; the quantized weights and scales of a
+layer are computed in compress/quantize.
 
-Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
-
-A quantized linear layer with a low-rank correction, which stays float.
-
-The correction is a trained adapter (compress/train/lora.py), or compensates quantization
-error (compress/quantize/low_rank_correction.py).
-
-A linear layer that is the sum of two: one quantized matrix becomes two of fewer bits.
+Shapes: K = inputs, N = outputs, r = rank of a correction, V = rows of an embedding, D = its width.
 """
 
 from __future__ import annotations
@@ -234,6 +228,9 @@ def concat_quantized(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
 
 class LowRankCorrectedLinear(nn.Module):
     """y = coded(x) + adapter(x), both [..., K] -> [..., N]; the bias is that of `coded`.
+
+    The correction is a trained adapter (compress/train/lora.py), or compensates quantization error
+    (compress/quantize/low_rank_correction.py).
 
     The adapter that training added to quantized weights is kept separate. Merged, the sum would have to be
     quantized again, with an error as large as the one that the adapter was trained to compensate.

@@ -1,8 +1,4 @@
-"""A quantized matrix, in the layout of its scheme, as part of a layer.
-
-Shapes: K = inputs, N = outputs.
-
-int8 convolutions, and activations that are quantized between them.
+"""A quantized matrix, in the layout of its scheme, and the int8 convolutions and activations that use it.
 
 A convolution quantizes its input to 8 bits, and multiplies it with its quantized kernel. The branches of a
 residual block are quantized before the sum, and the input of a max pool before the pool: so ONNX Runtime
@@ -13,7 +9,8 @@ keeps int8 values from one convolution to the next.
 
 Source: Jacob et al. 2018, arXiv:1712.05877; ONNX operators QuantizeLinear, DequantizeLinear, QLinearConv.
 
-Shapes: B = batch, S = input channels, T = output channels, h, w = height and width, D = taps.
+Shapes: K = inputs, N = outputs; of a convolution B = batch, S = input channels, T = output channels,
+h, w = height and width, D = taps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interface of quantization schemes: how weights are quantized, stored, computed in torch and exported.
 
-A scheme is one class in one file of this folder and one line in registry.py. No other code contains its name:
-the stage `quantize`, its settings and help, quantization-aware training, checkpoints, the exporter, its
-verification, the plan and the footprint query the registry.
+A scheme is one class in `smelt/quantization/schemes` and one line in its registry.py. No other code contains
+its name: the stage `quantize`, its settings and help, quantization-aware training, checkpoints, the exporter,
+its verification, the plan and the footprint query the registry.
 
 Files of schemes import no torch at module level, because `smelt plan` and `smelt stages` import them.
 
@@ -293,7 +293,7 @@ class Scheme(Protocol):
     def operator_variants(self, options: SchemeOptions) -> tuple[str, ...]:
         """Return the alternative operators of a layer in ONNX Runtime on the CPU; () for one only.
 
-        The first one is used unless another was measured to be faster (`export/autotune`). The weights are
+        The first one is used unless another was measured to be faster (`export/autotune.py`). The weights are
         the same numbers in all, rounded activations may differ. `linear` and the export use
         `PackedMatrix.variant`.
         """

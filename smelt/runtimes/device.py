@@ -1,10 +1,8 @@
-"""Selects a runner's device from the request and the hardware.
+"""Select a runner's device from the request and the hardware, and set torch's number of threads.
 
-Sets torch's number of threads while runners are open, and restores the caller's number afterwards.
-
-torch has one number for the whole process (and one per thread that set it). The number of the last opened
-runner applies; when it is closed, that of the one before it, and after the last one the caller's own number.
-A runner that was not closed releases it when it is garbage-collected.
+torch has one number of threads for the whole process (and one per thread that set it). The number of the last
+opened runner applies; when it is closed, that of the one before it, and after the last one the caller's own
+number. A runner that was not closed releases it when it is garbage-collected.
 """
 
 from __future__ import annotations

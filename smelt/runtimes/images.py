@@ -1,18 +1,9 @@
-"""From images to logits, for every runner: decode, resize and normalize, batch, run.
+"""From images to logits, for every runner: decode, resize and normalize, batch, classify.
+
+Images of a split are decoded on demand: all of them would not fit in memory. A classifier is one call of one
+graph for a batch.
 
 Shapes: B = batch, C = classes, h, w = height and width of the model's input.
-
-A batch of images, as the inputs of a model.
-
-Shapes: B = batch, h, w = height and width.
-
-Classifiers of images: one call of one graph for a batch.
-
-Shapes: B = batch, C = classes.
-
-Images of a split as inputs of a model, decoded on demand: all of them would not fit in memory.
-
-Shapes: B = batch, h, w = height and width of the model's input.
 """
 
 from __future__ import annotations

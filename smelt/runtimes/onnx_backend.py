@@ -3,18 +3,13 @@
 Caches and encoder outputs stay OrtValues that are bound without copies; only requested outputs become numpy
 arrays.
 
-Shapes: R = rows, S = input tokens of one call, P = tokens of previous calls, H = heads of a cache,
-V = vocabulary.
-
-Caches that grow in place: one buffer is both input and output of a call.
-
 A graph that appends to its caches returns new, longer ones, so each step copies them. ONNX Runtime's
 GroupQueryAttention on the CPU does not where a cache's input and its output are one buffer with free room:
-it writes the new positions, and reads as many as the attention mask has. The graph file is the same, and so
-are the results, bit for bit.
+it writes the new positions, and reads as many as the attention mask has. So caches can grow in place. The
+graph file is the same, and so are the results, bit for bit.
 
-Shapes: R = rows, H = heads of a cache, P = tokens of previous calls, C = buffer positions, d = width of a
-head.
+Shapes: R = rows, S = input tokens of one call, P = tokens of previous calls, H = heads of a cache, C = buffer
+positions, d = width of a head, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -407,7 +402,7 @@ class OnnxBackend:
         self._bind_caches(held)
 
     def _reorder_value(self, value: Any, rows: Tokens) -> Any:
-        # on the CPU `numpy` and `_value` only look at the memory: `take_rows` makes the one copy
+        # on the CPU `numpy` returns a view: `gather_rows` makes the only copy
         return self._to_ortvalue(gather_rows(value.numpy(), rows))
 
     def _to_ortvalue(self, array: NDArray[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""OpenVINO backend: graphs of standard operators on the CPU, in float32 or bf16.
+"""OpenVINO backend: graphs of standard operators on the CPU, in float32 or bf16. API: OpenVINO 2026.
 
 Caches stay in OpenVINO's memory. A request writes its outputs to the same memory each time, so a batch has
 two that alternate: each reads the outputs of the other. Creating a request takes 10 microseconds; graph and
@@ -6,8 +6,6 @@ weights belong to the compiled model, which all requests share.
 
 Shapes: R = rows, S = input tokens of one call, P = tokens of previous calls, H = heads of a cache, d = width
 of a head, V = vocabulary.
-
-Imports OpenVINO, opens graphs in it, and sets the options of its CPU plugin. API: OpenVINO 2026.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Cache of the provider's engines: one folder of the user's cache per graph, machine and versions.
+"""Options of ONNX Runtime's TensorRT provider, in `provider.json`, and the folders of its cached engines.
 
-ONNX Runtime names a cached engine after the graph's nodes, not after its weights, and uses it without a
-check ("clean up any old engine ... if any of the following changes", its documentation says). So
-everything that an engine depends on is in the folder's name, and readable in `made_for.json`.
+The export writes `provider.json` next to the graphs; it is read when they are opened. A program that opens a
+graph without smelt finds there the provider's options, in its format. The folder of its caches depends on the
+machine and is not in the file.
 
-Provider options in `provider.json` next to the graphs: written by the export, read at opening.
-
-A program that opens a graph without smelt finds there the options of ONNX Runtime's provider, in its format.
-The folder of its caches depends on the machine and is not in the file.
+Engines are cached in one folder of the user's cache per graph, machine and versions. ONNX Runtime names a
+cached engine after the graph's nodes, not after its weights, and uses it without a check ("clean up any old
+engine ... if any of the following changes", its documentation says). So everything that an engine depends on
+is in the folder's name, and readable in `made_for.json`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The runtimes of smelt. A new one is a file and a line here.
+"""The runtimes of smelt, and opening of artifacts: the format selects the runtime, the model the runner.
 
-Opens an artifact: its format selects the runtime, its model the runner.
+A new runtime is a file and a line here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
 
 
 def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
-    """Load `artifact` in the runtime of its format and target, on `device` (see device.py).
+    """Load `artifact` in the runtime of its format and target, on `device`, see `smelt.runtimes.device`.
 
     Without `threads` it uses the number stored in the artifact, else the runtime's default.
 

@@ -1,17 +1,10 @@
-"""The interface of loaded models, for every runtime.
+"""The interface of loaded models for every runtime, and the runners of classifiers and sentence embedders.
+
+Classifiers and sentence embedders are one call of one graph for a batch. Labels and probabilities are
+computed from a classifier's logits.
 
 Shapes: B = batch, L = tokens of the longest row, R = rows, S = input tokens of one call, V = vocabulary,
 C = classes, D = dimension of a text's vector.
-
-Classifiers: one call of one graph for a batch.
-
-Shapes: B = batch, L = tokens of the longest row, C = classes.
-
-Labels and probabilities from a classifier's logits.
-
-Sentence embedders: one call of one graph for a batch of texts.
-
-Shapes: B = batch, D = dimension of a text's vector.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def write_sidecar(plan: Path, sidecar: EngineSidecar) -> None:
 
 
 def record_built_engine(plan: Path) -> None:
-    """Record, for this user, that the engine `plan` was built here, by its hash; see `require_trusted`."""
+    """Record for this user, by its hash, that the engine `plan` was built here: `require_trusted_engines`."""
     record = _trusted_engines_folder() / sha256_of(plan)
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from smelt.cli import doctor
 from smelt.cli.doctor import format_check_results, run_checks
-from smelt.cli.main import doctor
 from smelt.cli.options import CheckResult
 
 

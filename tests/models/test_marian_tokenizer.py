@@ -1,4 +1,4 @@
-"""Marian's pieces without transformers; test_tokenizer_export.py compares it on texts of many kinds."""
+"""Marian's pieces without transformers; test_export_tokenizer.py compares it on texts of many kinds."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A tokenizer.json without transformers; test_tokenizer_export.py compares whole tokenizers."""
+"""A tokenizer.json without transformers; test_export_tokenizer.py compares whole tokenizers."""
 
 import json
 import random

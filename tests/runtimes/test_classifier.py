@@ -17,7 +17,7 @@ IDS, MASK = np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
 class Noting:
     """A backend whose logits are what it was fed."""
 
-    name, version, device, at_once, in_all = "noting", "1", "cpu", None, None
+    name, version, device, max_tokens_per_call, max_total_tokens = "noting", "1", "cpu", None, None
 
     def call(self, graph, feeds):
         assert graph == "model"

@@ -1,8 +1,7 @@
 """The format `one-file`: one ONNX file that answers in one call, in any language with ONNX Runtime.
 
-Write the two example programs of a model in one file, and the usage notes of its README.
-
-Build a graph that contains everything: weights, the generation loop, and the generation settings.
+The graph contains everything: weights, the generation loop, and the generation settings. The package also has
+two example programs, and usage notes in its README.
 """
 
 from __future__ import annotations

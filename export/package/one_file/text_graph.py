@@ -1,12 +1,10 @@
-"""Build a graph from strings to strings: a tokenizer before a model's graph, and decoding after it.
+"""Build a graph from strings to strings, and compare its tokenizer with the model's own.
 
-Generate texts from the tokens of a tokenizer's vocabulary, similar to real texts in its languages.
-
-Compare a graph's tokenizer with the model's own on ten thousand generated texts and on edge cases.
-
-A difference on a generated text rejects the graph. Edge cases (control characters, byte order marks, special
-tokens that are spelled out, scripts that the model need not support) do not reject it; those that are
-tokenized differently are listed for the user.
+A tokenizer is inserted before the model's graph, and decoding after it. They are compared on ten thousand
+generated texts, made from the tokens of the vocabulary and similar to real texts in its languages, and on
+edge cases. A difference on a generated text rejects the graph. Edge cases (control characters, byte order
+marks, special tokens that are spelled out, scripts that the model need not support) do not reject it; those
+that are tokenized differently are listed for the user.
 """
 
 from __future__ import annotations

@@ -1,23 +1,18 @@
-"""Nodes that tokenize strings with the tokenizers of onnxruntime-extensions.
+"""Nodes that tokenize strings with the tokenizers of onnxruntime-extensions, and decode tokens to strings.
 
-Each operator returns all tokens of a batch in one row, and the offset of each text; `pad_rows` truncates,
-adds special tokens and pads as smelt does (`smelt/runtimes/predict_texts.py`,
+Each tokenizer operator returns all tokens of a batch in one row, and the offset of each text; `pad_rows`
+truncates, adds special tokens and pads as smelt does (`smelt/runtimes/predict_texts.py`,
 `smelt/generation/prompt_batches.py`).
 
-Shapes: B = texts, N = tokens of all of them, L = tokens of the longest row.
+Before BertTokenizer, nodes normalize the characters of a text as BERT does: the operator lowercases only
+Latin-1, and does not strip accents of Hangul and others. So each character is looked up in a table that is
+computed with the tokenizers library.
+
+Decoding looks up the text of each token in a table, so a tokenizer's rules for whole texts are not covered;
+the comparison with the tokenizer itself decides (`text_graph.py`).
+
+Shapes: B = texts, N = tokens of all of them, L = tokens of the longest row; T = tokens of the longest output.
 Source: onnxruntime-extensions 0.15, docs/custom_ops.md, operators/tokenizer/.
-
-Normalize the characters of a text as BERT does before tokenizing, as nodes.
-
-The operator BertTokenizer lowercases only Latin-1, and does not strip accents of Hangul and others. So each
-character is looked up in a table that is computed with the tokenizers library.
-
-Nodes that decode tokens to strings with a table of the text of each token.
-
-The text of a token is looked up, so a tokenizer's rules for whole texts are not covered; the comparison with
-the tokenizer itself decides (`verify_tokenizer.py`).
-
-Shapes: B = texts, T = tokens of the longest.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The format `standalone`: the artifact, with programs that run and serve it without smelt.
 
-Assemble infer.py: the file of a task with the imported parts inlined.
-
-The parts are modules of smelt, so they are formatted, typed and tested like all others; the result is one
-file that imports nothing of smelt.
-
-Write the files next to infer.py: requirements.txt, an example request and a Dockerfile.
-
-Write infer.json: the settings with which infer.py answers as the artifact was scored.
+infer.py is the file of a task with the imported parts inlined. The parts are modules of smelt, so they are
+formatted, typed and tested like all others; the result is one file that imports nothing of smelt. infer.json
+has the settings with which infer.py answers as the artifact was scored. Next to them are requirements.txt, an
+example request and a Dockerfile.
 """
 
 from __future__ import annotations

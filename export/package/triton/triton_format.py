@@ -1,8 +1,7 @@
 """The format `triton`: a graph for Triton's onnxruntime or tensorrt backend, and a Python model.
 
-Write config.pbtxt in protobuf's text format.
-
-Source: triton-inference-server/common, protobuf/model_config.proto (message ModelConfig).
+config.pbtxt is written in protobuf's text format. Source: triton-inference-server/common,
+protobuf/model_config.proto (message ModelConfig).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Folders of cached files in the store that later steps use again: a teacher's logits, statistics.
+"""Cached files in the store: intermediate results of stages, and checkpoints of interrupted steps.
 
-Layout: ``kept/KEY/`` with the files and ``kept.json`` with their description, their source artifacts, and the
-hash of each. Complete or absent; damaged files count as absent, because they can be made again.
+Results that later steps use again, such as a teacher's logits or statistics, are stored under a key of all
+their dependencies, in ``kept/KEY/`` with ``kept.json``: their description, their source artifacts, and the
+hash of each file. A folder is complete or absent. Damaged files count as absent, because they can be made
+again.
 
-Intermediate results of stages, cached in the store by all their dependencies.
-
-Checkpoints of interrupted steps: ``unfinished/KEY/N``, N the index of a training in its step.
+Checkpoints are stored in ``unfinished/KEY/N``, N the index of a training in its step.
 """
 
 from __future__ import annotations

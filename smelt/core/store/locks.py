@@ -1,24 +1,20 @@
-"""Locks between processes that end with their owner.
+"""Locks and heartbeats between processes: both end with their owner, in whatever way it dies.
 
-A lock is the kernel's lock on an open file (flock, on Windows LockFileEx; both through `filelock`), so a
-process that dies in any way releases it. The content of the file names the owner for messages only.
+A lock is the kernel's lock on an open file (flock, on Windows LockFileEx; both through `filelock`), which is
+released when the process ends. The content of the file names the owner for messages only. On file systems
+without such locks (some network ones), the lock is a lease: a file next to it that its owner touches
+repeatedly. A dead owner on this machine is detected at once; one on another machine loses the lease after
+`LEASE_S` without a touch. It may still be alive, so the same work may then be done twice, and the first to
+finish wins (see `Store.commit`).
 
-On file systems without such locks (some network ones), it is a lease: a file next to it that its owner
-touches repeatedly. A dead owner on this machine is detected at once; one on another machine loses the lease
-after `LEASE_S` without a touch. It may still be alive, so the same work may then be done twice, and the first
-to finish wins (see `Store.commit`).
+A heartbeat shows that a process is active. It is a marker file with its owner's record, locked by the kernel
+if the file system supports locks, and touched every `HEARTBEAT_S` seconds. Other processes judge it by the
+lock and, on the same machine, by the process. A process of another machine, or of a container without working
+locks, counts as dead only after `STALE_AFTER_S` without a touch.
 
-The owner of a lock: a record that other processes, containers and machines can check.
-
-A process is identified by its kernel, its PID namespace, its PID, and its start time: a PID alone means
-nothing on another machine or in another container, and is reused after the process has ended.
-
-Marker files of active processes, and whether the process is still active.
-
-A marker is a file with its owner's record, locked by the kernel if the file system supports locks, and
-touched every `BEAT_S` seconds. Other processes judge it by the lock and, on the same machine, by the
-process. A process of another machine, or of a container without working locks, counts as dead only after
-`SILENT_S` without a touch.
+An owner's record can be checked from other processes, containers and machines. It identifies the process by
+its kernel, its PID namespace, its PID, and its start time: a PID alone means nothing on another machine or in
+another container, and is reused after the process has ended.
 """
 
 from __future__ import annotations
@@ -397,7 +393,7 @@ def heartbeat(marker: Path) -> Iterator[None]:
 def is_active(marker: Path) -> bool:
     """Return whether the process of this marker may still be active; False: it certainly is not.
 
-    If that is unknown, it counts as active until `SILENT_S` without a touch.
+    If that is unknown, it counts as active until `STALE_AFTER_S` without a touch.
     """
     holder = read_owner(marker)
     if holder is None:  # being written, or incomplete

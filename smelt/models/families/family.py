@@ -1,14 +1,13 @@
-"""The description of a model family. One file of this folder is one family; registry.py lists them.
+"""The description of a model family: its blocks, hidden states, positions, tokenizer and learning rate.
 
-Everything here is known without torch, from a model's config alone. Names of modules are dotted; those in an
-`Attention` and a `FeedForward` are relative to their block, those of a `Stack` to the model.
+One file of this folder is one family; registry.py lists them. Everything here is known without torch, from a
+model's config alone. Names of modules are dotted; those in an `Attention` and a `FeedForward` are relative to
+their block, those of a `Stack` to the model.
 
-The interface of a relative position bias; a family with one provides an implementation.
-
-The hidden states of a stack of blocks, from the embeddings to the output layer.
-
-Every block adds to the same states, so that one of their channels affects all that reads or writes them.
-`Attention` and `FeedForward` describe the linear layers of a block, a `ResidualStream` the rest.
+`Attention` and `FeedForward` describe the linear layers of a block. A `ResidualStream` describes the hidden
+states of a stack, from the embeddings to the output layer: every block adds to the same states, so that one
+of their channels affects all modules that read or write them. `RelativeBias` is the interface of a relative
+position bias; a family with one provides an implementation.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""The parts of a loaded model by its family: blocks, attentions and feed-forward parts, each once.
+"""The parts of a loaded model by its family: blocks, norms with their consumers, and shared inputs.
 
-Nothing here imports torch: submodules are looked up by name.
+Blocks, attentions and feed-forward parts are listed once each. Nothing here imports torch: submodules are
+looked up by name.
 
-The linear layers that use the output of a norm, for moving scales from the norm into them.
-
-Used by methods that fold a scale into a norm and its inverse into its consumers (SmoothQuant, AWQ), or that
-need the scale of a linear layer's inputs. Nothing here imports torch.
-
-The linear layers that share an input, and the linear layer that computes it, if nothing else uses it.
-
-A scale for each channel can be moved from the columns of the consumers into the rows of the producer, without
-cost at run time; AWQ uses this. Norms are in norm_consumers.py. Nothing here imports torch.
+`norm_consumers` returns the linear layers that use the output of a norm. Methods need them that fold a scale
+into a norm and its inverse into its consumers (SmoothQuant, AWQ), or that need the scale of a linear layer's
+inputs. `shared_inputs` returns the linear layers that share an input, and the linear layer that computes it,
+if nothing else uses it. A scale for each channel can be moved from the columns of the consumers into the rows
+of this producer, without cost at run time; AWQ uses this.
 """
 
 from __future__ import annotations

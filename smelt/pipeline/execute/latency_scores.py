@@ -1,6 +1,7 @@
-"""Measure the latency of a run's artifacts; results are stored by artifact, baseline, texts and machine.
+"""Measure the latency of a run's artifacts, and check that no text exceeds the model's limit.
 
-Check before the first step that no text exceeds the model's limit, for `truncation: error`.
+Results are stored by artifact, baseline, texts and machine. Lengths are checked before the first step, for
+`truncation: error`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A run's folder: its recipe, its links to the store, and results of an earlier run.
+"""A run's folder (recipe, links to the store, results of an earlier run), and the runs that use a store.
 
 A run with `--until` runs a part of the recipe. Artifacts of the other steps from an earlier run in the same
 folder are kept if they still match the recipe, and are marked in the report. Their links protect them from
 `smelt store clean`.
 
-Find the runs that use a store, so that `smelt store` can identify unused files.
-
-A run uses the artifacts that its `artifacts` folder links to. Runs next to the store are found by their
-folders, all others by a record in the store, `runs/HASH.json`; a marker next to it shows an active run.
+A run uses the artifacts that its `artifacts` folder links to. So that `smelt store` can identify unused
+files, runs next to the store are found by their folders, all others by a record in the store,
+`runs/HASH.json`; a marker next to it shows an active run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Score artifacts; scores are stored and reused.
-
-Score a classifier and format its predictions, by problem type.
-"""
+"""Score artifacts, and format a classifier's predictions. Scores are stored and reused."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Create the first artifact of a run from a model, a config, or an ONNX model.
+"""Create the first artifact of a run: from a user's model, an ONNX model, or a config with random weights.
 
-Import the user's model as the first artifact of a run.
-
-Check models that steps name by folder (teacher, student) before the first step.
-
-Create the first artifact of a recipe that starts from a config: a model with random weights.
+Models that steps name by folder (teacher, student) are checked before the first step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run one step of a plan: take its artifact from the store, or run the stage and store the artifact.
 
-Resolve what the task adds to the original model: class labels, pooling, text rules.
+What the task adds to the original model (class labels, pooling, text rules) is resolved here too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Choose the stages that `smelt init` proposes, by task, training samples and machine.
+"""Choose the steps that `smelt init` proposes, by task, training samples and machine.
 
-Propose steps and notes for a model that is already quantized, for `smelt init`.
-
-Estimate the training time of a proposed recipe on this machine's CPU.
+Models that are already quantized get their own steps and notes. The training time of a proposed recipe is
+estimated for this machine's CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Check without torch that a folder is a supported model.
+"""Check without torch, from config and headers, that a folder is a supported model, quantized or not.
 
 Only safetensors weights are read. Pickle files (`pytorch_model.bin`, `.pt`, `.ckpt`) can run arbitrary code
 when they are opened, so they are always rejected.
-
-Check from config and headers that the quantized weights in a model's folder are supported.
 """
 
 from __future__ import annotations

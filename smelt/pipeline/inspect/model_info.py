@@ -1,6 +1,6 @@
 """Inspect a model's folder without loading the model, for `smelt init`.
 
-Detect quantized weights of a model before any stage: a third-party checkpoint or a smelt artifact.
+Quantized weights are detected too: those of a third-party checkpoint or of a smelt artifact.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find and inspect the ONNX model of a recipe: a file, or a folder in Optimum's layout.
 
-Infer the batch axes of an ONNX model from dimension names, array sizes and a trial run.
+Its batch axes are inferred from dimension names, array sizes and a trial run.
 """
 
 from __future__ import annotations

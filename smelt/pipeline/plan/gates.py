@@ -1,6 +1,6 @@
-"""Resolve `--until`, the gates, the split that they are evaluated on, and the baseline of a plan.
+"""Resolve `--until`, gates, their split, the baseline, and the output length of engines in a plan.
 
-Set the maximum output length of TensorRT engines from the recipe's scoring settings.
+TensorRT engines get the maximum output length of the recipe's scoring settings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turn a recipe into a plan, with all checks that need no work; all mistakes are reported together.
 
-Check a recipe's model, data and device before a run.
-
-Check from config and data, without torch, that each stage fits its input model and samples.
+Checked are model, data and device, and, from config and data without torch, that each stage fits its input
+model and samples. The plan also reports the default learning rates of training steps, and quantization
+methods that do not suit their scheme.
 
 Optional class methods of stages:
 
@@ -12,10 +12,6 @@ check_teachers(settings, config, named): for settings that name other steps. con
     named: the configs of the named steps, by setting, as far as they are known.
 check_rows(settings, task, data): returns the mistakes regarding the samples in the splits `data`.
 required_metrics(settings): returns the metrics that settings name, as (setting, metric).
-
-Report the default learning rates of the training steps in a plan.
-
-Notes about quantization methods that do not suit their scheme.
 """
 
 from __future__ import annotations

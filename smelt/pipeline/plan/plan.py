@@ -1,6 +1,6 @@
 """The plan of a recipe: the tree of steps, gates and data, and its text form.
 
-Read the splits of a recipe from their files, or take them from the training samples.
+The splits of a recipe are read from their files, or taken from the training samples.
 """
 
 from __future__ import annotations

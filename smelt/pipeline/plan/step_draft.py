@@ -1,10 +1,8 @@
-"""A step of a recipe while it is checked, and the properties that other checks need.
+"""A step of a recipe while it is checked, and checks of a step against the steps before it.
 
-Find results of steps that a later step invalidates, as declared by the stages.
-
-Check that the target runtime of a step supports the output of the steps before it.
-
-Warn about exports with `autotune` that have no operators to choose from.
+A step must not invalidate results of earlier steps, as declared by the stages. Its target runtime must
+support the output of the steps before it. An export with `autotune` that has no operators to choose from gets
+a warning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Check pooling and metrics of a sentence embedder before a run.
+"""Resolve pooling and metrics of a sentence embedder, text prefix and languages, before a run.
 
 Pooling and normalization come from the model's folder, in the layout of sentence-transformers; the recipe's
-key `embedding` overrides them. The metrics depend on whether the test samples have scores.
-
-Resolve the text prefix and the languages of a run from the recipe or the model's files.
+key `embedding` overrides them. The metrics depend on whether the test samples have scores. Prefix and
+languages come from the recipe or the model's files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Check a recipe that starts from an ONNX model: graph, data, tokenizer.
+"""Check a recipe that starts from an ONNX model, one graph or those of a generative model, with its data.
 
-The graph is opened in a separate process with limits of memory and time (`smelt.runtime.third_party`).
-
-Check a recipe that starts from the ONNX graphs of a generative model.
+A graph is opened in a separate process with limits of memory and time (`smelt.runtimes.third_party`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Check a recipe that starts from an untrained model (a config without weights).
+"""Check untrained models (a config without weights) and the labels of classifiers before a run.
 
-Check labels and metrics of a classifier before the first step of a run.
-
-The problem type (one label, several labels, or a number) comes from the model's config or, if not set there,
-from the labels; the metrics depend on it.
+The problem type of a classifier (one label, several labels, or a number) comes from the model's config or, if
+not set there, from the labels; the metrics depend on it.
 """
 
 from __future__ import annotations

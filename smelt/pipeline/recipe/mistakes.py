@@ -1,9 +1,8 @@
 """Collect the mistakes of a recipe with their lines, and write their messages.
 
 pydantic checks the settings; its errors are translated here into messages with the expected value (from
-the JSON schema of the settings) and the value in the recipe.
-
-Names of stages, settings and values in other tools, and in smelt before its first release.
+the JSON schema of the settings) and the value in the recipe. Names of stages, settings and values in other
+tools, and in smelt before its first release, get a hint.
 """
 
 from __future__ import annotations

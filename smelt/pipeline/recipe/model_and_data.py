@@ -1,6 +1,6 @@
-"""Settings of the recipe keys `model`, `data` and `embedding`.
+"""Settings of the recipe keys `model`, `data` and `embedding`, and checks of a classifier's labels.
 
-Determine the problem type of a classifier, and check that metrics and labels fit it.
+The problem type of a classifier is determined from them; metrics and labels must fit it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Read the key `stages` of a recipe: one mapping per step, with `name`, `from` and `optional`.
 
-Map the names of stages in a recipe to their classes, which are imported on demand.
-
-Apply settings from the command line: `--set small.energy=0.9`, `--set score.latency=false`.
+Names of stages are mapped to their classes, which are imported on demand. Settings from the command line,
+such as `--set small.energy=0.9` and `--set score.latency=false`, are applied to the recipe.
 """
 
 from __future__ import annotations

@@ -1,41 +1,16 @@
-"""Scheme int2: 2-bit weights, one scale (and zero point) for each group of a row's weights.
+"""Schemes int2, int3, int4 and int8-groupwise: a scale (and zero point) for each group of a row's weights.
 
-Quantization and storage: common/affine_groupwise.py; four per byte. They are exported to 2-bit MatMulNBits
-where activations are rounded (accuracy level 4). For float32 activations (level 0) ONNX Runtime 1.31 unpacks
-2-bit codes at every call; there they become 4-bit ones when the graph is loaded, and the file stores the
-small ones.
+Quantization and storage are those of `smelt/quantization/affine_groupwise.py`.
 
-4-bit weights in TensorRT's format: signed, a scale for each block of inputs, without zero points.
-
-The code c from 0 to 15 represents c - 8, which the bytes store in two's complement: each code with its
-highest bit flipped. A multiplication reads columns, so that the blocks are along the summed axis and the
-matrix is directly before the MatMul; a lookup reads rows. Scales are positive: the parser of TensorRT rejects
-others ("Scale coefficients must all be positive"; that of TensorRT for RTX accepts them).
-
-TensorRT's support: NVIDIA's TensorRT documentation, "Quantization Schemes": INT4 for weights only, blocks
-of 64 or 128 along one of the last two axes, scales of 16 or 32 bits.
+int4 has a second form, for TensorRT: signed, a scale for each block of inputs, without zero points. The code
+c from 0 to 15 represents c - 8, which the bytes store in two's complement: each code with its highest bit
+flipped. A multiplication reads columns, so that the blocks are along the summed axis and the matrix is
+directly before the MatMul; a lookup reads rows. Scales are positive: the parser of TensorRT rejects others
+("Scale coefficients must all be positive"; that of TensorRT for RTX accepts them). TensorRT's support:
+NVIDIA's TensorRT documentation, "Quantization Schemes": INT4 for weights only, blocks of 64 or 128 along one
+of the last two axes, scales of 16 or 32 bits.
 
 Shapes: N = outputs (rows of a matrix), K = inputs, g = group size, G = ceil(K / g).
-
-Scheme int4: 4-bit weights, one scale (and zero point) for each group of a row's weights.
-
-Quantization and storage: common/affine_groupwise.py; two per byte. Clipping one end of a symmetric range is
-better: a scale of amax / 7, which clips nothing, has a mean squared error that is 28 % larger (groups of 64,
-normal or trained weights). `symmetric: positive` has no negative scales: a largest value that is positive is
-clipped by one step. Export to TensorRT, which requires that: common/py.
-
-Scheme int3: 3-bit weights, one scale (and zero point) for each group of a row's weights.
-
-Quantization: common/affine_groupwise.py. A file stores three bits per weight: four codes' two low bits in a
-byte, and the high bits of eight in another one. ONNX Runtime's MatMulNBits supports 2, 4 and 8 bits (1.31:
-"additional bits support is planned"), so that the codes become 4-bit ones when the graph is loaded: a small
-file, with the memory and speed of int4.
-
-Scheme int8-groupwise: 8-bit weights, one scale (and zero point) for each group of a row's weights.
-
-Quantization and storage: common/affine_groupwise.py; one per byte. Activations are rounded block by block,
-as in every MatMulNBits (common/groupwise.py), so that a row does not depend on the other rows of its
-batch.
 """
 
 from __future__ import annotations
@@ -100,7 +75,13 @@ def emit_signed_int4_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
 
 
 class Int4(AffineGroupwise):
-    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G], each a float16; zeros: uint8 [N, ceil(G / 2)]."""
+    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G], each a float16; zeros: uint8 [N, ceil(G / 2)].
+
+    Two codes per byte. Clipping one end of a symmetric range is better: a scale of amax / 7, which clips
+    nothing, has a mean squared error that is 28 % larger (groups of 64, normal or trained weights).
+    `symmetric: positive` has no negative scales, as TensorRT requires: a largest value that is positive is
+    clipped by one step.
+    """
 
     bits: ClassVar[int] = 4
     name: ClassVar[str] = "int4"
@@ -151,7 +132,12 @@ _TABLE = "NibblesOfTwoBits"
 
 
 class Int2(AffineGroupwise):
-    """codes: uint8 [N, G, g / 4]; scales: float32 [N, G], each a float16; zeros: uint8 [N, ceil(G / 4)]."""
+    """codes: uint8 [N, G, g / 4]; scales: float32 [N, G], each a float16; zeros: uint8 [N, ceil(G / 4)].
+
+    Four codes per byte. They are exported to 2-bit MatMulNBits where activations are rounded (accuracy level
+    4). For float32 activations (level 0) ONNX Runtime 1.31 unpacks 2-bit codes at every call; there they
+    become 4-bit ones when the graph is loaded, and the file stores the small ones.
+    """
 
     bits: ClassVar[int] = 2
     name: ClassVar[str] = "int2"
@@ -192,6 +178,11 @@ class Int3(AffineGroupwise):
     """codes: uint8 [N, G, g / 4]; highs: uint8 [N, G, g / 8]; scales: float32 [N, G], each a float16.
 
     zeros: uint8 [N, ceil(G / 2)], a zero point in four bits.
+
+    A file stores three bits per weight: four codes' two low bits in a byte, and the high bits of eight in
+    another one. ONNX Runtime's MatMulNBits supports 2, 4 and 8 bits (1.31: "additional bits support is
+    planned"), so that the codes become 4-bit ones when the graph is loaded: a small file, with the memory and
+    speed of int4.
     """
 
     bits: ClassVar[int] = 3
@@ -227,7 +218,11 @@ class Int3(AffineGroupwise):
 
 
 class Int8Groupwise(AffineGroupwise):
-    """codes: uint8 [N, G, g]; scales: float32 [N, G], each a float16; zeros: uint8 [N, G]."""
+    """codes: uint8 [N, G, g]; scales: float32 [N, G], each a float16; zeros: uint8 [N, G].
+
+    One code per byte. Activations are rounded block by block, as in every MatMulNBits
+    (`smelt/quantization/groupwise.py`), so that a row does not depend on the other rows of its batch.
+    """
 
     bits: ClassVar[int] = 8
     name: ClassVar[str] = "int8-groupwise"

@@ -3,8 +3,8 @@
 value = scale if the bit is 1, else -scale. Stored as one bit per weight (bit i of byte j belongs to the
 weight 8 j + i of its group) and float16 scales, so that groups of 64 take 1.25 bits per weight. They are
 exported to MatMulNBits with 2-bit codes (1 is -1, 3 is +1, the zero point is 2), or 4-bit ones where
-activations stay float32 (common/nbits_variants.py); the graph stores the bits, and ONNX Runtime expands them
-once, when the session is opened.
+activations stay float32 (`smelt/quantization/affine_groupwise.py`); the graph stores the bits, and ONNX
+Runtime expands them once, when the session is opened.
 
 For a group w of a row, the best values of the form alpha * sign are alpha = mean |w| and the signs of w
 (Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279, section 3.1, Binary-Weight-Networks); sign(0) is +1.

@@ -1,29 +1,8 @@
-"""Scheme bnb-int8: LLM.int8 of bitsandbytes, int8 matrix multiplication with a float one for outliers.
+"""Schemes bnb-int8 and bnb-nf4: LLM.int8 and 4-bit NormalFloat, as bitsandbytes computes them.
 
-Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339. Weights: one scale per row, value = code * absmax / 127.
-Activations, rounded to float16 first: a column in which any row of the batch reaches 6 is an outlier; it is
-multiplied unquantized with the dequantized weights. The rest becomes int8 with one scale per row.
+bitsandbytes is imported at the first multiplication of one of its schemes, because it takes seconds.
 
-On the CPU bitsandbytes computes all of that (integer products where the processor has AVX-512, else in
-float32). No runtime that smelt exports to has an operator for it.
-
-Shapes: N = outputs (rows), K = inputs (columns).
-
-Imports bitsandbytes at the first multiplication of one of its schemes, because it takes seconds.
-
-Scheme bnb-nf4: 4-bit NormalFloat codes of bitsandbytes, one float32 scale for each 64 inputs of a row.
-
-value = table[code] * scale, scale = the largest magnitude of the block. The table has the quantiles of a
-normal distribution between -1 and 1, zero among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section
-3 and appendix E). Codes are the nearest entries of it; a midpoint belongs to the lower one, as in
-bitsandbytes. Two codes are packed into a byte, the first in the high bits; absmax is not quantized again.
-
-bitsandbytes divides a matrix into blocks in memory order, here each row begins a block. Both are equal where
-the inputs are a multiple of 64; elsewhere the last block of a row is padded with zeros. In torch
-bitsandbytes multiplies; in a graph ONNX Runtime's MatMulBnb4 does. Both dequantize to float32 and multiply
-float32 activations.
-
-Shapes: N = outputs (rows), K = inputs (columns), g = 64, G = ceil(K / g).
+Shapes: N = outputs (rows), K = inputs (columns); of bnb-nf4 g = 64, G = ceil(K / g).
 """
 
 from __future__ import annotations
@@ -121,7 +100,16 @@ _INT8_NOT_EXPORTED = "it has no operator that splits activations into int8 rows 
 
 
 class BnbInt8(Int8PerChannel):
-    """codes: int8 [N, K]; scales: float32 [N], the largest magnitude of each row."""
+    """codes: int8 [N, K]; scales: float32 [N], the largest magnitude of each row.
+
+    LLM.int8 of bitsandbytes: int8 matrix multiplication with a float one for outliers (Dettmers et al. 2022,
+    LLM.int8(), arXiv:2208.07339). Weights: one scale per row, value = code * absmax / 127. Activations,
+    rounded to float16 first: a column in which any row of the batch reaches 6 is an outlier; it is multiplied
+    unquantized with the dequantized weights. The rest becomes int8 with one scale per row.
+
+    On the CPU bitsandbytes computes all of that (integer products where the processor has AVX-512, else in
+    float32). No runtime that smelt exports to has an operator for it.
+    """
 
     name: ClassVar[str] = "bnb-int8"
     summary: ClassVar[str] = "int8 weights of bitsandbytes (LLM.int8), activation outliers stay float"
@@ -202,7 +190,19 @@ _NF4_NOT_EXPORTED = "it multiplies packed NF4 codes (MatMulBnb4)"
 
 
 class BnbNf4(Scheme):
-    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G]."""
+    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G].
+
+    4-bit NormalFloat codes of bitsandbytes, one float32 scale for each 64 inputs of a row: value =
+    table[code] * scale, scale = the largest magnitude of the block. The table has the quantiles of a normal
+    distribution between -1 and 1, zero among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3
+    and appendix E). Codes are the nearest entries of it; a midpoint belongs to the lower one, as in
+    bitsandbytes. Two codes are packed into a byte, the first in the high bits; absmax is not quantized again.
+
+    bitsandbytes divides a matrix into blocks in memory order, here each row begins a block. Both are equal
+    where the inputs are a multiple of 64; elsewhere the last block of a row is padded with zeros. In torch
+    bitsandbytes multiplies; in a graph ONNX Runtime's MatMulBnb4 does. Both dequantize to float32 and
+    multiply float32 activations.
+    """
 
     name: ClassVar[str] = "bnb-nf4"
     summary: ClassVar[str] = "4-bit NormalFloat weights of bitsandbytes, one scale per 64 inputs"

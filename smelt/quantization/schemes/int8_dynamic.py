@@ -1,9 +1,9 @@
 """Scheme int8-dynamic: int8 weights per output channel or tensor, uint8 activations quantized at run time.
 
-Weights: common/int8_per_channel.py. Activations: asymmetric, one scale and zero point for the tensor of the
-whole batch, as in the ONNX operator DynamicQuantizeLinear (opset 11, common/int8_matmul.py). A layer may be
-exported to another form, which rounds activations block by block (common/int8_blocks.py), if that was
-measured to be faster.
+Weights: `smelt/quantization/int8.py`. Activations: asymmetric, one scale and zero point for the tensor of the
+whole batch, as in the ONNX operator DynamicQuantizeLinear (opset 11, `smelt/quantization/int8_matmul.py`). A
+layer may be exported to another form, which rounds activations block by block (`emit_block_linear` of
+`smelt/quantization/int8.py`), if that was measured to be faster.
 
 Shapes: N = outputs (rows), K = inputs (columns).
 """

@@ -1,7 +1,7 @@
 """Scheme int8-static: int8 weights per channel or tensor, int8 activations with a calibrated range.
 
-Weights: common/int8_per_channel.py. Activations: symmetric, one scale for all inputs of a layer, stored with
-it:
+Weights: `smelt/quantization/int8.py`. Activations: symmetric, one scale for all inputs of a layer, stored
+with it:
 
     scale = range / 127        x_q = clamp(round(x / scale), -128, 127)        round half to even
 

@@ -1,15 +1,13 @@
-"""Converts Optimum's graphs to those of smelt's runners.
+"""Convert Optimum's graphs to those of smelt's runners.
 
 No computation changes. Optimum's first decoder computes the keys and values of cross-attention from the
-encoder's hidden states; here the
-encoder's graph computes them, once per text. Its decoder for all later tokens is also used for the first one:
-with empty caches (verified by `verify_generator.py`).
+encoder's hidden states; here the encoder's graph computes them, once per text. Its decoder for all later
+tokens is also used for the first one: with empty caches (verified by `verify_generator`).
+
+Graphs are onnx.GraphProto, edited including their subgraphs: renaming, resolving branches, extracting parts.
+Results are new, or copies.
 
 Shapes: B = batch, L = source length, P = previous tokens, H = heads, d = width of a head, V = vocabulary.
-
-Edits of a graph including its subgraphs: renaming, resolving branches, extracting parts.
-
-Graphs are onnx.GraphProto; results are new, or copies.
 """
 
 from __future__ import annotations

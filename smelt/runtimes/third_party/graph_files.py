@@ -1,8 +1,7 @@
-"""External data of a graph: whether it may be read, and is complete.
+"""Check the tensors of a graph's files, and read the graph's inputs and outputs.
 
-Checks the tensors of a file: whether each has as many values as its shape requires.
-
-Inputs and outputs of a graph, and whether they can be numpy arrays.
+External data must be readable and complete, and each tensor must have as many values as its shape requires.
+Inputs and outputs must be numpy arrays.
 """
 
 from __future__ import annotations

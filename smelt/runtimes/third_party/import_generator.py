@@ -1,10 +1,9 @@
-"""Imports third-party generating graphs as those of an artifact, after verification.
+"""Import third-party generating graphs as those of an artifact, after verification.
 
-Verifies that converted graphs equal Optimum's, once, in a separate process with resource limits.
-
-For an encoder-decoder: keys and values of cross-attention, and the logits of the first token, for rows of two
-lengths, against Optimum's first graph. For a language model: that a prompt in one
-call, in two, token by token and padded on the left gives the same logits.
+The converted graphs are compared with Optimum's once, in a separate process with resource limits. For an
+encoder-decoder: keys and values of cross-attention, and the logits of the first token, for rows of two
+lengths, against Optimum's first graph. For a language model: that a prompt in one call, in two, token by
+token and padded on the left gives the same logits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Imports a third-party graph as the `model.onnx` of an artifact.
+"""Import a third-party graph as the `model.onnx` of an artifact, with pooling if it has only hidden states.
 
 A graph without external weights is copied byte by byte. External weights, under any file names,
 are collected in `model.onnx_data`, as in smelt's own graphs.
 
-Adds sentence-transformers pooling to a graph of hidden states, so that it returns vectors of texts.
-
-Optimum's feature extraction returns `last_hidden_state` only. The added operators have the same form in all
-opsets. Source: sentence_transformers/models/Pooling.py and Normalize.py.
+Optimum's feature extraction returns `last_hidden_state` only. sentence-transformers pooling is added, so that
+the graph returns vectors of texts. The added operators have the same form in all opsets. Source:
+sentence_transformers/models/Pooling.py and Normalize.py.
 
 Shapes: B = batch, L = tokens, D = width.
 """

@@ -1,12 +1,11 @@
-"""The signature of a graph: names, types, shapes; and conversion of arrays to its inputs.
+"""The signature of a graph: names, types, shapes and batch axes; and conversion of arrays to its inputs.
 
 An artifact of the task `custom` has it as `signature.json`, so that inputs can be prepared without opening
 the graph.
 
-The axis of each input and output of a graph that holds the samples.
-
-Axis 0, unless the dimension's name differs: in `x [batch, time, 8]` and `state [layers, batch, 16]`
-the samples of `state` are on axis 1. A recipe's `data: {axes: ...}` overrides both.
+The axis of each input and output that holds the samples is 0, unless the dimension's name differs: in
+`x [batch, time, 8]` and `state [layers, batch, 16]` the samples of `state` are on axis 1. A recipe's
+`data: {axes: ...}` overrides both.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Validates an ONNX file for ONNX Runtime, in a separate process with resource limits.
+"""Validate an ONNX file for ONNX Runtime, in a separate process with resource limits.
 
-First the file is checked: its size, format, tensors and external data, names, cycles, operators.
-Only a valid file is then opened as a session, which may fold constants without limit.
-
-Detects small files with unlimited demands: functions with billions of nodes, loops of 10^18 trips.
-
-Checked before a runtime opens the file, because it would inline every function.
+First the file is checked: its size, format, tensors and external data, names, cycles, operators, and whether
+its demands are limited. A small file can have functions that expand to billions of nodes, or loops of 10^18
+trips; a runtime that opens it would inline every function. Only a valid file is then opened as a session,
+which may fold constants without limit.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ def layers_of(*sizes):
 
 
 def cost(layer, rank):
-    return rank * (layer.rows + layer.columns) if rank < layer.limit else layer.rows * layer.columns
+    return rank * (layer.rows + layer.columns) if rank < layer.rank_limit else layer.rows * layer.columns
 
 
 def error(layer, rank):
-    if rank >= layer.limit:
+    if rank >= layer.rank_limit:
         return 0.0
     squares = layer.singular_values.square()
     return float(layer.weight * squares[rank:].sum() / squares.sum())

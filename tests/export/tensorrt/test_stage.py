@@ -28,7 +28,7 @@ WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 
 
 class FakeTensorrt:
-    """Stands where the package would be; the builder itself is tried in test_tensorrt_build.py."""
+    """Stands where the package would be; the builder itself is tried in test_build_engine.py."""
 
     __name__ = "tensorrt"
     __version__ = "11.4.0"

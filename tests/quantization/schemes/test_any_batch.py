@@ -1,8 +1,8 @@
 """Whole models say the same of a text alone and among longer ones, under schemes that promise it.
 
-`Scheme.row_by_row` promises it of products bit for bit. Attention and norms are float32 kernels, which sum in
-another order in another batch; a value that lies between two codes may then round to the other one. So words
-are compared one by one, numbers up to what a scheme's own rounding does.
+`Scheme.batch_invariant` promises it of products bit for bit. Attention and norms are float32 kernels, which
+sum in another order in another batch; a value that lies between two codes may then round to the other one. So
+words are compared one by one, numbers up to what a scheme's own rounding does.
 """
 
 from contextlib import contextmanager

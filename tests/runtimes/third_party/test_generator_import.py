@@ -31,7 +31,7 @@ TEXTS = [*tiny.SENTENCES[:4], "dogs"]
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask in this process: that a new one is limited, test_limits.py asks."""
+    """Ask in this process: that a new one is limited, test_isolated_process.py asks."""
     monkeypatch.setattr(
         "smelt.runtimes.third_party.import_generator.run_isolated",
         lambda _, arguments, __: subprocess_main(arguments),

@@ -9,7 +9,7 @@ from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, Pr
 
 MODULE = """
 import os, signal, sys
-def answer(arguments):
+def subprocess_main(arguments):
     what = arguments[0]
     if what == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -70,7 +70,7 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class ExportedGraphs:
-    """A folder with graphs, and the arguments with which `check_graphs` was called on them."""
+    """A folder with graphs, and the arguments with which `check_exported_graphs` was called on them."""
 
     folder: Path
     subject: Any

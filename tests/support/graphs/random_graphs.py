@@ -1,11 +1,11 @@
 """Small valid ONNX graphs as old and new exporters write them, drawn by hypothesis, with rows to run them on.
 
-    @given(drawn_graphs.graphs())
+    @given(random_graphs.graphs())
     def test(drawn): drawn.model, drawn.rows(seed)
 
-A graph is a few blocks (drawn_blocks.py) between its inputs and its outputs. What varies in all of them: the
-opset (9 to 23), the IR version, where constants lie, names, the size of the batch, the values of the inputs,
-and weights: some are shared, zero, tiny, large, or have one large column.
+A graph is a few blocks (random_graph_blocks.py) between its inputs and its outputs. What varies in all of
+them: the opset (9 to 23), the IR version, where constants lie, names, the size of the batch, the values of
+the inputs, and weights: some are shared, zero, tiny, large, or have one large column.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def two_layer_classifier(batch: Any = "N", width: int = 16, seed: int = 0) -> An
 
 
 def classifier_with_integer_output() -> Any:
-    """Return `two_layers` that also gives its logits in hundredths: whole numbers, which rounding changes."""
+    """Return `two_layer_classifier` with its logits also in hundredths: integers, which rounding changes."""
     made = two_layer_classifier(width=64)
     made.graph.initializer.append(numpy_helper.from_array(np.float32(100), "hundred"))
     made.graph.node.append(helper.make_node("Mul", ["logits", "hundred"], ["more"]))
@@ -103,7 +103,7 @@ def save_model(model: Any, path: Path, outside: str | None = None) -> Path:
 
 
 def write_rows(path: Path, count: int = 40, seed: int = 1, **more: Any) -> Path:
-    """Write rows of `x` for `two_layers`."""
+    """Write rows of `x` for `two_layer_classifier`."""
     x = np.random.default_rng(seed).normal(size=(count, 8)).astype(np.float32)
     np.savez(path, x=x, **more)
     return path
@@ -191,7 +191,7 @@ def make_artifact(folder: Path, model: Any, **details: Any) -> Any:
 
 
 def make_split(count: int = 24, seed: int = 2) -> Any:
-    """Return rows of `x` for `two_layers` as a split of a recipe."""
+    """Return rows of `x` for `two_layer_classifier` as a split of a recipe."""
     from smelt.data.npz_arrays import SampleArrays
     from smelt.data.splits import split_from_arrays
 

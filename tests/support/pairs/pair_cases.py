@@ -1,6 +1,6 @@
 """Which pairs of techniques there are on which models, by what stages say of themselves; few and all.
 
-What is left out here is what the plan refuses: `every_pair.py` asks it of all.
+What is left out here is what the plan refuses: `run_all_pairs.py` asks it of all.
 """
 
 from __future__ import annotations

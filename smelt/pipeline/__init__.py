@@ -1,0 +1,1 @@
+"""Recipes: read, checked and executed."""

@@ -1,21 +1,23 @@
-# make quickstart   install, run the example, show the table          make test    the tests
-# make lint         ruff                                              make types   mypy, strict
-# make peers        what is packaged, opened by the tools that it is for, and GPTQ beside GPTQModel:
-#                   fetches them into build/
-# make bench        the speeds that the documentation promises, 300 mutated files of each kind, 500 drawn
-#                   ONNX graphs through the stages for third-party ones, and 420 drawn settings of
-#                   generation against transformers
-#                                                                  make clean   remove what was built
-# make matrix       every two techniques one behind the other, on every family: 70 minutes,
-#                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
-# make docs       fill the settings tables of docs/ from the settings classes
-# make messages   the pages that list every message with its code, written anew
-# make golden       what each stage makes of fixed input, written anew; refused where no version was raised
+# make quickstart   install smelt, run the example, show the table
+# make test         run the tests
+# make lint         run ruff
+# make types        run mypy in strict mode
+# make peers        open packages in the tools that they are for, and compare GPTQ with GPTQModel;
+#                   downloads them to build/
+# make bench        check the speeds in the documentation, 300 mutated files of each kind, 500 random ONNX
+#                   graphs in the stages for third-party models, 420 random generation settings
+#                   against transformers
+# make matrix       run every pair of techniques on every family (70 minutes); resumes after an interruption,
+#                   results are in build/matrix/pairs.jsonl
+# make docs         generate the settings tables in docs/
+# make messages     generate the lists of messages with their codes
+# make golden       generate the expected outputs of the stages; fails if no version was increased
+# make clean        remove build results
 #
-# make PYTHON=python3.12 ...   takes another Python for a new environment
-# make test ARGS="-k layers"   passes ARGS on to pytest, mypy or the benchmark
-# make test ARGS="-m quick"    of every room what takes little: under a minute on two cores
-# make test WORKERS=4          so many tests at once (default: one a core); 0: one process, for a debugger
+# make PYTHON=python3.12 ...   use another Python for a new environment
+# make test ARGS="-k layers"   pass ARGS to pytest, mypy or the benchmark
+# make test ARGS="-m quick"    run only the quick tests: under a minute on two cores
+# make test WORKERS=4          number of parallel tests (default: one per core); 0: one process, for debugging
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,10 +25,10 @@ ARGS ?=
 WORKERS ?= auto
 
 BIN := $(VENV)/bin
-# Stamps: an environment is set up once, and again only when what it is made from has changed.
+# Stamp files: the environment is set up again only if its requirements changed.
 USER_READY := $(VENV)/.smelt-user
 DEV_READY := $(VENV)/.smelt-dev
-# setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
+# Hides setuptools' warnings about folders with data, which are intended.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help environment quickstart test peers lint types bench matrix golden docs messages clean
@@ -38,9 +40,9 @@ help:
 quickstart: $(USER_READY)
 	$(BIN)/smelt run quickstart --out runs/quickstart
 	@echo
-	@echo 'Try it on your own words:'
+	@echo 'Try it on your own text:'
 	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, March 3, 2025 at 4:15 PM in Austria"'
-	@echo 'Make a folder of it that answers without smelt:'
+	@echo 'Package it to run without smelt:'
 	@echo '  $(BIN)/smelt package runs/quickstart/artifacts/onnx-int8'
 
 environment: $(DEV_READY)
@@ -61,11 +63,11 @@ types: $(DEV_READY)
 bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
 	SMELT_FUZZ_DRAWS=300 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/pipeline/faults/test_fuzz.py
-	SMELT_GRAPH_DRAWS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/export/foreign/test_drawn.py
-	SMELT_GENERATION_DRAWS=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/export/loop/test_compose.py -k drawn
+	SMELT_GRAPH_DRAWS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/export/third_party/test_drawn.py
+	SMELT_GENERATION_DRAWS=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/export/generation_graph/test_compose_graph.py -k drawn
 
 matrix: $(DEV_READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/every_pair.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/run_all_pairs.py $(ARGS)
 
 docs: $(DEV_READY)
 	$(BIN)/python tools/settings_tables.py
@@ -80,12 +82,12 @@ clean:
 	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# An environment that is there already is kept; one that was left half-made (no pip in it) is made again.
+# An existing environment is reused; an incomplete one (without pip) is created again.
 define make_environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo 'smelt needs Python 3.11 or newer; $(PYTHON) is not: make PYTHON=python3.12 $(MAKECMDGOALS)' >&2; exit 2; }
 @test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-@echo 'Installing smelt and what it stands on into $(VENV) (minutes the first time) ...'
+@echo 'Installing smelt and its dependencies into $(VENV) (takes minutes the first time) ...'
 endef
 
 $(USER_READY): pyproject.toml constraints.txt

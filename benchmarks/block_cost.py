@@ -50,14 +50,14 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(shape: str, text: Path, folder: Path) -> tuple[int, int]:
+def write_llama(shape: str, text: Path, folder: Path) -> tuple[int, int]:
     """Write a random Llama in shards, a block a file; return the parameters of all and of one block."""
     import torch
     import transformers
     from accelerate import init_empty_weights
     from safetensors.torch import save_file
 
-    from smelt.runtime.text.new_tokenizer import train_tokenizer
+    from smelt.runtime.text.train_tokenizer import train_tokenizer
 
     folder.mkdir()
     lines = gzip.decompress(text.read_bytes()).decode().splitlines()[:2000]
@@ -92,7 +92,7 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def work(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[str, float]:
+def run_stage(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[str, float]:
     """Run one stage in this process; return seconds of processor time and of the clock, and bytes."""
     sys.path.insert(0, str(Path(__file__).parent))
     import techniques_bench
@@ -100,15 +100,15 @@ def work(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
     from smelt.core.stage import Context
     from smelt.recipe.stage_table import load_stage
-    from smelt.runtime.models import streamed
+    from smelt.runtime.models import streamed_model
 
-    streamed.LARGE_BYTES = 0
+    streamed_model.LARGE_BYTES = 0
     word, settings = STAGES[stage]
     cls: Any = load_stage(word)
-    split = read_split(str(text), "language-modeling", Columns(), text.parent).head(3000)
+    split = read_split(str(text), "language-modeling", Columns(), text.parent).take(3000)
     out = folder.parent / "out"
     out.mkdir()
     ctx = Context(
@@ -141,7 +141,7 @@ def main(
 ) -> None:
     """Print a row for each shape and stage."""
     if worker is not None:
-        click.echo(json.dumps(work(worker, stages, text, rows, threads)))
+        click.echo(json.dumps(run_stage(worker, stages, text, rows, threads)))
         return
     columns = ("shape", "parameters", "file, MB", "block in float32, MB", "stage", "processor time, s",
                "on the clock, s", "imports, MB", "peak, MB")  # fmt: skip
@@ -149,7 +149,7 @@ def main(
     for shape in shapes:
         for stage in (name for name in STAGES if name in stages):
             with tempfile.TemporaryDirectory() as space:
-                whole, block = make(shape, text, Path(space) / "model")
+                whole, block = write_llama(shape, text, Path(space) / "model")
                 call = [sys.executable, __file__, shape, "--worker", str(Path(space) / "model"), "--stages"]
                 more = [stage, "--text", str(text), "--rows", str(rows), "--threads", str(threads)]
                 done = subprocess.run([*call, *more], check=True, capture_output=True, text=True)

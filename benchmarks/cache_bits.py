@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-PER = ("PER_TENSOR", "PER_CHANNEL")
+SCALE_GRANULARITIES = ("PER_TENSOR", "PER_CHANNEL")
 
 
 def session(
@@ -84,48 +84,50 @@ def feeds(
     return fed_in
 
 
-def expected(given: dict[str, Any], heads: tuple[int, int, int], window: int | None) -> tuple[Any, Any, Any]:
+def reference_attention(
+    inputs: dict[str, Any], heads: tuple[int, int, int], window: int | None
+) -> tuple[Any, Any, Any]:
     """Work out output and codes: symmetric, half to even, keys rotated before they are rounded."""
     queries, keys, width = heads
-    q, k, v = (split(given[name], width) for name in "qkv")
-    past, fed = given["past_k"].shape[2], q.shape[2]
-    if "cos" in given:
-        q, k = (rotated(x, given["cos"][past : past + fed], given["sin"][past : past + fed]) for x in (q, k))
+    q, k, v = (split(inputs[name], width) for name in "qkv")
+    past, fed = inputs["past_k"].shape[2], q.shape[2]
+    if "cos" in inputs:
+        q, k = (rotate(x, inputs["cos"][past : past + fed], inputs["sin"][past : past + fed]) for x in (q, k))
     caches, floats = [], []
     for name, new in (("k", k), ("v", v)):
-        scale = given[f"{name}_scale"]
+        scale = inputs[f"{name}_scale"]
         codes = np.clip(np.rint(new / scale), -128, 127).astype(np.int8)
-        caches.append(np.concatenate([given[f"past_{name}"], codes], axis=2))
+        caches.append(np.concatenate([inputs[f"past_{name}"], codes], axis=2))
         floats.append(np.repeat(caches[-1] * scale, queries // keys, axis=1))
     behind = np.arange(past, past + fed)[:, None] - np.arange(past + fed)[None]
     hidden = (behind < 0) | (behind >= (window or past + fed))
-    scores = q @ floats[0].swapaxes(2, 3) / np.sqrt(width) + given["bias"] + np.where(hidden, -1e30, 0.0)
+    scores = q @ floats[0].swapaxes(2, 3) / np.sqrt(width) + inputs["bias"] + np.where(hidden, -1e30, 0.0)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out = (weights / weights.sum(axis=-1, keepdims=True)) @ floats[1]
-    return out.swapaxes(1, 2).reshape(*given["q"].shape), *caches
+    return out.swapaxes(1, 2).reshape(*inputs["q"].shape), *caches
 
 
 def split(x: Any, width: int) -> Any:
     return x.reshape(*x.shape[:2], -1, width).swapaxes(1, 2)
 
 
-def rotated(x: Any, cos: Any, sin: Any) -> Any:
+def rotate(x: Any, cos: Any, sin: Any) -> Any:
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def checked() -> Iterator[tuple[str, bool, int | None, tuple[int, int, int], int, float]]:
+def compare_with_numpy() -> Iterator[tuple[str, bool, int | None, tuple[int, int, int], int, float]]:
     """Yield each case, how many codes differ from numpy's, and the largest difference of the output."""
     heads, padding, rng = (8, 4, 16), 2, np.random.default_rng(0)
     shapes = ((2, 0, 6), (2, 6, 1), (1, 5, 3))
-    for per, rotary, window, shape in product(PER, (False, True), (None, 3), shapes):
+    for per, rotary, window, shape in product(SCALE_GRANULARITIES, (False, True), (None, 3), shapes):
         given = feeds(rng, shape, heads, per, padding if shape[0] > 1 else 0)
         if rotary:
             angles = np.arange(32)[:, None] / 10000 ** (np.arange(8) / 8)
             given |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
         run = session(*heads, per, rotary=rotary, window=window)
         out, *caches = run.run(None, given)
-        ought, *codes = expected(given, heads, window)
+        ought, *codes = reference_attention(given, heads, window)
         differ = sum(int((a != b).sum()) for a, b in zip(caches, codes, strict=True))
         # what a place of padding itself says is read by nobody
         told = np.s_[:, max(0, padding - shape[1]) :] if shape[0] > 1 else np.s_[:]
@@ -136,7 +138,10 @@ def measure(rounds: int) -> None:
     rng = np.random.default_rng(0)
     print("| heads | past | fed | float32, ms | int8 per tensor | int8 per channel | cache, MB |")
     for heads, (past, fed) in product(((8, 8, 64), (32, 8, 64)), ((500, 1), (2000, 1), (0, 512), (0, 2000))):
-        arms = {per: (session(*heads, per), feeds(rng, (1, past, fed), heads, per)) for per in (None, *PER)}
+        arms = {
+            per: (session(*heads, per), feeds(rng, (1, past, fed), heads, per))
+            for per in (None, *SCALE_GRANULARITIES)
+        }
         times: dict[str | None, list[float]] = {per: [] for per in arms}
         repeats = 10 if fed == 1 else 1
         for _ in range(rounds if fed < 1000 else min(rounds, 5)):
@@ -146,7 +151,7 @@ def measure(rounds: int) -> None:
                     run.run(None, given)
                 times[per].append((time.process_time() - begun) / repeats * 1e3)
         cells = [f"{np.median(times[None]):.2f}"]
-        for per in PER:
+        for per in SCALE_GRANULARITIES:
             ratios = np.array(times[per]) / np.array(times[None])
             low, high = np.percentile(ratios, [10, 90])
             cells.append(f"{np.median(times[per]):.2f}: {np.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
@@ -162,6 +167,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     print("| scales | rotary | window | batch, past, fed | codes that differ | output differs by |")
-    for *case, error in checked():
+    for *case, error in compare_with_numpy():
         print(f"| {' | '.join(map(str, case))} | {error:.1e} |", flush=True)
     measure(options.rounds)

@@ -23,7 +23,7 @@ import click
 SPLITS = ("train.jsonl.gz", "validation.jsonl.gz")
 
 
-def pieces(text: str, least: int) -> Iterator[str]:
+def text_pieces(text: str, least: int) -> Iterator[str]:
     """Yield `text` in pieces of whole lines, each of at least `least` words; a shorter rest is left out."""
     lines: list[str] = []
     for line in text.split("\n"):
@@ -33,7 +33,7 @@ def pieces(text: str, least: int) -> Iterator[str]:
             lines = []
 
 
-def with_deletions(text: str, share: float, draw: random.Random) -> str:
+def delete_words(text: str, share: float, draw: random.Random) -> str:
     """Return `text` without about `share` of its words; at least one stays."""
     words = text.split()
     return " ".join([word for word in words if draw.random() >= share] or words[:1])
@@ -52,10 +52,10 @@ def main(data: Path, out: Path, piece: int, share: float, seed: int) -> None:
         draw = random.Random(seed)
         with gzip.open(data / name, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        texts = [text for row in rows for text in (row["target"], *pieces(row["source"], piece))]
+        texts = [text for row in rows for text in (row["target"], *text_pieces(row["source"], piece))]
         with gzip.open(out / name, "wt", encoding="utf-8", newline="\n") as file:
             for text in texts:
-                row = {"source": with_deletions(text, share, draw), "target": text}
+                row = {"source": delete_words(text, share, draw), "target": text}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         click.echo(f"{out / name}: {len(texts)} rows")
 

@@ -44,12 +44,12 @@ def _artifact(folder: Path) -> Any:
     )
 
 
-def _quality(folder: Path, rows: Any) -> None:
+def _print_quality(folder: Path, rows: Any) -> None:
     import torch
 
-    from smelt.compress.quantize.coding import coded_bits
-    from smelt.compress.quantize.planned import quantize_model
+    from smelt.compress.quantize.plan_layers import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
+    from smelt.compress.quantize.weight_quantizer import quantized_weight_bits
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -66,7 +66,7 @@ def _quality(folder: Path, rows: Any) -> None:
         reference = found if reference is None else reference
         loss = torch.nn.functional.nll_loss(found, batch["labels"][kept])
         away = torch.nn.functional.kl_div(found, reference, reduction="batchmean", log_target=True)
-        bits = "" if settings is None else f"{coded_bits(model):6.3f} bits a weight"
+        bits = "" if settings is None else f"{quantized_weight_bits(model):6.3f} bits a weight"
         click.echo(f"{name:34} cross-entropy {loss:.4f}  KL {away:.4f}  {bits}")
 
 
@@ -74,8 +74,8 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     from smelt.compress.quantize.settings import QuantizeSettings
     from smelt.compress.quantize.stage import Quantize
     from smelt.core.stage import Context
+    from smelt.export.onnx_export.settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
-    from smelt.export.stage.settings import OnnxSettings
     from smelt.runtime.models.weight_files import find_weights
 
     def context(name: str) -> Context:
@@ -111,10 +111,10 @@ def _feeds(session: Any, batch: int) -> dict[str, Any]:
     return feeds
 
 
-def _time(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
-    from smelt.runtime.backends.onnx_session import open_session
+def _time_steps(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
+    from smelt.runtime.backends.onnx_session import open_onnx_session
 
-    sessions = {name: open_session(path, threads=1) for name, path in graphs.items()}
+    sessions = {name: open_onnx_session(path, threads=1) for name, path in graphs.items()}
     for batch in (1, 8):
         feeds = {name: _feeds(session, batch) for name, session in sessions.items()}
         times: dict[str, list[float]] = {name: [] for name in sessions}
@@ -138,17 +138,17 @@ def _time(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
 def main(model: Path, data: Path, rows: int, steps: bool) -> None:
     """Print a line for each variant."""
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
     from smelt.evaluate.environment import cpu_model
 
     split = read_split(str(data / "validation.jsonl.gz"), "translation", Columns(), data)
     click.echo(cpu_model())
     if not steps:
-        _quality(model, split.examples[:rows])
+        _print_quality(model, split.examples[:rows])
         return
     with tempfile.TemporaryDirectory() as name:
-        graphs = {v: _export(model, split.head(64), VARIANTS[v], Path(name) / v) for v in TIMED}
-        _time(graphs)
+        graphs = {v: _export(model, split.take(64), VARIANTS[v], Path(name) / v) for v in TIMED}
+        _time_steps(graphs)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,15 @@ import torch
 
 from smelt.core.artifact import read_artifact
 from smelt.core.data import Columns
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.loop import generate
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.generation_loop import generate
+from smelt.runtime.generate.settings import GenerationSettings
 from smelt.runtime.models.checkpoint import load_tokenizer
-from smelt.runtime.predict import make_batches
+from smelt.runtime.predict_texts import make_batches
 from smelt.runtime.runner import Runner
-from smelt.runtime.text.limits import length_limit
+from smelt.runtime.text.length_limits import max_input_length
 
 Rows = list[list[int]]
 
@@ -52,7 +52,7 @@ def transformers_generate(model: Any, beams: int) -> Callable[[Batch], Rows]:
     return run
 
 
-def smelt_generate(runner: Runner, wishes: Generation) -> Callable[[Batch], Rows]:
+def smelt_generate(runner: Runner, wishes: GenerationSettings) -> Callable[[Batch], Rows]:
     """Return what translates a batch with smelt's loop."""
     return lambda batch: generate(runner, batch, wishes)
 
@@ -68,15 +68,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    split = read_split(options.test, "translation", Columns(), Path.cwd()).head(options.limit)
+    split = read_split(options.test, "translation", Columns(), Path.cwd()).take(options.limit)
     runners = {path.name: open_runner(read_artifact(path), 1) for path in options.artifacts}
     first: Any = next(iter(runners.values()))
     tokenizer = load_tokenizer(first.folder)
     texts = [e.text for e in split.examples]
-    limit = length_limit(tokenizer, first.config)
+    limit = max_input_length(tokenizer, first.config)
     batches = make_batches(texts, tokenizer, options.batch_size, limit)
     for beams in options.beams:
-        wishes = Generation(num_beams=beams, max_new_tokens=128)
+        wishes = GenerationSettings(num_beams=beams, max_new_tokens=128)
         systems = {"transformers": transformers_generate(first.backend.model, beams)}
         for name, runner in runners.items():
             systems[f"{name} ({runner.name})"] = smelt_generate(runner, wishes)

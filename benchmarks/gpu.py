@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
 ORT = "benchmarks/recipes/gpu-ort.yaml"
-_LINES = 60
+_OUTPUT_LINES = 60
 """Of a part's output, the last ones that go into the page."""
-_LEAST = 20
+_MIN_SECONDS = 20
 """Seconds below which a part is not begun."""
 
 BITSANDBYTES = """
@@ -53,7 +53,7 @@ class Part:
     """
 
     name: str
-    what: str
+    description: str
     command: tuple[str, ...]
     seconds: int
     report: Path | None = None
@@ -129,15 +129,19 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
     )  # fmt: skip
 
 
-def say(chosen: Sequence[Part]) -> str:
+def describe_parts(parts_to_run: Sequence[Part]) -> str:
     """Return what would be done on a machine with a GPU."""
     lines = ["No NVIDIA GPU here (nvidia-smi does not answer): nothing is run and nothing is written."]
-    for part in chosen:
-        lines += ["", f"{part.name} (at most {part.seconds} s) would do: {part.what}", f"  {shown(part)}"]
+    for part in parts_to_run:
+        lines += [
+            "",
+            f"{part.name} (at most {part.seconds} s) would do: {part.description}",
+            f"  {command_text(part)}",
+        ]
     return "\n".join(lines)
 
 
-def shown(part: Part) -> str:
+def command_text(part: Part) -> str:
     """Return the command as one types it; a script is not printed out."""
     words = ["python", *part.command[1:]]
     return " ".join("'...'" if "\n" in word else word for word in words)
@@ -147,7 +151,7 @@ def run(part: Part, seconds: float) -> Outcome:
     """Run a part for at most so long; its output goes to the terminal's end and into the page."""
     began = time.monotonic()
     limit = min(seconds, part.seconds)
-    if limit < _LEAST:
+    if limit < _MIN_SECONDS:
         return Outcome(part, None, 0.0, "not begun: the time of the whole script was up")
     try:
         done = subprocess.run(
@@ -163,7 +167,7 @@ def run(part: Part, seconds: float) -> Outcome:
     return Outcome(part, done.returncode, time.monotonic() - began, done.stdout)
 
 
-def machine() -> str:
+def machine_text() -> str:
     """Return the GPU, driver, commit and versions that the page is of."""
     asked = (
         ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"),
@@ -180,7 +184,7 @@ def machine() -> str:
     return "\n".join(f"    {line}" for text in lines for line in text.splitlines())
 
 
-def page(outcomes: Sequence[Outcome], here: str, skipped: Sequence[Part] = ()) -> str:
+def render_page(outcomes: Sequence[Outcome], here: str, skipped: Sequence[Part] = ()) -> str:
     """Return the page: a table of the parts, then what each of them said."""
     lines = [
         "# On a GPU", "", "Written by `benchmarks/gpu.sh`; every line is of that one run.", "", here, "",
@@ -188,24 +192,34 @@ def page(outcomes: Sequence[Outcome], here: str, skipped: Sequence[Part] = ()) -
     ]  # fmt: skip
     for outcome in outcomes:
         lines.append(
-            f"| {outcome.part.name} | {outcome.part.what} | {verdict(outcome)} | {outcome.seconds:.0f} |"
+            f"| {outcome.part.name} | {outcome.part.description} | {outcome_text(outcome)} "
+            f"| {outcome.seconds:.0f} |"
         )
-    lines += [f"| {part.name} | {part.what} | not run | |" for part in skipped]
+    lines += [f"| {part.name} | {part.description} | not run | |" for part in skipped]
     for outcome in outcomes:
-        told = "\n".join(outcome.output.strip().splitlines()[-_LINES:])
-        lines += ["", f"## {outcome.part.name}", "", f"`{shown(outcome.part)}`", "", "```text", told, "```"]
-        lines += _report_of(outcome)
+        told = "\n".join(outcome.output.strip().splitlines()[-_OUTPUT_LINES:])
+        lines += [
+            "",
+            f"## {outcome.part.name}",
+            "",
+            f"`{command_text(outcome.part)}`",
+            "",
+            "```text",
+            told,
+            "```",
+        ]
+        lines += _embedded_report(outcome)
     return "\n".join(lines) + "\n"
 
 
-def verdict(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome) -> str:
     """Return how a part ended, in words."""
     if outcome.code is None:
         return "stopped: its time was up" if outcome.seconds else "not begun"
     return "done" if outcome.code == 0 else f"**failed** (exit code {outcome.code})"
 
 
-def _report_of(outcome: Outcome) -> list[str]:
+def _embedded_report(outcome: Outcome) -> list[str]:
     """Return the report that a run left, one level down; nothing of a run that did not end."""
     path = None if outcome.part.report is None else ROOT / outcome.part.report
     if path is None or outcome.code is None or not path.is_file():
@@ -225,16 +239,16 @@ def main(arguments: Sequence[str] | None = None, known: Sequence[Part] | None = 
     given = parser.parse_args(arguments)
     chosen = [part for part in known if given.only is None or part.name in given.only]
     if given.say:
-        print(say(chosen))
+        print(describe_parts(chosen))
         return 0
-    until, here = time.monotonic() + 60 * given.minutes, machine()
+    until, here = time.monotonic() + 60 * given.minutes, machine_text()
     outcomes: list[Outcome] = []
     for at, part in enumerate(chosen):
-        print(f"{part.name}: {part.what} ...", flush=True)
+        print(f"{part.name}: {part.description} ...", flush=True)
         outcomes.append(run(part, until - time.monotonic()))
-        print(f"  {verdict(outcomes[-1])}, {outcomes[-1].seconds:.0f} s", flush=True)
+        print(f"  {outcome_text(outcomes[-1])}, {outcomes[-1].seconds:.0f} s", flush=True)
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(page(outcomes, here, chosen[at + 1 :]), encoding="utf-8")
+        given.out.write_text(render_page(outcomes, here, chosen[at + 1 :]), encoding="utf-8")
     print(f"written: {given.out}")
     return int(any(outcome.code != 0 for outcome in outcomes))
 

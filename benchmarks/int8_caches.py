@@ -25,13 +25,13 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import Artifact, Manifest, read_artifact
 from smelt.core.data import Columns, Split, Task
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.core.stage import Context
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.precision.caches import codes, in_stage
-from smelt.export.stage.settings import OnnxSettings
+from smelt.export.precision.kv_cache import export_int8_cache, int8_kv_cache
 from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.causal import losses_of
+from smelt.runtime.causal import nll_from_logits
 
 TASK: Task = "language-modeling"
 SHAPE = {
@@ -51,7 +51,7 @@ def context(out: Path, train: Split) -> Context:
     )
 
 
-def exported(model: Artifact, train: Split, out: Path, kv_cache: Any) -> dict[str, Any]:
+def export_model(model: Artifact, train: Split, out: Path, kv_cache: Any) -> dict[str, Any]:
     """Export `model` without loops; return the stage's details."""
     ctx = context(out, train)
     Onnx()(model, OnnxSettings(kv_cache=kv_cache, generation_graph=False), ctx)
@@ -65,7 +65,7 @@ def artifact(folder: Path) -> Artifact:
     return Artifact(folder, manifest)
 
 
-def made(folder: Path, tokenizer: Path, keys: int) -> Path:
+def write_llama(folder: Path, tokenizer: Path, keys: int) -> Path:
     """Write a random Llama of `SHAPE` with so many key-value heads."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -78,29 +78,31 @@ def made(folder: Path, tokenizer: Path, keys: int) -> Path:
     return folder
 
 
-def steps(options: argparse.Namespace, home: Path) -> None:
+def time_steps(options: argparse.Namespace, home: Path) -> None:
     train = text_of(options.text)
     print(
         "| weights | key-value heads | past | fed | float caches, ms | int8 caches, ms | ratio | caches, MB |"
     )
     for keys in (8, 2):
-        folder = made(home / f"m{keys}", options.tokenizer, keys)
+        folder = write_llama(home / f"m{keys}", options.tokenizer, keys)
         ctx = context(home / f"codes{keys}", train)
         Quantize()(artifact(folder), QuantizeSettings(scheme="int8-dynamic"), ctx)
         for weights, source in (("float32", folder), ("int8-dynamic", ctx.out)):
             details: dict[str, Any] = {}
             for kind in ("float", "int8"):
-                details = exported(artifact(source), train, home / f"{weights}-{kind}{keys}", kind)
+                details = export_model(artifact(source), train, home / f"{weights}-{kind}{keys}", kind)
             folders = [home / f"{weights}-{kind}{keys}" for kind in ("float", "int8")]
             for past in (500, 2000):
-                timed(folders, weights, keys, past, details["kv_cache"]["bytes_per_token"], options.rounds)
+                time_models(
+                    folders, weights, keys, past, details["kv_cache"]["bytes_per_token"], options.rounds
+                )
 
 
-def timed(folders: list[Path], weights: str, keys: int, past: int, size: Any, rounds: int) -> None:
+def time_models(folders: list[Path], weights: str, keys: int, past: int, size: Any, rounds: int) -> None:
     ids = np.random.default_rng(0).integers(3, 8000, (1, past))
     runners = [open_folder(folder, "onnx", "ort-cpu", 1) for folder in folders]
     megabytes = " → ".join(f"{size[word] * past / 1e6:.1f}" for word in ("float32", "int8"))
-    for fed, ask, count in (("0", prompt, min(rounds, 5)), (str(past), one_round, rounds)):
+    for fed, ask, count in (("0", time_prefill, min(rounds, 5)), (str(past), time_round, rounds)):
         times: list[list[float]] = [[], []]
         for _ in range(count):
             for runner, found in zip(runners, times, strict=True):
@@ -117,36 +119,36 @@ def timed(folders: list[Path], weights: str, keys: int, past: int, size: Any, ro
         runner.close()
 
 
-_KEPT: dict[Any, Any] = {}
-_STEPS = 8
+_PREFILLED: dict[Any, Any] = {}
+_STEPS_PER_ROUND = 8
 
 
-def prompt(runner: Any, ids: Any) -> float:
+def time_prefill(runner: Any, ids: Any) -> float:
     """Return the milliseconds of taking in `ids`, with the logits of the last token."""
     begun = time.process_time()
     runner.extend(runner.start(1), ids, np.ones_like(ids), last=1)
     return (time.process_time() - begun) * 1e3
 
 
-def one_round(runner: Any, ids: Any) -> float:
+def time_round(runner: Any, ids: Any) -> float:
     """Return the mean milliseconds of a step on top of `ids`, which are taken in once for all rounds."""
     key = (id(runner), ids.shape)
-    if key not in _KEPT:
+    if key not in _PREFILLED:
         state = runner.start(1)
         runner.extend(state, ids, np.ones_like(ids), last=1)
-        _KEPT[key] = (state.held.caches, state.mask)
-    caches, mask = _KEPT[key]
+        _PREFILLED[key] = (state.backend_state.caches, state.mask)
+    caches, mask = _PREFILLED[key]
     state = runner.start(1)
     state.mask = mask
-    state.held.caches, state.held.used = list(caches), mask.shape[1]
+    state.backend_state.caches, state.backend_state.cache_length = list(caches), mask.shape[1]
     runner.decode_step(state, ids[0, :1])  # it makes room in the caches, once for many steps
     begun = time.process_time()
-    for token in ids[0, :_STEPS]:
+    for token in ids[0, :_STEPS_PER_ROUND]:
         runner.decode_step(state, np.array([token]))
-    return (time.process_time() - begun) / _STEPS * 1e3
+    return (time.process_time() - begun) / _STEPS_PER_ROUND * 1e3
 
 
-def perplexity(options: argparse.Namespace, home: Path) -> None:
+def print_perplexity(options: argparse.Namespace, home: Path) -> None:
     from transformers import AutoTokenizer
 
     model, train = read_artifact(options.model), text_of(options.train)
@@ -157,12 +159,12 @@ def perplexity(options: argparse.Namespace, home: Path) -> None:
     arms = {"float": "float", "int8": "int8", "int8, largest numbers": "int8"}
     losses: dict[str, Any] = {}
     for arm, kind in arms.items():
-        rotated = (lambda model: set()) if "numbers" in arm else codes.rotated_keys
-        setattr(in_stage, "rotated_keys", rotated)  # noqa: B010 -- the stage has no setting for it
+        rotated = (lambda model: set()) if "numbers" in arm else int8_kv_cache.rotated_keys
+        setattr(export_int8_cache, "rotated_keys", rotated)  # noqa: B010 -- the stage has no setting for it
         out = home / arm.replace(" ", "-")
-        print(arm, exported(model, train, out, kind).get("kv_cache"), flush=True)
+        print(arm, export_model(model, train, out, kind).get("kv_cache"), flush=True)
         with open_folder(out, "onnx", "ort-cpu", 1) as runner:
-            losses[arm] = np.stack([in_pieces(runner, window, options.piece) for window in windows])
+            losses[arm] = np.stack([chunked_losses(runner, window, options.piece) for window in windows])
     print("| caches | perplexity | loss minus float's, nats | 95 % | of the second half | 95 % | tokens |")
     rng = np.random.default_rng(0)
     for arm, found in losses.items():
@@ -175,13 +177,13 @@ def perplexity(options: argparse.Namespace, home: Path) -> None:
         print(f"| {arm} | {np.exp(found.mean()):.4f} | {' | '.join(cells)} | {found.size} |", flush=True)
 
 
-def in_pieces(runner: Any, window: Any, piece: int) -> Any:
+def chunked_losses(runner: Any, window: Any, piece: int) -> Any:
     """Return the loss of every token of a window but the first, fed `piece` at a time."""
     state, found = runner.start(1), []
     for at in range(0, len(window) - 1, piece):
         fed = np.ascontiguousarray(window[None, at : min(at + piece, len(window) - 1)])
         logits = runner.extend(state, fed, np.ones_like(fed))
-        found.append(losses_of(logits, window[None, at + 1 : at + 1 + fed.shape[1]])[0])
+        found.append(nll_from_logits(logits, window[None, at + 1 : at + 1 + fed.shape[1]])[0])
     return np.concatenate(found)
 
 
@@ -194,14 +196,14 @@ if __name__ == "__main__":
     way.add_argument("--tokenizer", type=Path, required=True)
     way.add_argument("--text", type=Path, required=True)
     way.add_argument("--rounds", type=int, default=30)
-    way.set_defaults(run=steps)
+    way.set_defaults(run=time_steps)
     way = ways.add_parser("perplexity")
     for name in ("--model", "--train", "--test"):
         way.add_argument(name, type=Path, required=True)
     way.add_argument("--windows", type=int, default=200)
     way.add_argument("--length", type=int, default=512)
     way.add_argument("--piece", type=int, default=32)
-    way.set_defaults(run=perplexity)
+    way.set_defaults(run=print_perplexity)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         asked.run(asked, Path(folder))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 GRIDS = ("channel", "channel, zero points", "tensor", "tensor, zero points")
 
 
-def rounded(weight: Tensor, grid: str) -> Tensor:
+def quantize_dequantize(weight: Tensor, grid: str) -> Tensor:
     """Return the values of 8-bit codes for `weight` [N, K]."""
     rows = weight.flatten()[None] if grid.startswith("tensor") else weight
     if "zero" in grid:
@@ -34,9 +34,9 @@ def rounded(weight: Tensor, grid: str) -> Tensor:
     return (rows / scale).round().mul(scale).view_as(weight)
 
 
-def coded(model: Any, grid: str) -> Any:
+def quantized_model(model: Any, grid: str) -> Any:
     """Return the model in scheme int8-dynamic, with a scale per `channel` or `tensor`."""
-    from smelt.compress.quantize.planned import quantize_model
+    from smelt.compress.quantize.plan_layers import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
 
     quantize_model(model, QuantizeSettings.model_validate({"scheme": "int8-dynamic", "granularity": grid}))
@@ -44,7 +44,7 @@ def coded(model: Any, grid: str) -> Any:
 
 
 @torch.no_grad()
-def losses(model: Any, batches: list[dict[str, Tensor]]) -> np.ndarray[Any, Any]:
+def sample_losses(model: Any, batches: list[dict[str, Tensor]]) -> np.ndarray[Any, Any]:
     """Return for each row the summed loss of its target and its tokens, float64 [rows, 2]."""
     found = []
     for batch in batches:
@@ -54,7 +54,7 @@ def losses(model: Any, batches: list[dict[str, Tensor]]) -> np.ndarray[Any, Any]
     return np.array(found)
 
 
-def against(one: Any, other: Any) -> str:
+def loss_difference(one: Any, other: Any) -> str:
     """Return the difference of two losses a token, with an interval over rows drawn again."""
     draw = np.random.default_rng(0)
     picks = draw.integers(0, len(one), (2000, len(one)))
@@ -66,8 +66,8 @@ def against(one: Any, other: Any) -> str:
 def main() -> None:
     """Measure and print."""
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
-    from smelt.runtime.layers.quantized import is_table
+    from smelt.core.readers.examples import read_split
+    from smelt.runtime.layers.quantized import is_embedding_table
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -82,23 +82,29 @@ def main() -> None:
         dict(tokenizer([row.text], text_target=[row.references[0]], return_tensors="pt")) for row in rows
     ]
     model, _ = load_model(asked.model)
-    whole = losses(model, batches)
+    whole = sample_losses(model, batches)
     print(f"float: {whole[:, 0].sum() / whole[:, 1].sum():.4f} nats a token, {len(rows)} rows")
     for grid in GRIDS:
         changed = copy.deepcopy(model)
         off = square = 0.0
-        for parameter in {m.weight for m in changed.modules() if isinstance(m, nn.Linear) or is_table(m)}:
-            new = rounded(parameter.data, grid)
+        for parameter in {
+            m.weight for m in changed.modules() if isinstance(m, nn.Linear) or is_embedding_table(m)
+        }:
+            new = quantize_dequantize(parameter.data, grid)
             off += float((new - parameter.data).square().sum())
             square += float(parameter.data.square().sum())
             parameter.data = new
         share = 100 * (off / square) ** 0.5
-        found = against(losses(changed, batches), whole)
+        found = loss_difference(sample_losses(changed, batches), whole)
         print(f"weights, {grid}: {share:.2f} % of the weights (rms), {found} from float")
-    channel, tensor = (losses(coded(copy.deepcopy(model), grid), batches) for grid in ("channel", "tensor"))
-    print(f"int8-dynamic: {against(channel, whole)} from float")
-    beside = against(tensor, channel)
-    print(f"int8-dynamic, per tensor: {against(tensor, whole)} from float, {beside} from int8-dynamic")
+    channel, tensor = (
+        sample_losses(quantized_model(copy.deepcopy(model), grid), batches) for grid in ("channel", "tensor")
+    )
+    print(f"int8-dynamic: {loss_difference(channel, whole)} from float")
+    beside = loss_difference(tensor, channel)
+    print(
+        f"int8-dynamic, per tensor: {loss_difference(tensor, whole)} from float, {beside} from int8-dynamic"
+    )
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import numpy as np
 from smelt.core.artifact import read_artifact
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.decoding import settle
-from smelt.runtime.generate.in_graph import run_graph
-from smelt.runtime.generate.loop import generate_with
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.generation_config import resolve_generation
+from smelt.runtime.generate.generation_loop import generate_resolved
+from smelt.runtime.generate.graph_generation import run_generation_graph
+from smelt.runtime.generate.settings import GenerationSettings
 
 
-def opened(path: Path, in_place: bool) -> Any:
+def open_step_runner(path: Path, in_place: bool) -> Any:
     """Return a runner whose steps append in place, or copy."""
     runner: Any = open_runner(read_artifact(path), 1)
     runner.start(1)  # opens the graph of a step
@@ -40,7 +40,7 @@ def opened(path: Path, in_place: bool) -> Any:
     return runner
 
 
-def copied_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: int) -> list[list[float]]:
+def time_copied_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: int) -> list[list[float]]:
     """Return ms a token of each round, of both runners, whose logits must be the same."""
     states = [runner.encode(batch) for runner in runners]
     times: list[list[float]] = [[], []]
@@ -61,11 +61,15 @@ def copied_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: in
     return times
 
 
-def in_graph_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: int) -> list[list[float]]:
+def time_graph_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: int) -> list[list[float]]:
     """Return ms a token of each round, of the graph of the whole generation and of steps in place."""
-    arms: list[Callable[[Any, Batch, Any], Any]] = [run_graph, partial(generate_with, at_once=True)]
+    arms: list[Callable[[Any, Batch, Any], Any]] = [
+        run_generation_graph,
+        partial(generate_resolved, single_prefill=True),
+    ]
     few, many = (
-        settle(Generation(max_new_tokens=n, min_new_tokens=n), runners[0]) for n in (1, 1 + 3 * steps)
+        resolve_generation(GenerationSettings(max_new_tokens=n, min_new_tokens=n), runners[0])
+        for n in (1, 1 + 3 * steps)
     )
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
@@ -92,7 +96,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--graph-rounds", type=int, default=4)
     chosen = parser.parse_args()
-    copied, in_place = opened(chosen.artifact, False), opened(chosen.artifact, True)
+    copied, in_place = open_step_runner(chosen.artifact, False), open_step_runner(chosen.artifact, True)
     whole = open_runner(read_artifact(chosen.artifact), 1)
     print("| prompt | batch | instead of | ms a token | in place, ms | ratio |")
     print("|--:|--:|:--|--:|--:|--:|")
@@ -101,10 +105,12 @@ def main() -> None:
             ids = np.random.default_rng(0).integers(5, int(whole.config["vocab_size"]), (size, length))
             batch = Batch(ids, np.ones_like(ids))
             rows = {
-                "copied caches": copied_and_in_place([copied, in_place], batch, chosen.rounds, chosen.steps)
+                "copied caches": time_copied_and_in_place(
+                    [copied, in_place], batch, chosen.rounds, chosen.steps
+                )
             }
             if chosen.graph_rounds:
-                rows["one graph"] = in_graph_and_in_place(
+                rows["one graph"] = time_graph_and_in_place(
                     [whole, in_place], batch, chosen.graph_rounds, chosen.steps
                 )
             for name, times in rows.items():

@@ -19,15 +19,15 @@ from typing import Any
 
 import onnxruntime
 from peer_systems.smelt_worker import serve
-from peer_systems.works import WORKS, Case, batches, cases_of, read_rows, request
+from peer_systems.workloads import WORKS, Case, batches, case_request, cases_of, read_rows
 
-HOLDERS = ("Loop", "If", "Scan")
+CONTROL_FLOW_OPERATORS = ("Loop", "If", "Scan")
 
 
-class Profiled(onnxruntime.InferenceSession):  # type: ignore[misc]
+class ProfiledSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """A session that writes a profile, whoever opens it."""
 
-    opened: list[Profiled] = []  # noqa: RUF012 -- shared on purpose
+    opened: list[ProfiledSession] = []  # noqa: RUF012 -- shared on purpose
     folder = ""
 
     def __init__(self, path: Any, sess_options: Any = None, *rest: Any, **more: Any) -> None:
@@ -38,14 +38,14 @@ class Profiled(onnxruntime.InferenceSession):  # type: ignore[misc]
         self.opened.append(self)
 
 
-def shares(events: list[dict[str, Any]], since: float) -> tuple[Counter[str], Counter[str]]:
+def operator_times(events: list[dict[str, Any]], since: float) -> tuple[Counter[str], Counter[str]]:
     """Return the microseconds and the runs of each operator, of the events that began after `since`."""
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in events:
         name = event.get("args", {}).get("op_name")
         timed = event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
-        if timed and name not in HOLDERS and event["ts"] >= since:
+        if timed and name not in CONTROL_FLOW_OPERATORS and event["ts"] >= since:
             spent[name] += event["dur"]
             count[name] += 1
     return spent, count
@@ -66,8 +66,8 @@ def main() -> None:
     found = [case for case in cases_of(options.work, 32) if case.batch == options.batch]
     (case,) = [one for one in found if one.beams == options.beams and one.threads == 1]
     with tempfile.TemporaryDirectory() as folder:
-        Profiled.folder = folder
-        onnxruntime.InferenceSession = Profiled
+        ProfiledSession.folder = folder
+        onnxruntime.InferenceSession = ProfiledSession
         print(_table(options, case))
 
 
@@ -76,18 +76,18 @@ def _table(options: argparse.Namespace, case: Case) -> str:
     fed = batches(case, [row["source"] for row in rows])
     run, _ = serve({"work": case.work, "artifact": str(options.artifact), "threads": 1})
     for batch in fed:
-        run(batch, request(case))
-    warm = {id(session): session.get_profiling_start_time_ns() for session in Profiled.opened}
+        run(batch, case_request(case))
+    warm = {id(session): session.get_profiling_start_time_ns() for session in ProfiledSession.opened}
     since, began = time.time_ns(), time.perf_counter()  # the profile counts from a moment of the day
     for _ in range(options.rounds):
         for batch in fed:
-            run(batch, request(case))
+            run(batch, case_request(case))
     whole = 1e6 * (time.perf_counter() - began)
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
-    for session in Profiled.opened:
+    for session in ProfiledSession.opened:
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        more, runs = shares(events, (since - warm[id(session)]) / 1000)
+        more, runs = operator_times(events, (since - warm[id(session)]) / 1000)
         spent, count = spent + more, count + runs
     per = options.rounds * case.rows
     lines = [f"| operator | ms a {case.unit} | share | runs a {case.unit} |", "|:--|--:|--:|--:|"]

@@ -35,7 +35,7 @@ OPTIONS = (
 )
 
 
-class Running:
+class RunningService:
     """A service with some options. cpu: seconds of the processor that it has used."""
 
     def __init__(self, package: Path, options: str) -> None:
@@ -52,7 +52,7 @@ class Running:
         return float(times.user + times.system)
 
 
-def measure(service: Running, callers: int, texts: list[str]) -> tuple[float, float, float, float]:
+def measure(service: RunningService, callers: int, texts: list[str]) -> tuple[float, float, float, float]:
     """Return requests a second, median and 95th percentile of a request in ms, processor ms a request."""
     left, found = iter(texts), []
     lock = threading.Lock()
@@ -96,7 +96,7 @@ def main() -> None:
     said = parser.parse_args()
     with gzip.open(said.test, "rt", encoding="utf-8") as stream:
         texts = [json.loads(line)[said.field] for line in itertools.islice(stream, said.requests)]
-    services = {options: Running(said.package, options) for options in said.options}
+    services = {options: RunningService(said.package, options) for options in said.options}
     settings = list(itertools.product(said.callers, said.options))
     found: dict[tuple[int, str], list[tuple[float, ...]]] = {setting: [] for setting in settings}
     for number in range(said.rounds + 1):  # the first one warms up

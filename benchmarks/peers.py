@@ -28,19 +28,19 @@ from pathlib import Path
 from typing import Any
 
 from peer_systems.cost import compare_cost
-from peer_systems.process import BENCHMARKS, NotThereError, Worker, make, set_up
+from peer_systems.process import BENCHMARKS, SystemUnavailableError, Worker, create_environment, make
 from peer_systems.systems import System, systems_of
-from peer_systems.table import Result, draw, versions
-from peer_systems.works import (
+from peer_systems.table import Result, draw_tables, version_list
+from peer_systems.workloads import (
     WORKS,
     Case,
     batches,
     calibration,
+    case_request,
     cases_of,
     quality,
     read_rows,
     read_tokens,
-    request,
 )
 
 DATA = {"marian": "multi30k_en_de", "opus": "multi30k_en_de", "bert": "sst2", "sst2": "sst2"}
@@ -82,14 +82,14 @@ class Bench:
             "variant": system.variant,
             "model": str(self.model(system.work)),
             "data": str(self.data(system.work)),
-            "files": str(self.files(system.work, system.name)),
+            "files": str(self.output_folder(system.work, system.name)),
             "threads": threads,
         }
         if system.begins_with:
-            job["from"] = str(self.files(system.work, system.begins_with))
+            job["from"] = str(self.output_folder(system.work, system.begins_with))
         if system.artifact:
             job["artifact"] = str(system.artifact)
-        if not system.ours:
+        if not system.is_smelt:
             job["calibration"] = self.calibration(system.work)
         return job
 
@@ -99,56 +99,56 @@ class Bench:
             return calibration(work)
         return read_tokens(self.data(work).with_name("validation.jsonl.gz"), self.model(work))[:32]
 
-    def files(self, work: str, name: str) -> Path:
+    def output_folder(self, work: str, name: str) -> Path:
         """Return the folder of what a system made."""
         return self.envs / "files" / work / name
 
-    def wanted(self, name: str, kinds: list[str]) -> bool:
+    def is_selected(self, name: str, kinds: list[str]) -> bool:
         """Say whether --only asks for `name`: none of its words is of this kind, or one is in the name."""
         words = [word for word in self.options.only if any(word in other for other in kinds)]
         return not words or any(word in name for word in words)
 
-    def path(self, case: Case, system: str) -> Path:
+    def result_path(self, case: Case, system: str) -> Path:
         """Return the file of a result."""
         return self.results / case.name / f"{system}.json"
 
-    def kept(self, case: Case, system: str) -> Result | None:
+    def load_result(self, case: Case, system: str) -> Result | None:
         """Return what was measured in an earlier call."""
-        path = self.path(case, system)
+        path = self.result_path(case, system)
         return Result(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
-    def keep(self, case: Case, result: Result) -> None:
+    def save_result(self, case: Case, result: Result) -> None:
         """Write a result down."""
-        path = self.path(case, result.system)
+        path = self.result_path(case, result.system)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
 
 
 def measure(bench: Bench, case: Case, systems: list[System], asked: list[System]) -> None:
     """Run what is asked for and not there yet of a case, with smelt's own beside it; keep the results."""
-    new = [one for one in asked if bench.options.again or bench.kept(case, one.name) is None]
+    new = [one for one in asked if bench.options.again or bench.load_result(case, one.name) is None]
     if not new:
         return
     names = {one.name for one in new}
-    chosen = [one for one in systems if one.ours or one.name in names]
+    chosen = [one for one in systems if one.is_smelt or one.name in names]
     print(f"{case.name}: {', '.join(one.name for one in chosen)}", flush=True)
-    results = {one.name: Result(one.name, one.precision, one.ours, case.rows) for one in chosen}
+    results = {one.name: Result(one.name, one.precision, one.is_smelt, case.rows) for one in chosen}
     workers: dict[str, Worker] = {}
     try:
         for system in chosen:
-            _try(results, system.name, lambda one=system: _open(bench, case, one, workers))
+            _run_or_record_failure(results, system.name, lambda one=system: _open(bench, case, one, workers))
         _rounds(bench, case, workers, results)
     finally:
         for worker in workers.values():
             worker.close()
     for name in names:
-        bench.keep(case, results[name])
+        bench.save_result(case, results[name])
 
 
-def _try(results: dict[str, Result], name: str, work: Any) -> None:
+def _run_or_record_failure(results: dict[str, Result], name: str, work: Any) -> None:
     try:
         work()
-    except NotThereError as error:
+    except SystemUnavailableError as error:
         results[name].missing = str(error)
         print(f"  {name}: {error}", flush=True)
 
@@ -158,31 +158,33 @@ def _open(bench: Bench, case: Case, system: System, workers: dict[str, Worker]) 
         (before,) = [one for one in systems_of(system.work) if one.name == system.begins_with]
         _prepare(bench, before)
     _prepare(bench, system)
-    log = bench.files(system.work, f"{system.name}.log")
+    log = bench.output_folder(system.work, f"{system.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     workers[system.name] = Worker(bench.envs, system, bench.job(system, case.threads), log)
 
 
 def _prepare(bench: Bench, system: System) -> None:
-    set_up(bench.envs, system.environment, bench.options.minutes)
+    create_environment(bench.envs, system.environment, bench.options.minutes)
     make(bench.envs, system, bench.job(system, 2), bench.options.minutes)
 
 
 def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[str, Result]) -> None:
     """Ask all in turn, round after round; who begins moves on by one."""
-    fed, targets = _fed(bench, case)
+    fed, targets = _round_inputs(bench, case)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for number in range(bench.options.rounds + 1):
         order = list(workers)
         at = number % max(1, len(order))
         for name in order[at:] + order[:at]:
-            _try(results, name, lambda one=name: answers[one].append(workers[one].ask(request(case), fed)))
+            _run_or_record_failure(
+                results, name, lambda one=name: answers[one].append(workers[one].ask(case_request(case), fed))
+            )
             if results[name].missing:
                 workers.pop(name).close()
                 answers.pop(name)
         print(f"  round {number} of {bench.options.rounds}", flush=True)
     ours = [name for name in answers if results[name].ours]
-    expected = _expected(bench, case, answers)
+    expected = _expected_outputs(bench, case, answers)
     for name, found in answers.items():
         for number, one in enumerate(found[1:], start=1):
             beside = {other: answers[other][number]["cpu_s"] for other in ours}
@@ -191,7 +193,7 @@ def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[
         results[name].quality = quality(case, found[-1]["results"], expected, targets)
 
 
-def _fed(bench: Bench, case: Case) -> tuple[list[list[Any]], list[Any]]:
+def _round_inputs(bench: Bench, case: Case) -> tuple[list[list[Any]], list[Any]]:
     """Return what is fed in a round, and what should come out, where somebody has written that down."""
     if case.work == "sst2":
         path = bench.data(case.work)
@@ -204,7 +206,7 @@ def _fed(bench: Bench, case: Case) -> tuple[list[list[Any]], list[Any]]:
     return fed, [known[text] for batch in fed for text in batch]
 
 
-def _expected(bench: Bench, case: Case, answers: dict[str, Any]) -> list[Any] | None:
+def _expected_outputs(bench: Bench, case: Case, answers: dict[str, Any]) -> list[Any] | None:
     """Return what the float32 model makes in PyTorch, measured now or in an earlier call."""
     path = bench.results / case.name / "expected" / "torch-eager.json"
     if "torch-eager" in answers:
@@ -223,17 +225,21 @@ def table(bench: Bench) -> str:
         for case in cases_of(work, bench.options.sentences):
             known = [one.name for one in systems_of(work, bench.options.artifact)]
             there = [path.stem for path in sorted((bench.results / case.name).glob("*.json"))]
-            found = [bench.kept(case, name) for name in sorted(there, key=lambda name: _place(name, known))]
+            found = [
+                bench.load_result(case, name)
+                for name in sorted(there, key=lambda name: _index_or_end(name, known))
+            ]
             if found:
                 cases[case.title] = [one for one in found if one is not None]
                 rows = max(one.texts for one in cases[case.title])
                 notes[case.title] = (
                     f"{rows} rows a round; times are of one {case.unit}, median [lowest, highest]."
                 )
-    return f"{cpu_model()}, {os.cpu_count()} cores.\n\n{draw(cases, notes)}\nWhat ran:\n\n{versions(cases)}"
+    machine = f"{cpu_model()}, {os.cpu_count()} cores."
+    return f"{machine}\n\n{draw_tables(cases, notes)}\nVersions:\n\n{version_list(cases)}"
 
 
-def _place(name: str, known: list[str]) -> int:
+def _index_or_end(name: str, known: list[str]) -> int:
     return known.index(name) if name in known else len(known)
 
 
@@ -273,9 +279,9 @@ def main() -> None:
         systems = systems_of(work, bench.options.artifact)
         names = [case.name for entry in WORKS for case in cases_of(entry, 1)]
         kinds = [one.name for entry in WORKS for one in systems_of(entry, bench.options.artifact)]
-        asked = [one for one in systems if bench.wanted(one.name, kinds)]
+        asked = [one for one in systems if bench.is_selected(one.name, kinds)]
         for case in cases:
-            if bench.wanted(case.name, names):
+            if bench.is_selected(case.name, names):
                 measure(bench, case, systems, asked)
 
 

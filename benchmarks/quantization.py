@@ -95,11 +95,11 @@ OPENVINO = ("fp32", "int8-static", "int8-groupwise", "int4 rtn")
 RUNTIMES = {"ONNX Runtime": "-ort-cpu", "OpenVINO": "-openvino", "torch": ""}
 # one of each form: how codes are chosen changes no time, but few bits that are not trained write on and on,
 # where the length of what is written is not given
-FEW = ("int3", "int2", "ternary", "binary")
-FORMS = (
+LOW_BIT_SCHEMES = ("int3", "int2", "ternary", "binary")
+TIMED_UNTRAINED = (
     "fp32", "int8-dynamic", "int8-groupwise", "int8-static", "int4 rtn", "kmeans4", "pow2", "bnb-nf4",
 )  # fmt: skip
-TIMED = (*FORMS, *(f"{scheme} {how}" for how in ("gptq", "trained") for scheme in FEW))
+TIMED = (*TIMED_UNTRAINED, *(f"{scheme} {how}" for how in ("gptq", "trained") for scheme in LOW_BIT_SCHEMES))
 
 
 def step_of(arm: str) -> str:
@@ -145,7 +145,7 @@ def recipe_of(name: str, model: Path, arms: list[str], updates: int, seed: int =
     }  # fmt: skip
 
 
-def chosen(only: list[str] | None) -> list[str]:
+def selected_arms(only: list[str] | None) -> list[str]:
     """Return the arms that the command line asks for, fp32 apart."""
     return [arm for arm in (*ARMS, *TRAINED) if not only or any(fnmatch.fnmatch(arm, word) for word in only)]
 
@@ -166,13 +166,13 @@ def data_of(name: str, split: str) -> Path:
     return SHARED / "data" / str(TASKS[name]["data"]).format(split)
 
 
-def time(name: str, out: Path) -> int:
+def time_artifacts(name: str, out: Path) -> int:
     """Time the artifacts of one task's run in each runtime, into out/NAME/latency.json; return the status."""
     found: dict[str, Any] = {}
     folder = out / name / "artifacts"
     for runtime, ending in RUNTIMES.items():
         how = "gptq" if name == "language-modeling" else "trained"
-        arms = (*FORMS, *(f"{scheme} {how}" for scheme in FEW))
+        arms = (*TIMED_UNTRAINED, *(f"{scheme} {how}" for scheme in LOW_BIT_SCHEMES))
         names = {arm: f"{step_of(arm)}{ending}" for arm in arms} | ({} if ending else {"fp32": "model"})
         there = {arm: folder / step for arm, step in names.items() if (folder / step).is_dir()}
         if len(there) < 2 or "fp32" not in there:
@@ -189,7 +189,7 @@ def time(name: str, out: Path) -> int:
     return 0
 
 
-def table(report: dict[str, Any], metric: str) -> list[str]:
+def quality_table(report: dict[str, Any], metric: str) -> list[str]:
     """Return the lines of one task's table of quality, an arm a row."""
     steps = {step["name"]: step for step in report["steps"] if step["status"] in ("done", "cached")}
     lines = [f"| arm | bits | MB | {metric} | against fp32 |", "|:--|--:|--:|--:|--:|"]
@@ -199,44 +199,44 @@ def table(report: dict[str, Any], metric: str) -> list[str]:
             if model and (graph := steps.get(f"{step_of(arm)}-{target}")):
                 cells = [
                     label,
-                    _bits(steps.get(f"{step_of(arm)}-codes", model)),
+                    _bits_cell(steps.get(f"{step_of(arm)}-codes", model)),
                     f"{graph['size_bytes'] / 1e6:.2f}",
-                    *_quality(graph, metric),
+                    *_quality_cells(graph, metric),
                 ]
                 lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def times(found: dict[str, Any]) -> list[str]:
+def latency_table(found: dict[str, Any]) -> list[str]:
     """Return the lines of one task's table of times: milliseconds a call, and against float32."""
     heads = [f"{runtime}, {size}" for runtime in found for size in BATCHES]
     lines = ["| arm | " + " | ".join(heads) + " |", "|:--" + "|--:" * len(heads) + "|"]
     for arm in TIMED:
         if any(arm in of for of in found.values()):
-            cells = [_time(of.get(arm), size) for of in found.values() for size in BATCHES]
+            cells = [_time_cell(of.get(arm), size) for of in found.values() for size in BATCHES]
             lines.append("| " + " | ".join([arm, *cells]) + " |")
     return lines
 
 
-def _bits(step: dict[str, Any]) -> str:
+def _bits_cell(step: dict[str, Any]) -> str:
     bits = (step.get("details") or {}).get("bits_per_weight")
     return "32" if bits is None else f"{bits:.2f}"
 
 
-def _quality(step: dict[str, Any], metric: str) -> tuple[str, str]:
+def _quality_cells(step: dict[str, Any], metric: str) -> tuple[str, str]:
     value, test = step["quality"][metric], (step["against_baseline"] or {}).get(metric)
-    told = "{:.2f}".format(value["value"]) + _ends(value["ci95"], "")
+    told = "{:.2f}".format(value["value"]) + _interval_text(value["ci95"], "")
     if not test:
         return told, "–"
-    difference = "{:+.2f}".format(test["difference"]) + _ends(test["ci95"], "+")
+    difference = "{:+.2f}".format(test["difference"]) + _interval_text(test["ci95"], "+")
     return told, f"{difference}, p = {test['p_value']:.3f}"
 
 
-def _ends(interval: list[float] | None, sign: str) -> str:
+def _interval_text(interval: list[float] | None, sign: str) -> str:
     return " [{:{sign}.2f}, {:{sign}.2f}]".format(*interval, sign=sign) if interval else ""
 
 
-def _time(artifact: dict[str, Any] | None, size: int) -> str:
+def _time_cell(artifact: dict[str, Any] | None, size: int) -> str:
     rows = (artifact or {}).get("latency") or ()
     row = next((row for row in rows if row["batch_size"] == size), None)
     if row is None:
@@ -266,20 +266,22 @@ def main(arguments: list[str]) -> int:
             report, latency = (said.out / name / file for file in ("report.json", "latency.json"))
             if report.is_file():
                 print(f"\n{name}\n")
-                print(*table(json.loads(report.read_text(encoding="utf-8")), task["metric"]), sep="\n")
+                print(
+                    *quality_table(json.loads(report.read_text(encoding="utf-8")), task["metric"]), sep="\n"
+                )
             if latency.is_file():
-                print("", *times(json.loads(latency.read_text(encoding="utf-8"))), sep="\n")
+                print("", *latency_table(json.loads(latency.read_text(encoding="utf-8"))), sep="\n")
         return 0
     if said.task is None:
         parser.error("--task or --table")
     if said.time:
-        return time(said.task, said.out)
+        return time_artifacts(said.task, said.out)
     model = said.model or TASKS[said.task].get("model")
     if model is None or not model.is_dir():
         parser.error(
             f"--model: {said.task} needs a trained model (benchmarks/recipes/{TASKS[said.task]['from']})"
         )
-    return run(said.task, model, chosen(said.only), said.updates, said.seed, said.out)
+    return run(said.task, model, selected_arms(said.only), said.updates, said.seed, said.out)
 
 
 if __name__ == "__main__":

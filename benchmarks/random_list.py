@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from smelt.core.files import read_json
-from smelt.runtime.generate.shortlist import make_shortlist, vocabularies, write_shortlist
+from smelt.core.files import read_json_object
+from smelt.runtime.generate.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--frequent", type=int, default=100)
     chosen = parser.parse_args()
     shutil.copytree(chosen.model, chosen.out)
-    sources, words = vocabularies(read_json(chosen.out / "config.json"))
+    sources, words = vocabulary_sizes(read_json_object(chosen.out / "config.json"))
     table = np.random.default_rng(0).integers(0, words - 1, (sources, chosen.per_token))
     write_shortlist(make_shortlist(table, np.arange(chosen.frequent), words), chosen.out)
 

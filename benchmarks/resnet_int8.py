@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import smelt
-from smelt.core.data import IMAGES, Columns, Split
-from smelt.core.files import read_json
-from smelt.core.rows.examples import read_split
+from smelt.core.data import IMAGE_CLASSIFICATION, Columns, Split
+from smelt.core.files import read_json_object
+from smelt.core.readers.examples import read_split
 from smelt.evaluate.significance import tango_interval, wilson_interval
-from smelt.runtime.backends.onnx_session import open_session
-from smelt.runtime.images.predict import pixels_of
-from smelt.runtime.images.processor import read_processor
+from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.runtime.images.image_processor import read_processor
+from smelt.runtime.images.predict_images import load_pixels
 
 FLOAT = "onnx-float"
 ARMS = (FLOAT, "onnx-int8", "onnx-int8-tuned", "onnx-channels", "onnx-channels-int8")
@@ -35,7 +35,7 @@ CALIBRATION_ROWS, ROUNDS, BATCHES = 128, 41, (1, 8)
 def pixels(split: Split, folder: Path) -> NDArray[np.float32]:
     """Return float32 [n, 3, h, w] of a split, as the model in `folder` reads images."""
     processor = read_processor(folder)
-    return np.stack([pixels_of(e.text, processor, str(n)) for n, e in enumerate(split.examples)])
+    return np.stack([load_pixels(e.text, processor, str(n)) for n, e in enumerate(split.examples)])
 
 
 def quantized(folder: Path, rows: NDArray[np.float32], test: NDArray[np.float32], space: Path) -> Any:
@@ -59,34 +59,38 @@ def quantized(folder: Path, rows: NDArray[np.float32], test: NDArray[np.float32]
 def main(run: Path, data: Path) -> None:
     """Score and time all graphs."""
     folder = run / "artifacts" / FLOAT
-    train, test = (read_split(str(data / f"{n}.npz"), IMAGES, Columns(), data) for n in ("train", "test"))
-    few = train.some(sorted(np.random.default_rng(0).permutation(len(train))[:CALIBRATION_ROWS].tolist()))
+    train, test = (
+        read_split(str(data / f"{n}.npz"), IMAGE_CLASSIFICATION, Columns(), data) for n in ("train", "test")
+    )
+    few = train.select(sorted(np.random.default_rng(0).permutation(len(train))[:CALIBRATION_ROWS].tolist()))
     images = pixels(test, folder)
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     labels = np.array([config["label2id"][str(e.label)] for e in test.examples])
     with TemporaryDirectory() as space:
         files = {name: run / "artifacts" / name / "model.onnx" for name in ARMS}
         files |= quantized(folder, pixels(few, folder), images[:100], Path(space))
-        sessions = {name: open_session(path, threads=1) for name, path in files.items()}
+        sessions = {name: open_onnx_session(path, threads=1) for name, path in files.items()}
         hits = {name: _logits(session, images).argmax(axis=1) == labels for name, session in sessions.items()}
         for name, path in files.items():
             right, n = int(hits[name].sum()), len(labels)
-            gained, lost = (int((a & ~b).sum()) for a, b in _pairs(hits[name], hits[FLOAT]))
+            gained, lost = (int((a & ~b).sum()) for a, b in _paired_differences(hits[name], hits[FLOAT]))
             size = sum(f.stat().st_size for f in path.parent.glob("model.onnx*")) / 1e6
             print(
-                f"{name}: {100 * right / n:.2f} {_said(wilson_interval(right, n))},"
-                f" {100 * (gained - lost) / n:+.2f} {_said(tango_interval(gained, lost, n))},"
+                f"{name}: {100 * right / n:.2f} {_interval_text(wilson_interval(right, n))},"
+                f" {100 * (gained - lost) / n:+.2f} {_interval_text(tango_interval(gained, lost, n))},"
                 f" {size:.2f} MB"
             )
         for batch in BATCHES:
             _time(sessions, images[:batch])
 
 
-def _pairs(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _paired_differences(
+    one: NDArray[np.bool_], other: NDArray[np.bool_]
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (one, other), (other, one)
 
 
-def _said(interval: tuple[float, float]) -> str:
+def _interval_text(interval: tuple[float, float]) -> str:
     return f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 

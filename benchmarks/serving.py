@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import smelt
-from smelt.use.loaded import Model
+from smelt.api.loaded_model import Model
 
 LONGEST = 128
 
@@ -44,7 +44,7 @@ def measure(model: Model, callers: int, texts: list[str]) -> tuple[float, float,
     return len(texts) / wall, statistics.median(times), late, 1000 * cpu / len(texts)
 
 
-def memory(artifact: Path) -> None:
+def print_memory(artifact: Path) -> None:
     """Print resident and anonymous memory (MB) as searches of other kinds come (Linux)."""
 
     def show(name: str) -> None:
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     if options.memory:
-        memory(options.artifact)
+        print_memory(options.artifact)
         return
     if options.test is None:
         parser.error("TEST.jsonl.gz is needed")

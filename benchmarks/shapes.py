@@ -18,28 +18,28 @@ from pathlib import Path
 from typing import Any
 
 from side_by_side import compare
-from techniques_bench import Bench
+from techniques_bench import ArmRunner
 
 from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.settings import GenerationSettings
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
-_GRAPH: tuple[str, dict[str, Any]] = ("onnx", {"target": "ort-cpu"})
+_EXPORT_STAGE: tuple[str, dict[str, Any]] = ("onnx", {"target": "ort-cpu"})
 
 
-def _cut(encoder: int, decoder: int) -> tuple[str, dict[str, Any]]:
+def _drop_layers(encoder: int, decoder: int) -> tuple[str, dict[str, Any]]:
     return "drop-layers", {"encoder_layers": encoder, "decoder_layers": decoder, "importance": "uniform"}
 
 
 SHAPES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "whole": [],
-    "3 + 3": [_cut(3, 3)],
-    "4 + 2": [_cut(4, 2)],
-    "2 + 3": [_cut(2, 3)],
-    "4 + 1": [_cut(4, 1)],
-    "4 + 1, shortlist": [_cut(4, 1), ("shortlist", {})],
-    "2 + 1": [_cut(2, 1)],
-    "2 + 1, shortlist": [_cut(2, 1), ("shortlist", {})],
+    "3 + 3": [_drop_layers(3, 3)],
+    "4 + 2": [_drop_layers(4, 2)],
+    "2 + 3": [_drop_layers(2, 3)],
+    "4 + 1": [_drop_layers(4, 1)],
+    "4 + 1, shortlist": [_drop_layers(4, 1), ("shortlist", {})],
+    "2 + 1": [_drop_layers(2, 1)],
+    "2 + 1, shortlist": [_drop_layers(2, 1), ("shortlist", {})],
 }
 
 
@@ -55,12 +55,14 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as space, ExitStack() as stack:
         texts = (chosen.texts, chosen.texts)
-        bench = Bench(chosen.model, chosen.data, "translation", "test", texts, 1, Path(space))
+        bench = ArmRunner(chosen.model, chosen.data, "translation", "test", texts, 1, Path(space))
         runners: dict[tuple[str, int], Any] = {}
         for name, stages in SHAPES.items():
-            made = bench.run([*stages, _GRAPH], 0, Path(space) / name)
+            made = bench.run([*stages, _EXPORT_STAGE], 0, Path(space) / name)
             runners[name, 1] = stack.enter_context(open_runner(made.last, threads=1))
-        search = Generation(num_beams=1, max_new_tokens=chosen.new_tokens, min_new_tokens=chosen.new_tokens)
+        search = GenerationSettings(
+            num_beams=1, max_new_tokens=chosen.new_tokens, min_new_tokens=chosen.new_tokens
+        )
         rows = sorted((e.text for e in bench.written.examples), key=len)
         print("| shape | threads | search | batch | ms | ratio | texts that differ |")
         print("|:--|--:|:--|--:|--:|--:|--:|")

@@ -20,10 +20,10 @@ from typing import Any
 
 from smelt.core.artifact import read_artifact
 from smelt.core.data import Columns
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.settings import Generation
-from smelt.runtime.predict import generate_texts
+from smelt.runtime.generate.settings import GenerationSettings
+from smelt.runtime.predict_texts import generate_texts
 
 Runners = dict[tuple[str, int], Any]
 """By the artifact's name, and threads."""
@@ -53,14 +53,19 @@ def main() -> None:
                 opened = open_runner(read_artifact(path), threads=threads or None)
                 runners[(path.name, threads)] = stack.enter_context(opened)
         for beams in chosen.beams:
-            search = Generation(num_beams=beams, max_new_tokens=chosen.max_new_tokens)
+            search = GenerationSettings(num_beams=beams, max_new_tokens=chosen.max_new_tokens)
             for size in chosen.batch_size:
                 for line in compare(runners, texts, search, size, chosen.rounds, clock):
                     print(line, flush=True)
 
 
 def compare(
-    runners: Runners, texts: list[str], search: Generation, size: int, rounds: int, clock: Callable[[], float]
+    runners: Runners,
+    texts: list[str],
+    search: GenerationSettings,
+    size: int,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> Iterator[str]:
     """Yield a line of the table for each runner."""
     times: dict[Any, list[float]] = {name: [] for name in runners}

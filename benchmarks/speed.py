@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 
 
-def _command(*arguments: str, repeat: int = 5) -> list[float]:
+def _time_command(*arguments: str, repeat: int = 5) -> list[float]:
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -33,7 +33,7 @@ def _command(*arguments: str, repeat: int = 5) -> list[float]:
     return times
 
 
-def _report(what: str, times: list[float], limit: float) -> bool:
+def _print_result(what: str, times: list[float], limit: float) -> bool:
     middle = statistics.median(times)
     verdict = "ok" if middle < limit else "TOO SLOW"
     spread = f"{min(times):.2f} to {max(times):.2f}" if len(times) > 1 else "once"
@@ -59,8 +59,8 @@ def _artifact(folder: Path) -> Any:
 
 def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
     from smelt.core.stage import Context
+    from smelt.export.onnx_export.settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
-    from smelt.export.stage.settings import OnnxSettings
 
     start = time.perf_counter()
     source = _artifact(model)
@@ -72,18 +72,18 @@ def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
 
 
 def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
-    from smelt.runtime.generate.settings import Generation
-    from smelt.runtime.predict import generate_texts
+    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.runtime.predict_texts import generate_texts
 
     start = time.perf_counter()
     with runner:
-        generate_texts(runner, texts, Generation(), batch_size)
+        generate_texts(runner, texts, GenerationSettings(), batch_size)
     return [time.perf_counter() - start]
 
 
-def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
+def _time_real_model(model: Path, data: Path, batch_size: int) -> list[bool]:
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
     from smelt.runtime.backends.open_runner import open_folder, open_runner
 
     split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)
@@ -91,22 +91,22 @@ def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         results = [
-            _report(
+            _print_result(
                 "export: encoder, decoder, simplified, parity",
-                _export(model, {"validation": split.head(64)}, out),
+                _export(model, {"validation": split.take(64)}, out),
                 25,
             )
         ]
         title = f"greedy, {len(texts)} sentences, batches of {batch_size}"
         results.append(
-            _report(f"{title}, torch", _score(open_runner(_artifact(model)), texts, batch_size), 60)
+            _print_result(f"{title}, torch", _score(open_runner(_artifact(model)), texts, batch_size), 60)
         )
         results.append(
-            _report(
+            _print_result(
                 f"{title}, onnxruntime", _score(open_folder(out, "onnx", "ort-cpu"), texts, batch_size), 30
             )
         )
-        results += [_stopwatch(out, data / "test.jsonl.gz", size) for size in (1, 8)]
+        results += [_compare_with_stopwatch(out, data / "test.jsonl.gz", size) for size in (1, 8)]
     return results
 
 
@@ -134,14 +134,14 @@ def _first_text(model: Path, data: Path) -> list[bool]:
         result = smelt.run(recipe, out=Path(name) / "run", limit=8, quiet=True)
         artifact = str(result.artifact("int8"))
         text = "A man is riding a bicycle."
-        python = [_first(sys.executable, "-c", _FIRST, artifact, text) for _ in range(5)]
+        python = [_seconds_to_first_line(sys.executable, "-c", _FIRST, artifact, text) for _ in range(5)]
         return [
-            _report("from starting Python to the first text of smelt.load, int8", python, 1.5),
-            _report("smelt predict, one text, int8", _command("predict", artifact, text), 1.5),
+            _print_result("from starting Python to the first text of smelt.load, int8", python, 1.5),
+            _print_result("smelt predict, one text, int8", _time_command("predict", artifact, text), 1.5),
         ]
 
 
-def _first(*command: str) -> float:
+def _seconds_to_first_line(*command: str) -> float:
     """Return the seconds until `command` has printed its first line."""
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -154,7 +154,7 @@ def _first(*command: str) -> float:
     return taken
 
 
-def _stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
+def _compare_with_stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     """Compare the report's latency with a stopwatch around `smelt.load`, on the graphs just exported."""
     from smelt.core.artifact import MANIFEST, FileRecord
     from smelt.core.files import sha256_of
@@ -182,13 +182,13 @@ def _stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     return done.returncode == 0
 
 
-def _overhead() -> list[float]:
+def _step_overheads() -> list[float]:
     """Seconds per step of a fresh run of the quickstart besides the stages' own work and the scoring."""
     from unittest.mock import patch
 
-    from smelt.execute.run import Options, run_plan
+    from smelt.execute.run import RunOptions, run_plan
     from smelt.execute.scoring import Scorer
-    from smelt.planning.load import load_plan
+    from smelt.planning.load_plan import load_plan
 
     spent = 0.0
 
@@ -206,10 +206,10 @@ def _overhead() -> list[float]:
     plan = load_plan("quickstart", ("score.latency=false", "recovered.max_steps=1", "gates={}"), "onnx-int8")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(Scorer, "score", timed(Scorer.score)))
-        for cls in {step.cls for step in plan.steps}:
+        for cls in {step.stage_class for step in plan.steps}:
             stack.enter_context(patch.object(cls, "__call__", timed(cls.__call__)))
         start = time.perf_counter()
-        result = run_plan(plan, Options(out=Path(name) / "run", limit=8, quiet=True))
+        result = run_plan(plan, RunOptions(out=Path(name) / "run", limit=8, quiet=True))
         wall = time.perf_counter() - start
     assert result.exit_code == 0, result.report
     return [(wall - spent) / (len(plan.steps) + 1)]
@@ -225,13 +225,13 @@ def main(model: Path, data: Path, batch_size: int) -> None:
 
     click.echo(f"{cpu_model()}, Python {platform.python_version()}")
     results = [
-        _report("smelt --help", _command("--help"), 0.3),
-        _report("smelt plan quickstart", _command("plan", "quickstart"), 3.0),
-        _report("overhead of a step besides its own work and its scoring", _overhead(), 1.0),
+        _print_result("smelt --help", _time_command("--help"), 0.3),
+        _print_result("smelt plan quickstart", _time_command("plan", "quickstart"), 3.0),
+        _print_result("overhead of a step besides its own work and its scoring", _step_overheads(), 1.0),
     ]
     if model.is_dir() and data.is_dir():
         results += _first_text(model, data)
-        results += _real(model, data, batch_size)
+        results += _time_real_model(model, data, batch_size)
     else:
         click.echo(f"skipped: export and scoring need {model} and {data}")
     sys.exit(0 if all(results) else 1)

@@ -46,7 +46,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def work(name: str, model: Path, data: Path) -> dict[str, float]:
+def run_stage(name: str, model: Path, data: Path) -> dict[str, float]:
     """Run one stage in this process; return its seconds of processor time and the peak of memory, bytes."""
     sys.path.insert(0, str(BENCHMARKS))
     import block_cost
@@ -55,7 +55,7 @@ def work(name: str, model: Path, data: Path) -> dict[str, float]:
     import transformers.models.marian.modeling_marian  # noqa: F401
 
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
     from smelt.core.stage import Context
     from smelt.recipe.stage_table import load_stage
 
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     said = parser.parse_args(arguments)
     if said.worker:
-        print(json.dumps(work(said.worker, said.model, said.data)))
+        print(json.dumps(run_stage(said.worker, said.model, said.data)))
         return 0
     print("| stage | processor time, s | peak, MB |\n|:--|--:|--:|")
     for name in (name for name in STAGES if fnmatch.fnmatch(name, said.only)):

@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from smelt.runtime.backends.onnx_session import open_session
+from smelt.runtime.backends.onnx_session import open_onnx_session
 
 ROUNDS = 15
 SHAPES = ((1, 16), (1, 128), (8, 64))
@@ -17,7 +17,7 @@ SHAPES = ((1, 16), (1, 128), (8, 64))
 
 def main(folders: list[Path]) -> None:
     """Print the median time in ms of each graph, by batch size and length."""
-    sessions = {folder.name: open_session(folder / "model.onnx", threads=1) for folder in folders}
+    sessions = {folder.name: open_onnx_session(folder / "model.onnx", threads=1) for folder in folders}
     numbers = np.random.default_rng(0)
     for shape in SHAPES:
         feeds = {

@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-AGREE = 0.10
+AGREEMENT_TOLERANCE = 0.10
 # as in smelt's own timing process: one thread for all, tokenizers included
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -64,7 +64,7 @@ class Stopwatch:
         self._process.wait(30)
 
 
-def user() -> None:
+def run_timed_user() -> None:
     """Be the stopwatch's process: load what the first line names, time a round for each further line."""
     import smelt
 
@@ -95,12 +95,12 @@ def user() -> None:
 def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int) -> dict[str, Any]:
     """Return p50 and mean processor time of a call, ms, as the report and as the stopwatch has them."""
     from smelt.core.artifact import read_artifact
-    from smelt.evaluate.latency import measure
-    from smelt.evaluate.latency.prompts import cut_prompts, prompt_texts
-    from smelt.evaluate.latency.summary import spread
-    from smelt.evaluate.latency.worker import groups_of
-    from smelt.runtime.generate.settings import Generation
-    from smelt.runtime.text.tools import TextTools
+    from smelt.evaluate.latency import measure_latency
+    from smelt.evaluate.latency.summary import spread_over_lengths
+    from smelt.evaluate.latency.timing_prompts import prompt_texts, truncate_prompts
+    from smelt.evaluate.latency.worker import batch_by_length
+    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.runtime.text.text_tools import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes
@@ -111,10 +111,10 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
         lengths = settings.prompt_tokens, settings.new_tokens
         stretches = prompt_texts(texts, settings.prompt_tokens)
         runner = SimpleNamespace(text=TextTools(artifact, config, {}))
-        used, new = cut_prompts(stretches, runner, lengths)
+        used, new = truncate_prompts(stretches, runner, lengths)
         generation = {"min_new_tokens": new, "max_new_tokens": new}
     count = size * max(2, -(-settings.texts // size))
-    groups = groups_of([used[at] for at in spread(used, count)], None, size)
+    groups = batch_by_length([used[at] for at in spread_over_lengths(used, count)], None, size)
     watch = Stopwatch(
         {
             "artifact": str(artifact),
@@ -124,13 +124,13 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
         }
     )
     try:
-        result = measure(
+        result = measure_latency(
             {"it": artifact},
             "it",
             texts,
             settings,
             task,
-            generation=Generation(max_new_tokens=new_tokens),
+            generation=GenerationSettings(max_new_tokens=new_tokens),
             progress=lambda done, total, note="": watch.round(),
             counts={size: count},
         )
@@ -173,9 +173,9 @@ def main(
     as_json: bool,
 ) -> None:
     """Compare the report's latency of ARTIFACT with a stopwatch."""
+    from smelt.api.benchmark import STANDARD_TEXTS, read_texts
     from smelt.core.artifact import read_artifact
     from smelt.evaluate.latency import LatencySettings
-    from smelt.use.bench import STANDARD_TEXTS, read_texts
 
     settings = LatencySettings(
         batch_sizes=(batch_size,),
@@ -195,8 +195,8 @@ def main(
             n: (found["report"][n], found["stopwatch"][n]) for n in found["ratio"]
         }.items():
             click.echo(f"{name:13} report {one:9.3f}   stopwatch {two:9.3f}   ratio {one / two:.3f}")
-    sys.exit(0 if any(abs(ratio - 1) <= AGREE for ratio in found["ratio"].values()) else 1)
+    sys.exit(0 if any(abs(ratio - 1) <= AGREEMENT_TOLERANCE for ratio in found["ratio"].values()) else 1)
 
 
 if __name__ == "__main__":
-    user() if sys.argv[1:] == ["user"] else main()
+    run_timed_user() if sys.argv[1:] == ["user"] else main()

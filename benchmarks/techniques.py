@@ -79,14 +79,14 @@ class Results:
             file.write(f"{chr(10) if torn else ''}{text}\n")
 
 
-def shortened(value: Any, share: float) -> Any:
+def scale_updates(value: Any, share: float) -> Any:
     """Return stages, or a part of them, with so large a part of their updates (`max_steps`)."""
     if isinstance(value, Mapping):
         return {
-            name: max(1, round(share * inner)) if name == "max_steps" else shortened(inner, share)
+            name: max(1, round(share * inner)) if name == "max_steps" else scale_updates(inner, share)
             for name, inner in value.items()
         }
-    return [shortened(inner, share) for inner in value] if isinstance(value, list | tuple) else value
+    return [scale_updates(inner, share) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,13 @@ def jobs(names: Sequence[str], only: Sequence[str], seeds: int | None, share: fl
             count = seeds or int(getattr(file, "SEEDS", 1))
             for seed in range(count if stages else 1):
                 rows = None if train is None else round(share * train)
-                found.append(Job(name, arm, seed, shortened(stages, share), rows, tuple(texts.get(arm, ()))))
+                found.append(
+                    Job(name, arm, seed, scale_updates(stages, share), rows, tuple(texts.get(arm, ())))
+                )
     return sorted(found, key=lambda job: job.seed)
 
 
-def measured(found: Sequence[Job], results: Results, bench: Any, known: bool) -> list[Any]:
+def run_jobs(found: Sequence[Job], results: Results, bench: Any, known: bool) -> list[Any]:
     """Run what is not known yet, and return a `Group` for each group."""
     from techniques_table import Group
 
@@ -179,23 +181,23 @@ def main(
         for name in names or there:
             click.echo("\n".join([f"{name}:", *(f"  {arm}" for arm in there[name].ARMS)]))
         return
-    from techniques_bench import Bench
-    from techniques_table import as_values, draw
+    from techniques_bench import ArmRunner
+    from techniques_table import as_values, draw_table
 
     from smelt.evaluate.environment import cpu_model
 
     told: dict[str, Any] = {"processor": cpu_model(), "threads": threads, "split": split, "rows": rows}
     with tempfile.TemporaryDirectory() as space:
         shelf = Path(space) if results is None else results.with_suffix(".kept")
-        bench = Bench(model, data, task, split, (rows, texts or rows), threads, shelf)
+        bench = ArmRunner(model, data, task, split, (rows, texts or rows), threads, shelf)
         if not as_json:
             click.echo(f"{cpu_model()}; {threads} thread; {rows} rows of {split}")
         found = jobs(names or list(there), only, seeds, share)
         values = {}
-        for group in measured(found, Results(results), bench, known):
+        for group in run_jobs(found, Results(results), bench, known):
             values[group.name] = as_values(group)
             if not as_json:
-                click.echo("\n" + draw(group, values[group.name]))
+                click.echo("\n" + draw_table(group, values[group.name]))
     if as_json:
         click.echo(json.dumps({**told, "groups": values}, indent=2))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import TEXT_TO_TEXT, Columns, Split
-from smelt.core.files import hash_of, sha256_of, write_json
-from smelt.core.rows.examples import read_split
+from smelt.core.data import TEXT_TO_TEXT_TASKS, Columns, Split
+from smelt.core.files import json_hash, sha256_of, write_json
+from smelt.core.readers.examples import read_split
 from smelt.core.stage import Context
 
 # Raised whenever the same arm is scored in another way.
@@ -23,7 +23,7 @@ _WINDOW = 128
 
 
 @dataclass(frozen=True)
-class Made:
+class ArmResult:
     """What an arm's stages leave: the last torch model, and the last artifact of any form.
 
     seconds: processor time of the stages. details: what each told, but long lists.
@@ -35,7 +35,7 @@ class Made:
     details: list[dict[str, Any]]
 
 
-class Bench:
+class ArmRunner:
     """A model, its data, and how an arm is run and scored.
 
     split: whose rows are scored. rows: how many, and of how many texts are written. threads: of torch.
@@ -50,9 +50,9 @@ class Bench:
         self.task: Any = task
         self.data = {name: _read(data, name, task) for name in ("train", "validation")}
         whole = _read(data, split, task)
-        self.scored, self.written = (whole.head(count) for count in rows)
+        self.scored, self.written = (whole.take(count) for count in rows)
         files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
-        self.of_model = hash_of([[path.name, sha256_of(path)] for path in files])
+        self.of_model = json_hash([[path.name, sha256_of(path)] for path in files])
 
     def key(
         self,
@@ -66,7 +66,7 @@ class Bench:
         rows = [self._train(train).fingerprint, self.data["validation"].fingerprint, self.scored.fingerprint]
         texts = [list(beams), self.written.fingerprint] if beams else []
         said = [_VERSION, self.of_model, self.task, [list(s) for s in stages], seed, rows, texts]
-        return hash_of([*said, "as run"] if as_run else said)
+        return json_hash([*said, "as run"] if as_run else said)
 
     def measure(
         self,
@@ -101,7 +101,7 @@ class Bench:
         space: Path,
         train: int | None = None,
         as_run: bool = False,
-    ) -> Made:
+    ) -> ArmResult:
         """Run an arm's stages, which leave their results below `space`."""
         from smelt.recipe.stage_table import load_stage
 
@@ -114,21 +114,21 @@ class Bench:
             out.mkdir(parents=True)
             ctx = Context(
                 out, self.task, data, seed, ancestors, score=lambda *_: {},
-                threads=self.threads, device="cpu", kept=self._kept,
+                threads=self.threads, device="cpu", cached_value=self._cached,
             )  # fmt: skip
             start = time.process_time()
             asked = stage.settings_type.model_validate(settings)
             stage()(source, asked, ctx)
             spent += time.process_time() - start
-            key = hash_of([source.key, word, settings, seed])
+            key = json_hash([source.key, word, settings, seed])
             made = artifact(out, self.task, key, stage.produces, _plain(ctx.details))
             if as_run:
                 said = {"stage": word, "settings": asked.model_dump(mode="json"), "parent": source.key}
                 made = replace(made, manifest=made.manifest.model_copy(update=said))
-            details.append({"stage": word, **{k: v for k, v in _plain(ctx.details).items() if _short(v)}})
+            details.append({"stage": word, **{k: v for k, v in _plain(ctx.details).items() if _is_short(v)}})
             ancestors[word] = made
             source = made if stage.produces == "torch" else source
-        return Made(source, made, spent, details)
+        return ArmResult(source, made, spent, details)
 
     def losses(self, folder: Path) -> tuple[list[float], list[float], list[int], int]:
         """Return what a model loses on each row, and its parameters.
@@ -139,10 +139,10 @@ class Bench:
         import torch
         from torch.nn.functional import cross_entropy, kl_div
 
-        from smelt.compress.train.data import IGNORE, collate, encode_split, group_by_length
-        from smelt.compress.train.objective import logits_of
+        from smelt.compress.train.encoded_samples import IGNORE_INDEX, collate, encode_split, group_by_length
+        from smelt.compress.train.objective import model_logits
         from smelt.runtime.models.checkpoint import load_model, load_tokenizer
-        from smelt.runtime.models.places.parameters import count_parameters
+        from smelt.runtime.models.weights.count_parameters import count_parameters
 
         torch.set_num_threads(self.threads)
         (model, _), (untouched, _) = load_model(folder), load_model(self.model)
@@ -155,41 +155,41 @@ class Bench:
             batch = collate([rows[i] for i in group], model.config)
             labels = batch["labels"].reshape(len(group), -1)
             with torch.no_grad():
-                logits, told = logits_of(model, batch), logits_of(untouched, batch)
+                logits, told = model_logits(model, batch), model_logits(untouched, batch)
             each = cross_entropy(
                 logits.reshape(-1, logits.shape[-1]).float(),
                 labels.reshape(-1),
                 reduction="none",
-                ignore_index=IGNORE,
+                ignore_index=IGNORE_INDEX,
             )
             logs = [found.float().log_softmax(-1).reshape(-1, found.shape[-1]) for found in (logits, told)]
             apart = kl_div(logs[0], logs[1], reduction="none", log_target=True).sum(-1).reshape(labels.shape)
-            apart *= labels != IGNORE
+            apart *= labels != IGNORE_INDEX
             for at, i in enumerate(group):
                 kl[i] = float(apart[at].sum())
                 nats[i] = float(each.reshape(labels.shape)[at].sum())
-                tokens[i] = int((labels[at] != IGNORE).sum())
+                tokens[i] = int((labels[at] != IGNORE_INDEX).sum())
         return nats, kl, tokens, count_parameters(folder)
 
     def texts(self, made: Artifact, beams: int) -> dict[str, Any]:
         """Return the statistics of BLEU of what a model writes with so many beams, in smelt's runner."""
         from smelt.evaluate.quality import score_texts
         from smelt.runtime.backends.open_runner import open_runner
-        from smelt.runtime.generate.settings import Generation
-        from smelt.runtime.predict import generate_texts
+        from smelt.runtime.generate.settings import GenerationSettings
+        from smelt.runtime.predict_texts import generate_texts
 
-        assert self.task in TEXT_TO_TEXT
+        assert self.task in TEXT_TO_TEXT_TASKS
         rows = self.written.examples
         with open_runner(made, self.threads, "cpu") as runner:
-            search = Generation(num_beams=beams, max_new_tokens=128)
+            search = GenerationSettings(num_beams=beams, max_new_tokens=128)
             said = generate_texts(runner, [e.text for e in rows], search)
         return score_texts(["bleu"], said, [e.references for e in rows])["bleu"].statistics.dump()
 
     def _train(self, rows: int | None) -> Split:
-        return self.data["train"] if rows is None else self.data["train"].head(rows)
+        return self.data["train"] if rows is None else self.data["train"].take(rows)
 
-    def _kept(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        path = self.shelf / f"{hash_of(what)}.json"
+    def _cached(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+        path = self.shelf / f"{json_hash(what)}.json"
         if not path.exists():
             self.shelf.mkdir(parents=True, exist_ok=True)
             write_json(path, {"made": make()})
@@ -223,5 +223,5 @@ def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _short(value: Any) -> bool:
+def _is_short(value: Any) -> bool:
     return len(json.dumps(value)) < 2_000

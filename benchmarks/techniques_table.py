@@ -6,9 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paired import Interval, loss, loss_over_rows, over_seeds, paired, score_over_rows, together
+from paired_intervals import (
+    Interval,
+    interval_over_seeds,
+    loss_difference_interval,
+    mean_loss,
+    merge_seeds,
+    score_difference_interval,
+    seed_difference_interval,
+)
 
-from smelt.evaluate.significance import Statistics, value_of
+from smelt.evaluate.significance import Statistics, metric_value
 
 
 @dataclass(frozen=True)
@@ -30,74 +38,78 @@ def as_values(group: Group) -> dict[str, Any]:
     for arm, runs in group.arms.items():
         if not runs:
             continue
-        losses = [loss(run["nats"], run["tokens"]) for run in runs]
+        losses = [mean_loss(run["nats"], run["tokens"]) for run in runs]
         values: dict[str, Any] = {
             "parameters": [run["parameters"] for run in runs],
             "seconds": [run["seconds"] for run in runs],
             "losses": losses,
-            "kl": [loss(run["kl"], run["tokens"]) for run in runs],
-            "loss": asdict(over_seeds(losses)),
+            "kl": [mean_loss(run["kl"], run["tokens"]) for run in runs],
+            "loss": asdict(interval_over_seeds(losses)),
             "bleu": {beams: _bleu(runs, beams) for beams in runs[0]["bleu"]},
         }
         control = group.control(arm)
         others = group.arms.get(control, [])
-        if control != arm and others and (apart := _apart(runs, others)):
+        if control != arm and others and (apart := _differences(runs, others)):
             values["against"] = {"control": control, **apart}
         found[arm] = values
     return found
 
 
 def _bleu(runs: list[dict[str, Any]], beams: str) -> dict[str, Any]:
-    scores = [value_of(each) for each in _statistics(runs, beams)]
-    return {"scores": scores, **asdict(over_seeds(scores))}
+    scores = [metric_value(each) for each in _statistics(runs, beams)]
+    return {"scores": scores, **asdict(interval_over_seeds(scores))}
 
 
 def _statistics(runs: list[dict[str, Any]], beams: str) -> list[Statistics]:
     return [Statistics.model_validate(run["bleu"][beams]) for run in runs]
 
 
-def _apart(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+def _differences(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the differences to the control, of the seeds that both have; empty where there is none."""
     if others[0]["details"]:  # else it is the untouched model, which has no seed
         shared = {run["seed"] for run in runs} & {run["seed"] for run in others}
         runs, others = ([run for run in each if run["seed"] in shared] for each in (runs, others))
     if not runs:
         return {}
-    own, other = ([loss(run["nats"], run["tokens"]) for run in each] for each in (runs, others))
+    own, other = ([mean_loss(run["nats"], run["tokens"]) for run in each] for each in (runs, others))
     nats, other_nats = ([run["nats"] for run in each] for each in (runs, others))
     found: dict[str, Any] = {
         "seeds": len(runs),
-        "loss_over_seeds": asdict(paired(own, other)),
-        "loss_over_rows": asdict(loss_over_rows(nats, other_nats, runs[0]["tokens"])),
+        "loss_over_seeds": asdict(seed_difference_interval(own, other)),
+        "loss_over_rows": asdict(loss_difference_interval(nats, other_nats, runs[0]["tokens"])),
     }
     both = [beams for beams in runs[0]["bleu"] if beams in others[0]["bleu"]]
     for beams in both:
         one, two = _statistics(runs, beams), _statistics(others, beams)
-        scores = [value_of(each) for each in one], [value_of(each) for each in two]
-        found[f"bleu_{beams}_over_seeds"] = asdict(paired(*scores))
-        found[f"bleu_{beams}_over_rows"] = asdict(score_over_rows([together(one)], [together(two)]))
+        scores = [metric_value(each) for each in one], [metric_value(each) for each in two]
+        found[f"bleu_{beams}_over_seeds"] = asdict(seed_difference_interval(*scores))
+        found[f"bleu_{beams}_over_rows"] = asdict(
+            score_difference_interval([merge_seeds(one)], [merge_seeds(two)])
+        )
     if len(both) == 2:
-        found |= _gains(runs, others, *both)
+        found |= _beam_gains(runs, others, *both)
     return found
 
 
-def _gains(runs: list[dict[str, Any]], others: list[dict[str, Any]], few: str, many: str) -> dict[str, Any]:
+def _beam_gains(
+    runs: list[dict[str, Any]], others: list[dict[str, Any]], few: str, many: str
+) -> dict[str, Any]:
     """Return by how much more BLEU grows with `few` beams than with `many`, over the control's."""
     sides = [
         _statistics(each, beams) for each, beams in ((runs, few), (others, many), (others, few), (runs, many))
     ]
-    by_seed = [[value_of(each) for each in side] for side in sides]
+    by_seed = [[metric_value(each) for each in side] for side in sides]
     count = max(map(len, by_seed))
     by_seed = [values * count if len(values) == 1 else values for values in by_seed]
     gains = [a + b - c - d for a, b, c, d in zip(*by_seed, strict=True)]
-    plus, minus = [together(side) for side in sides[:2]], [together(side) for side in sides[2:]]
+    plus, minus = [merge_seeds(side) for side in sides[:2]], [merge_seeds(side) for side in sides[2:]]
     return {
-        f"bleu_{few}_less_{many}_over_seeds": asdict(over_seeds(gains)),
-        f"bleu_{few}_less_{many}_over_rows": asdict(score_over_rows(plus, minus)),
+        f"bleu_{few}_less_{many}_over_seeds": asdict(interval_over_seeds(gains)),
+        f"bleu_{few}_less_{many}_over_rows": asdict(score_difference_interval(plus, minus)),
     }
 
 
-def draw(group: Group, values: Mapping[str, Any]) -> str:
+def draw_table(group: Group, values: Mapping[str, Any]) -> str:
     """Return the group's table in Markdown; brackets are 95 % intervals."""
     lines = [
         f"| {group.name} | parameters | loss by seed | KL | against | over seeds | over rows | time, s |",
@@ -108,7 +120,11 @@ def draw(group: Group, values: Mapping[str, Any]) -> str:
         cells = [arm, f"{each['parameters'][0]:,}", ", ".join(f"{value:.3f}" for value in each["losses"])]
         cells.append(", ".join(f"{value:.4f}" for value in each["kl"]))
         cells += (
-            [apart["control"], said(apart["loss_over_seeds"], 3), said(apart["loss_over_rows"], 3)]
+            [
+                apart["control"],
+                interval_text(apart["loss_over_seeds"], 3),
+                interval_text(apart["loss_over_rows"], 3),
+            ]
             if apart
             else [""] * 3
         )
@@ -140,15 +156,15 @@ def _line(arm: str, beams: str, scores: str, apart: Mapping[str, Any], start: st
     if f"{start}_over_rows" in apart:
         cells += [
             apart["control"],
-            said(apart[f"{start}_over_seeds"], 2),
-            said(apart[f"{start}_over_rows"], 2),
+            interval_text(apart[f"{start}_over_seeds"], 2),
+            interval_text(apart[f"{start}_over_rows"], 2),
         ]
     else:
         cells += [""] * 3
     return "| " + " | ".join(cells) + " |"
 
 
-def said(interval: Mapping[str, float | None], digits: int) -> str:
+def interval_text(interval: Mapping[str, float | None], digits: int) -> str:
     """Write a difference with its interval, where it has one."""
     found = Interval(**interval)  # type: ignore[arg-type]
     if found.low is None or found.high is None:

@@ -1,1 +1,1 @@
-"""Techniques that change a torch model: one file each."""
+"""Compression techniques for torch models, one module or package each."""

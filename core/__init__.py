@@ -1,4 +1,4 @@
-"""The few words that every other part of smelt speaks: artifact, store, stage, data, errors.
+"""Basic types of every other part of smelt: artifact, store, stage, data, errors.
 
-Nothing here imports torch or transformers, so that `smelt --help` and `smelt plan` stay quick.
+Nothing here imports torch or transformers, so that `smelt --help` and `smelt plan` stay fast.
 """

@@ -1,4 +1,4 @@
-"""The one thing that passes between stages: a complete directory with a manifest."""
+"""The artifact that stages pass on: a complete directory with a manifest."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, sha256_of
-from smelt.core.messages import Message, as_json
-from smelt.core.text import printable
+from smelt.core.messages import Message, messages_to_json
+from smelt.core.text import escape_controls
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
-# The float weights behind the codes of a quantized model that was trained: a later training goes on from
-# them (compress/quantize/training). They are no part of the model.
-LATENTS = "latent.safetensors"
-SUMS = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
-_REBUILD = "Run the recipe again with --rebuild to build it again."
-_COPY_AGAIN = f"Copy the package again, or write it anew with `smelt package` ({SUMS} lists its files)."
-# A manifest lists a few dozen files and what a stage found out; more is not one of ours.
+# Float master weights of a quantized model that was trained: a later training starts from them
+# (compress/quantize/qat). They are not part of the model.
+MASTER_WEIGHTS_FILE = "latent.safetensors"
+CHECKSUMS_FILE = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
+_REBUILD_HINT = "Run the recipe again with --rebuild."
+_COPY_HINT = (
+    f"Copy the package again, or write it again with `smelt package` ({CHECKSUMS_FILE} lists its files)."
+)
+# A manifest lists a few dozen files and details of a stage; a larger file is no manifest.
 _MAX_MANIFEST_BYTES = 64_000_000
-# What a manifest need not list: nothing reads it as part of a model. Besides these: hidden names, which
-# systems and tools leave behind (.DS_Store, ._model.onnx, .nfs0001, .git, .cache), *.md, and what a package
-# (export/package) has for its user, who may change it.
-_OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"})
-_NOTES = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.*\.md", re.IGNORECASE)
-_COMPILED = "__pycache__"  # which Python leaves where a package's infer.py is imported
-_PACKAGED, _README_CHARACTERS = re.compile(r"packaged by smelt as `([\w.-]{1,40})`"), 20_000
-_OF_PACKAGES = frozenset({"infer.py", "serve.py", "infer.json", "requirements.txt", "Dockerfile", SUMS})
+# Files that a manifest need not list, because nothing reads them as part of a model. In addition: hidden
+# names, which systems and tools create (.DS_Store, ._model.onnx, .nfs0001, .git, .cache), *.md, and files of
+# a package (export/package) that its user may change.
+_SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"})
+_NOTES_PATTERN = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.*\.md", re.IGNORECASE)
+_PYCACHE = "__pycache__"  # created by Python when a package's infer.py is imported
+_PACKAGED_PATTERN, _README_CHARACTERS = re.compile(r"packaged by smelt as `([\w.-]{1,40})`"), 20_000
+_PACKAGE_FILES = frozenset(
+    {"infer.py", "serve.py", "infer.json", "requirements.txt", "Dockerfile", CHECKSUMS_FILE}
+)
 
 
 class FileRecord(BaseModel):
@@ -45,10 +49,10 @@ class FileRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What an artifact says of itself, in `manifest.json`.
+    """The metadata of an artifact, in `manifest.json`.
 
-    `details` holds what the stage measured and the report shows: `parameters` (count), `target`,
-    `dtype`, `parity` and whatever else the technique wants to tell.
+    `details` holds measurements of the stage for the report: `parameters` (count), `target`,
+    `dtype`, `parity` and other details of the technique.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,7 +67,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     files: dict[str, FileRecord] = Field(default_factory=dict)
     details: dict[str, Any] = Field(default_factory=dict)
-    warnings: Annotated[list[Message], PlainSerializer(as_json)] = Field(default_factory=list)
+    warnings: Annotated[list[Message], PlainSerializer(messages_to_json)] = Field(default_factory=list)
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
 
@@ -77,22 +81,22 @@ class Artifact:
 
     @property
     def key(self) -> str:
-        """The content address: 64 hexadecimal digits."""
+        """The artifact's key: 64 hexadecimal digits."""
         return self.manifest.key
 
     @property
     def format(self) -> Format:
-        """How the model is stored: torch, onnx or tensorrt."""
+        """The format of the model: torch, onnx or tensorrt."""
         return self.manifest.format
 
     @property
     def model_files(self) -> dict[str, FileRecord]:
-        """The files of the model itself, which leave the house: all but those that only a training reads."""
-        return {name: record for name, record in self.manifest.files.items() if name != LATENTS}
+        """The files of the model itself, which are deployed: all but those that only training reads."""
+        return {name: record for name, record in self.manifest.files.items() if name != MASTER_WEIGHTS_FILE}
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk of what is deployed: weights, graphs, engines; not the tokenizer's files."""
+        """The size in bytes of weights, graphs and engines, without the tokenizer's files."""
         ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
         return sum(r.size_bytes for n, r in self.model_files.items() if n.endswith(ends))
 
@@ -100,18 +104,18 @@ class Artifact:
         """Compare every file with its recorded size and hash.
 
         Args:
-            mend: how to repair it, the end of the message; None: what fits a run, or a package.
+            mend: how to repair it, the end of the message; None: the text for a run, or a package.
 
         Raises:
-            InputError: a file is missing or has other bytes than when it was written.
+            InputError: a file is missing or its bytes have changed.
         """
-        mend = mend or (_COPY_AGAIN if (self.path / SUMS).is_file() else _REBUILD)
+        mend = mend or (_COPY_HINT if (self.path / CHECKSUMS_FILE).is_file() else _REBUILD_HINT)
         for name, record in self.manifest.files.items():
             path = self.path / name
             try:
                 there = path.is_file()
                 same = there and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
-            except (OSError, ValueError) as error:  # not to be read, or a name that no file can have
+            except (OSError, ValueError) as error:  # unreadable, or an invalid file name
                 raise InputError(
                     f"{path}: cannot be read: {error}. {mend}", code="unreadable-file"
                 ) from error
@@ -119,33 +123,33 @@ class Artifact:
                 raise InputError(f"{path}: this file of the artifact is missing. {mend}", code="missing-file")
             if not same:
                 raise InputError(
-                    f"{path}: its bytes are not those that were written. {mend}", code="changed-file"
+                    f"{path}: the file has been modified since it was written. {mend}", code="changed-file"
                 )
 
 
 def read_artifact(path: Path) -> Artifact:
-    """Open the artifact in the folder `path`.
+    """Return the artifact in the folder `path`.
 
     Raises:
         InputError: there is no such folder, no manifest, the manifest cannot be read, a file lies outside
-            of the folder, or one is there that the manifest does not list and that something could read as
-            part of the model (all but hidden files, what systems leave behind, and notes such as README.md).
+            of the folder, or the folder has a file that the manifest does not list and that could be read
+            as part of the model (all but hidden files, system files, and notes such as README.md).
     """
     path = path.resolve()
     manifest = read_manifest(path)
-    for stranger, code, problem in strangers(path, manifest):
+    for stranger, code, problem in unexpected_files(path, manifest):
         raise InputError(f"{stranger}: {problem}", code=code)
     return Artifact(path, manifest)
 
 
-def threads_of(manifest: Manifest) -> int | None:
-    """Return how many threads the artifact takes where its user does not say; None for no such wish."""
+def default_threads(manifest: Manifest) -> int | None:
+    """Return the default number of threads of the artifact; None if it has none."""
     found = manifest.details.get("threads")
     return found if isinstance(found, int) and found >= 1 else None
 
 
-def _run_of(path: Path) -> str:
-    """Return where the artifacts are if `path` is the folder of a run; else nothing."""
+def _run_hint(path: Path) -> str:
+    """Return a hint about the artifacts if `path` is the folder of a run, else ""."""
     found = sorted(path.glob(f"artifacts/*/{MANIFEST}"))
     if not found:
         return ""
@@ -153,33 +157,34 @@ def _run_of(path: Path) -> str:
     return f" It is the folder of a run; its artifacts are in {path / 'artifacts'}: {names}."
 
 
-def _package_of(path: Path) -> str:
-    """Return which form of package `path` is, if it is one that others open; else nothing."""
+def _package_hint(path: Path) -> str:
+    """Return a hint about the package format if `path` is a package for other software, else ""."""
     try:
         with (path / "README.md").open(encoding="utf-8") as stream:
-            found = _PACKAGED.search(stream.read(_README_CHARACTERS))
+            found = _PACKAGED_PATTERN.search(stream.read(_README_CHARACTERS))
     except (OSError, ValueError):
         return ""
-    if found is None or not (path / SUMS).is_file():
+    if found is None or not (path / CHECKSUMS_FILE).is_file():
         return ""
     return (
-        f" It is a package of the form '{found[1]}', which others open (README.md says how). smelt opens"
-        " packages of the forms standalone and huggingface, and the artifact that this one was made of."
+        f" It is a package of the format '{found[1]}' for other software (see its README.md). smelt opens"
+        " packages of the formats standalone and huggingface, and the artifact that it was made from."
     )
 
 
-def _model_of(path: Path) -> str:
-    """Return how to come to an artifact if `path` is a model's folder; else nothing."""
+def _model_hint(path: Path) -> str:
+    """Return how to make an artifact if `path` is a model's folder, else ""."""
     if not (path / "config.json").is_file():
         return ""
     return (
-        f" It looks like a model's: `smelt init {path}` writes a recipe whose run makes artifacts of it, also"
-        " of the model as it is."
+        f" It looks like a model folder: `smelt init {path}` writes a recipe; its run makes artifacts, also"
+        " of"
+        " the unchanged model."
     )
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the artifact in the folder `path`; the other files are not looked at.
+    """Return the manifest of the artifact in the folder `path`; other files are not checked.
 
     Raises:
         InputError: there is no such folder, no manifest, the manifest cannot be read, or it lists a file
@@ -194,62 +199,69 @@ def read_manifest(path: Path) -> Manifest:
     if not file.is_file():
         missing = f"no {MANIFEST} in this folder, so it is not a smelt artifact."
         raise InputError(
-            f"{path}: {missing}{_run_of(path)}{_package_of(path) or _model_of(path)}", code="not-an-artifact"
+            f"{path}: {missing}{_run_hint(path)}{_package_hint(path) or _model_hint(path)}",
+            code="not-an-artifact",
         )
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")
+            raise ValueError(f"it is larger than {_MAX_MANIFEST_BYTES:,} bytes")
         manifest = Manifest.model_validate(load_json(file))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{file}: not a manifest that this version of smelt reads: {error}", code="damaged-manifest"
+            f"{file}: not a manifest that this version of smelt can read: {error}", code="damaged-manifest"
         ) from error
     for name in manifest.files:
         if not _is_inside(name):
             raise InputError(
-                f"{file}: the file name {name!r} leads out of the artifact.", code="path-outside-folder"
+                f"{file}: the file name {name!r} points outside the artifact.", code="path-outside-folder"
             )
-        if not is_known_kind(name):
+        if not is_artifact_file(name):
             raise InputError(
-                f"{file}: lists {name[:200]!r}, which is no weight, graph, tokenizer or setting and might be"
-                " executed. Remove the file, or do not use this artifact.",
+                f"{file}: lists {name[:200]!r}, which is not a weight, graph, tokenizer or settings"
+                " file and could contain code. Remove the file, or do not use this artifact.",
                 code="unknown-file",
             )
     return manifest
 
 
-# The kinds of files that stages write. Anything else (a script, a library, a pickle, a link for a shell)
-# might be executed by what opens the artifact, or by what it is packaged for.
-_KINDS = frozenset(
+# The kinds of files that stages write. Other files (a script, a library, a pickle, a link for a shell)
+# could be executed when the artifact is opened, or by the software that it is packaged for.
+_ARTIFACT_SUFFIXES = frozenset(
     {".json", ".safetensors", ".onnx", ".onnx_data", ".data", ".plan", ".spm", ".model", ".jinja"}
 )
-_TEXTS = frozenset({"vocab.txt", "merges.txt"})  # of tokenizers; others may be a requirements.txt
-# Names that mean the same on every system, to every shell, and are not hidden.
-_NAME = re.compile(
+_ARTIFACT_TEXT_FILES = frozenset(
+    {"vocab.txt", "merges.txt"}
+)  # of tokenizers; others may be a requirements.txt
+# Names that are portable between systems and shells, and are not hidden.
+_SAFE_FILE_NAME = re.compile(
     r"(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[^.\-<>:\"|?*\\/\n\t][^<>:\"|?*\\/\n\t]*(?<![ .])",
     re.IGNORECASE,
 )
 
 
-def is_known_kind(name: str) -> bool:
-    """Say whether a file of this name, relative to an artifact's folder, is of a kind that stages write."""
+def is_artifact_file(name: str) -> bool:
+    """Return whether a file name, relative to an artifact's folder, is of a kind that stages write."""
     path = PurePosixPath(name)
-    if name == MANIFEST or printable(name) != name or not all(map(_NAME.fullmatch, path.parts)):
+    if (
+        name == MANIFEST
+        or escape_controls(name) != name
+        or not all(map(_SAFE_FILE_NAME.fullmatch, path.parts))
+    ):
         return False
-    return path.suffix.lower() in _KINDS or path.name in _TEXTS
+    return path.suffix.lower() in _ARTIFACT_SUFFIXES or path.name in _ARTIFACT_TEXT_FILES
 
 
 def _is_inside(name: str) -> bool:
-    """Say whether `name` is the relative name of a file below the folder, on any system."""
+    """Return whether `name` is a relative path inside the folder, on any system."""
     parts = PurePosixPath(name.replace("\\", "/")).parts
     absolute = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).drive)
     return bool(parts) and ".." not in parts and not absolute and "\0" not in name
 
 
-def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str, str]]:
-    """Yield what was never part of the artifact and could do harm, each with code and text of what is wrong.
+def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str, str]]:
+    """Yield files that do not belong to the artifact and could do harm, each with code and text of the error.
 
-    That is links that lead out of the folder, and files that the manifest does not list.
+    These are links that point outside of the folder, and files that the manifest does not list.
     """
     listed = {MANIFEST, *manifest.files}
     for where, folders, files in os.walk(folder):
@@ -261,19 +273,25 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str, str
                 yield (
                     path,
                     "path-outside-folder",
-                    f"a link to {target}, which leads out of the artifact. Copy the file there instead.",
+                    f"a link to {target}, which points outside of the artifact. Copy the file there instead.",
                 )
-            elif name in files and inside.as_posix() not in listed and not is_harmless(inside):
+            elif name in files and inside.as_posix() not in listed and not is_ignorable_file(inside):
                 yield (
                     path,
                     "unknown-file",
-                    f"this file is not of the artifact: {MANIFEST} does not list it, and it could be read as"
+                    f"this file does not belong to the artifact: {MANIFEST} does not list it, and it could"
+                    " be read as"
                     " part of the model. Remove it or move it elsewhere.",
                 )
 
 
-def is_harmless(inside: Path) -> bool:
-    """Say whether nothing reads the file, by its name relative to the folder, as part of a model."""
-    if inside.as_posix() in _OF_PACKAGES or any(p.startswith(".") or p == _COMPILED for p in inside.parts):
+def is_ignorable_file(relative_path: Path) -> bool:
+    """Return whether the file, by its relative name, is never read as part of a model."""
+    if relative_path.as_posix() in _PACKAGE_FILES or any(
+        p.startswith(".") or p == _PYCACHE for p in relative_path.parts
+    ):
         return True
-    return inside.name.lower() in _OF_SYSTEMS or _NOTES.fullmatch(inside.name) is not None
+    return (
+        relative_path.name.lower() in _SYSTEM_FILES
+        or _NOTES_PATTERN.fullmatch(relative_path.name) is not None
+    )

@@ -1,4 +1,4 @@
-"""Python in a process of its own, which imports nothing from the current folder.
+"""Start Python in a child process that imports nothing from the current folder.
 
 `python -m MODULE` and `python -c CODE` put the current folder first on `sys.path`. That folder is often a
 download: a `json.py` or `torch.py` in it would run.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-SAFE_PATH = "PYTHONSAFEPATH"  # the same for the processes that a child starts (multiprocessing, compilers)
+SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"  # also for processes that a child starts (multiprocessing, compilers)
 
 
 def python_command(*arguments: str) -> list[str]:
@@ -19,4 +19,4 @@ def python_command(*arguments: str) -> list[str]:
 
 def child_environment(**more: str) -> dict[str, str]:
     """Return this process's environment variables with `more`, for a child process on a safe path."""
-    return {**os.environ, SAFE_PATH: "1", **more}
+    return {**os.environ, SAFE_PATH_VARIABLE: "1", **more}

@@ -1,4 +1,4 @@
-"""The rows that models are trained, calibrated and scored on; `smelt.core.rows.examples` reads them."""
+"""Samples for training, calibration and scoring; `smelt.core.readers.examples` reads them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smelt.core.files import hash_of
-from smelt.core.rows.arrays import Arrays
-from smelt.core.rows.images import content_hash
-from smelt.core.windows import Windows
+from smelt.core.files import json_hash
+from smelt.core.readers.image_rows import image_hash
+from smelt.core.readers.npz_arrays import SampleArrays
+from smelt.core.window_settings import Windows
 
 SplitName = Literal["train", "unlabelled", "validation", "calibration", "test"]
 Task = Literal[
@@ -24,24 +24,24 @@ Task = Literal[
     "image-classification",
     "custom",
 ]
-# From arrays to arrays, whatever they mean: of an ONNX graph that somebody else exported.
-CUSTOM: Task = "custom"
-EVERY_TASK: tuple[Task, ...] = get_args(Task)
-# The tasks that families of models are for.
-TASKS: tuple[Task, ...] = tuple(task for task in EVERY_TASK if task != CUSTOM)
-# The task in which a text becomes a vector; its rows are texts, or pairs of them, which are read one by one.
-SIMILARITY: Task = "sentence-similarity"
-# The task in which an image gets a label; the text of its rows is a reference (smelt.core.rows.images).
-IMAGES: Task = "image-classification"
+# Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
+CUSTOM_TASK: Task = "custom"
+ALL_TASKS: tuple[Task, ...] = get_args(Task)
+# The tasks of the supported model families.
+TASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if task != CUSTOM_TASK)
+# The task of embedding texts; its samples are texts, or pairs of texts that are embedded separately.
+SENTENCE_SIMILARITY: Task = "sentence-similarity"
+# The task of labelling images; the text of a sample is an image reference (smelt.core.readers.image_rows).
+IMAGE_CLASSIFICATION: Task = "image-classification"
 # Tasks whose models are classifiers.
-CLASSIFICATION: frozenset[Task] = frozenset({"text-classification", IMAGES})
-# The tasks of models that read texts.
-TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != IMAGES)
-# Tasks in which a text becomes another text.
-TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})
+CLASSIFICATION_TASKS: frozenset[Task] = frozenset({"text-classification", IMAGE_CLASSIFICATION})
+# The tasks of models with text inputs.
+TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != IMAGE_CLASSIFICATION)
+# Tasks with a target text.
+TEXT_TO_TEXT_TASKS: frozenset[Task] = frozenset({"translation", "summarization"})
 
 
-# A class by number or name, a number to be predicted, or several classes; see smelt.core.labels.
+# A class by index or name, a number (regression), or several classes; see smelt.core.labels.
 Label = int | str | float | tuple[int | str, ...]
 
 
@@ -60,14 +60,14 @@ class Columns(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row: a text, and what belongs to it in the task.
+    """One sample: a text, and its target in the task.
 
-    Translation, summarization: `references`; classification: `label`, maybe `text_pair`; sentence similarity:
-    maybe `text_pair`, and then maybe as `label` a float, how similar the two are; image classification:
-    `label`, and as the text a reference to the image.
+    Translation, summarization: `references`; classification: `label`, optionally `text_pair`; sentence
+    similarity: optionally `text_pair`, and with it optionally the score as a float `label`; image
+    classification: `label`, and an image reference as the text.
 
-    line: where it stands in its file, None where that has no lines or more than one row in this one; row: its
-    number in the file, from 1; None where it is of no file. Neither is a part of what the row says.
+    line: its line in the file, None if the file has no lines or several samples in this one; row: its
+    number in the file, from 1; None without a file. Neither is part of the content.
     """
 
     text: str
@@ -78,23 +78,23 @@ class Example:
     row: int | None = field(default=None, compare=False)
 
 
-# Raised whenever the same text and settings are cut into other windows.
+# Raise it whenever the same text and settings give other windows.
 WINDOWS_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one split, in file order, and where they came from.
+    """The samples of one split, in file order, and their origin.
 
-    windows: how the rows are joined and cut again; only for language modeling. arrays: what the rows hold
-    where they are arrays; the text of an example is then the place of its row in them. images: the texts are
-    references to images.
+    windows: how samples are joined and cut; only for language modeling. arrays: the values of samples
+    that are arrays; the text of an example is then its index. images: the texts are references to
+    images.
     """
 
     origin: str
     examples: tuple[Example, ...] = field(repr=False)
     windows: Windows | None = None
-    arrays: Arrays | None = field(default=None, repr=False, compare=False)
+    arrays: SampleArrays | None = field(default=None, repr=False, compare=False)
     images: bool = False
 
     def __len__(self) -> int:
@@ -102,52 +102,52 @@ class Split:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the rows' content; equal rows give equal keys wherever they lie."""
+        """SHA-256 over the samples' content; independent of the file's path."""
         if self.arrays is not None:
             return self.arrays.fingerprint
-        rows = hash_of(
+        rows = json_hash(
             [
                 [text, list(e.references), e.text_pair, e.label]
-                for text, e in zip(self.contents, self.examples, strict=True)
+                for text, e in zip(self.row_contents, self.examples, strict=True)
             ]
         )
-        return rows if self.windows is None else hash_of([rows, self.windows.model_dump(), WINDOWS_VERSION])
+        return rows if self.windows is None else json_hash([rows, self.windows.model_dump(), WINDOWS_VERSION])
 
     @cached_property
-    def contents(self) -> tuple[str, ...]:
-        """What each row says besides its label: its text; of an image and of arrays a hash of the content."""
+    def row_contents(self) -> tuple[str, ...]:
+        """The content of each sample without its label: its text, or a hash of an image or of arrays."""
         if self.arrays is not None:
-            return self.arrays.row_hashes
-        return tuple(content_hash(e.text) if self.images else e.text for e in self.examples)
+            return self.arrays.sample_hashes
+        return tuple(image_hash(e.text) if self.images else e.text for e in self.examples)
 
-    def some(self, places: Iterable[int]) -> Split:
-        """Return the rows at `places`."""
+    def select(self, places: Iterable[int]) -> Split:
+        """Return the samples at `places`."""
         if self.arrays is not None:
-            return split_of(self.origin, self.arrays.some(list(places)))
+            return split_from_arrays(self.origin, self.arrays.select(list(places)))
         return replace(self, examples=tuple(self.examples[i] for i in places))
 
-    def head(self, rows: int) -> Split:
-        """Return the first `rows` rows."""
-        return self.some(range(min(rows, len(self))))
+    def take(self, rows: int) -> Split:
+        """Return the first `rows` samples."""
+        return self.select(range(min(rows, len(self))))
 
     @property
-    def labelled(self) -> bool:
-        """Whether the rows have labels; of one split all have, or none."""
+    def has_labels(self) -> bool:
+        """Whether the samples have labels; all of a split have, or none."""
         return bool(self.examples) and self.examples[0].label is not None
 
 
-def split_of(origin: str, arrays: Arrays) -> Split:
-    """Return the rows of `arrays` as a split."""
-    rows = tuple(Example(str(at), row=at + 1) for at in range(arrays.rows))
+def split_from_arrays(origin: str, arrays: SampleArrays) -> Split:
+    """Return the samples of `arrays` as a split."""
+    rows = tuple(Example(str(at), row=at + 1) for at in range(arrays.num_samples))
     return Split(origin, rows, arrays=arrays)
 
 
-def texts_read(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:
-    """Return the texts that a model reads for `examples`, and the second text that it reads with each.
+def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:
+    """Return the input texts of `examples`, and the second text of each.
 
-    For sentence similarity the two texts of a pair are read alone: first all first ones, then the others.
+    For sentence similarity the texts of a pair are separate inputs: all first ones, then all second ones.
     """
     texts = [e.text for e in examples]
-    if task == SIMILARITY:
+    if task == SENTENCE_SIMILARITY:
         return texts + [e.text_pair for e in examples if e.text_pair is not None], None
     return texts, [e.text_pair for e in examples]

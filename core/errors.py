@@ -1,7 +1,7 @@
-"""What can go wrong, sorted by the exit code it leads to.
+"""Exceptions, by the exit code of the command line.
 
-Messages say what is wrong, what was read, and how to mend it. The command line prints the message
-and exits with `exit_code`. Of any other error it shows the first line; the traceback goes into a file.
+A message has what happened, the value or place, and what to do. The command line prints the message
+and exits with `exit_code`. Of any other error it prints the first line and writes the traceback to a file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, ClassVar, Self
 if TYPE_CHECKING:
     from smelt.core.messages import Message
 
-UNNAMED = "error"  # the code of an error of no particular kind
-_LINE, _LINES = 2_000, 200  # characters and lines of a message
+DEFAULT_CODE = "error"  # the code of an error without a specific code
+_MAX_LINE, _MAX_LINES = 2_000, 200  # characters and lines of a message
 
 
 class SmeltError(Exception):
-    """Base of all errors that smelt explains to the user.
+    """Base of all errors with a message for the user.
 
     Args:
-        message: what is wrong, what was read, and how to fix it.
+        message: what happened, the value or place, and what to do.
         code: a slug that names the kind of error, such as `unknown-label`. Code and tests compare it,
             never the message.
-        setting, file, line: where it applies, where that is known.
-        found: of an error that reports several mistakes together, each of them.
+        setting, file, line: the place, if known.
+        found: the single mistakes, if the error reports several.
     """
 
     exit_code: ClassVar[int] = 1
@@ -40,25 +40,25 @@ class SmeltError(Exception):
         line: int | None = None,
         found: Iterable[Message] = (),
     ) -> None:
-        text = _short(str(message))
+        text = _shorten(str(message))
         super().__init__(text)
         self.code = code
         self.setting, self.file, self.line = setting, file, line
         self.found = tuple(found)
 
-    def at(self, place: str) -> Self:
-        """Return the error itself, with the file and line of `place` where that is ``FILE:LINE``."""
+    def with_location(self, place: str) -> Self:
+        """Set file and line from `place` if it is ``FILE:LINE``, and return the error."""
         file, _, line = place.rpartition(":")
         if file and line.isdecimal():
             self.file, self.line = file, int(line)
         return self
 
     def as_message(self, step: str | None = None) -> Message:
-        """Return the error as data, for a report."""
-        from smelt.core.messages import Message  # pydantic, which `import smelt` does without
+        """Return the error as a `Message`, for a report."""
+        from smelt.core.messages import Message  # imports pydantic, which `import smelt` must not
 
         return Message(
-            code=self.code or UNNAMED,
+            code=self.code or DEFAULT_CODE,
             severity="error",
             message=str(self),
             step=step,
@@ -68,34 +68,34 @@ class SmeltError(Exception):
         )
 
 
-def _short(message: str) -> str:
-    """Return `message` without the middle of what repeats more of an input than anybody reads."""
+def _shorten(message: str) -> str:
+    """Return `message` with the middle of very long inputs removed."""
     lines = [
-        line if len(line) <= _LINE else f"{line[: _LINE // 2]} [...] {line[-_LINE // 4 :]}"
+        line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} [...] {line[-_MAX_LINE // 4 :]}"
         for line in message.split("\n")
     ]
-    if len(lines) > _LINES:  # what is wrong stands at the beginning, how to mend it at the end
-        tail = _LINES // 4
-        head = _LINES - tail - 1
+    if len(lines) > _MAX_LINES:  # the mistake is at the beginning, the fix at the end
+        tail = _MAX_LINES // 4
+        head = _MAX_LINES - tail - 1
         lines = [*lines[:head], f"[... {len(lines) - head - tail:,} lines ...]", *lines[-tail:]]
     return "\n".join(lines)
 
 
 class InputError(SmeltError):
-    """Something that can be known before work starts: recipe, data, model folder, command line."""
+    """A mistake in the recipe, data, model folder or command line, found before work starts."""
 
     exit_code = 2
 
 
-def together(found: Iterable[Message], kind: type[InputError] = InputError) -> InputError:
-    """Return the error that reports `found`, one per line.
+def combined_error(mistakes: Iterable[Message], error_class: type[InputError] = InputError) -> InputError:
+    """Return the error that reports `mistakes`, one per line.
 
-    It has their code where all have the same, and of a single one its setting, file and line.
+    The code is that of the mistakes if all have the same; a single one also sets setting, file and line.
     """
-    messages = tuple(found)
+    messages = tuple(mistakes)
     kinds = {message.code for message in messages}
     code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
-    error = kind("\n".join(map(str, messages)), code=code, found=messages)
+    error = error_class("\n".join(map(str, messages)), code=code, found=messages)
     if len(messages) == 1:
         [only] = messages
         error.setting, error.file, error.line = only.setting, only.file, only.line
@@ -109,11 +109,11 @@ class RunError(SmeltError):
 
 
 @contextmanager
-def panics_explained() -> Iterator[None]:
-    """Turn a panic of a Rust library (tokenizers, safetensors) inside into a RunError.
+def rust_panics_as_errors() -> Iterator[None]:
+    """Convert a panic of a Rust library (tokenizers, safetensors) inside the context to a RunError.
 
-    pyo3's exception of a panic is no Exception, so that whoever catches those would let it end the process.
-    A tokenizer panics where a regular expression of it takes too many steps for a text.
+    pyo3's panic exception is not an `Exception`, so ordinary handlers would let it end the process.
+    A tokenizer panics if one of its regular expressions takes too many steps for a text.
     """
     try:
         yield
@@ -121,21 +121,22 @@ def panics_explained() -> Iterator[None]:
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise RunError(
-            f"A library gave up: {error}. The model's tokenizer, most likely: a regular expression in its"
-            " tokenizer.json takes too many steps for a text.",
+            f"A library failed: {error}. Probably a regular expression in the model's tokenizer.json takes"
+            " too"
+            " many steps for a text. Shorten long texts, or use another tokenizer.",
             code="library-panic",
         ) from error
 
 
 class ParityError(RunError):
-    """An exported graph does not compute what its parent computes."""
+    """The outputs of an exported graph differ from those of its source."""
 
 
 class SettingError(ValueError):
-    """A setting that is refused by a validator of its settings class; pydantic passes it on.
+    """A setting that a validator of its settings class rejects; pydantic passes it on.
 
     Args:
-        message: what is wrong, what was read, and how to fix it.
+        message: what happened, the value, and what to do.
         code: a slug that names the kind of mistake.
     """
 
@@ -149,63 +150,62 @@ class MissingDependencyError(InputError):
 
 
 class DeviceWarning(UserWarning):
-    """A model runs on another device than it was made for; the message says why."""
+    """A model runs on another device than intended; the message has the reason."""
 
 
 class TruncationWarning(UserWarning):
-    """Texts were longer than the model takes and were cut: `count` of them, at `limit` tokens."""
+    """`count` texts were longer than the model's `limit` of tokens and were truncated."""
 
     def __init__(self, count: int, total: int, limit: int) -> None:
         self.count, self.limit = count, limit
         what = f"{total} text{'s' if total > 1 else ''} {'was' if count == 1 else 'were'}"
         super().__init__(
-            f"{count} of {what} longer than the model takes ({limit} tokens) and cut."
-            " Shorten or split what is longer."
+            f"{count} of {what} longer than the model's limit ({limit} tokens) and truncated."
+            " Shorten or split long texts."
         )
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known word that `word` is a slip of, or an empty string.
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name that `word` is a typo of, else "".
 
-    A slip is a few wrong, missing or swapped letters (three in ten at most, upper and lower case alike),
-    or a whole beginning, else an end, between hyphens: `int8` for `int8-dynamic`. Words that only resemble
-    each other, as `negative` and `positive` or `rouge3` and `rouge1` do, are not proposed: they are other
-    things.
+    A typo has a few wrong, missing or swapped letters (at most three in ten, ignoring case), or is a whole
+    prefix or suffix between hyphens: `int8` for `int8-dynamic`. Names that are merely similar, such as
+    `negative` and `positive` or `rouge3` and `rouge1`, are not suggested.
     """
-    wanted = word.casefold()[:_LONGEST]
+    wanted = word.casefold()[:_MAX_WORD_LENGTH]
     found = [
         (slip, name)
-        for name in known
-        if name != word and (slip := _slip(wanted, name.casefold()[:_LONGEST])) is not None
+        for name in candidates
+        if name != word and (slip := _typo_distance(wanted, name.casefold()[:_MAX_WORD_LENGTH])) is not None
     ]
     return f" Did you mean '{min(found)[1]}'?" if found else ""
 
 
-_LONGEST = 100  # letters that are compared
-_SHARE = 0.3  # of wrong letters
-_AN_END = 1e-3  # less likely meant than a beginning, and more than wrong letters
-_LEAST_PART = 3  # letters of a part that may stand for the whole
-_NUMBERS = str.maketrans("123456789", "0" * 9)
+_MAX_WORD_LENGTH = 100  # letters that are compared
+_MAX_TYPO_DISTANCE = 0.3  # fraction of wrong letters
+_AFFIX_DISTANCE = 1e-3  # ranks a suffix after a prefix and before wrong letters
+_MIN_AFFIX_LENGTH = 3  # letters of an abbreviation
+_DIGITS_TO_ZERO = str.maketrans("123456789", "0" * 9)
 
 
-def _slip(word: str, name: str) -> float | None:
-    """Return how far `word` is from `name`, 0 to 1; None where it is no slip of it."""
-    if word != name and word.translate(_NUMBERS) == name.translate(_NUMBERS):
+def _typo_distance(word: str, name: str) -> float | None:
+    """Return the distance of `word` from `name`, 0 to 1; None if it is no typo of it."""
+    if word != name and word.translate(_DIGITS_TO_ZERO) == name.translate(_DIGITS_TO_ZERO):
         return None
-    if len(word) >= _LEAST_PART and name.startswith((f"{word}-", f"{word}_")):
+    if len(word) >= _MIN_AFFIX_LENGTH and name.startswith((f"{word}-", f"{word}_")):
         return 0.0
-    if len(word) >= _LEAST_PART and name.endswith((f"-{word}", f"_{word}")):
-        return _AN_END
+    if len(word) >= _MIN_AFFIX_LENGTH and name.endswith((f"-{word}", f"_{word}")):
+        return _AFFIX_DISTANCE
     longest = max(len(word), len(name))
-    allowed = max(1, int(_SHARE * longest)) if longest > 2 else 0
+    allowed = max(1, int(_MAX_TYPO_DISTANCE * longest)) if longest > 2 else 0
     if abs(len(word) - len(name)) > allowed:
         return None
-    edits = _edits(word, name)
+    edits = _edit_distance(word, name)
     return edits / longest if edits <= allowed and longest else None
 
 
-def _edits(one: str, other: str) -> int:
-    """Return how many letters must be changed, added, left out or swapped with their neighbour.
+def _edit_distance(one: str, other: str) -> int:
+    """Return the number of edits: change, insert, delete, or swap neighbouring letters.
 
     The optimal string alignment distance: Damerau 1964, https://doi.org/10.1145/363958.363994.
     """

@@ -1,4 +1,4 @@
-"""Reading and writing files so that a crash never leaves half of one behind, and others may read them."""
+"""Read and write files atomically, so that a crash never leaves a partial file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from smelt.core.errors import InputError
 
-_MOST_JSON = 256_000_000  # bytes; the largest tokenizer.json has 34 million
-# The end of a file's name while it is being written.
-_PART = ".part"
-# What file systems answer that cannot flush a folder.
-_NO_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES}
+_MAX_JSON_BYTES = 256_000_000  # bytes; the largest tokenizer.json has 34 million
+# Suffix of a file while it is being written.
+_PARTIAL_SUFFIX = ".part"
+# Error numbers of file systems that cannot flush a folder.
+_FSYNC_UNSUPPORTED = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES}
 
 
 def sha256_of(path: Path) -> str:
@@ -29,19 +29,19 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def hash_of(value: Any) -> str:
+def json_hash(value: Any) -> str:
     """Return the SHA-256 of a JSON-able value; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` beside `path`, flush it to disk, then rename: readers see all of it or nothing.
+    """Write `text` to a temporary file, flush it to disk, then rename it: readers see all of it or nothing.
 
-    The file gets the permissions that the umask leaves (`tempfile` would make it the owner's alone).
+    The file gets the umask's permissions (`tempfile` would restrict it to the owner).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
@@ -52,7 +52,7 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    fsync_path(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -60,13 +60,13 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def unfinished_in(folder: Path) -> Iterator[Path]:
-    """Yield the files in `folder` that `write_atomically` had begun and not finished."""
-    yield from list(folder.glob(f".*{_PART}"))
+def partial_files(folder: Path) -> Iterator[Path]:
+    """Yield unfinished files of `write_atomically` in `folder`."""
+    yield from list(folder.glob(f".*{_PARTIAL_SUFFIX}"))
 
 
-def flush(path: Path) -> None:
-    """Ask the system to write a file's or folder's content to the disk.
+def fsync_path(path: Path) -> None:
+    """Flush a file's or folder's content to the disk.
 
     Raises:
         OSError: it could not be written, for example because the disk is full.
@@ -74,37 +74,37 @@ def flush(path: Path) -> None:
     folder = path.is_dir()
     if os.name == "nt" and folder:
         return  # Windows cannot open a folder to flush it
-    # Windows flushes only what is open for writing
+    # Windows flushes only files that are open for writing
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not folder or error.errno not in _NO_FLUSH:
+        if not folder or error.errno not in _FSYNC_UNSUPPORTED:
             raise
     finally:
         os.close(descriptor)
 
 
-def follow_umask(folder: Path) -> None:
-    """Give `folder`, which lies in a folder of ours, and all below it the permissions of newly made ones.
+def apply_umask(folder: Path) -> None:
+    """Give `folder`, which is inside a folder of smelt, and its contents the permissions of new files.
 
-    Libraries write some files for their owner alone; whoever may read the store may read all of them. The
-    umask can be read only by setting it, for all threads at once, so a new file and folder show it.
+    Libraries write some files for their owner only; who may read the store may read all of them. The umask
+    can be read only by setting it, for all threads at once, so it is read from a new file and folder.
     """
     if os.name == "nt":
         return
-    for_file, for_folder = _new_modes(folder.parent)
+    for_file, for_folder = _default_modes(folder.parent)
     for path in (folder, *folder.rglob("*")):
         if path.is_symlink():
             continue
         mode = for_folder if path.is_dir() else for_file
         if stat.S_IMODE(path.stat().st_mode) != mode:
-            with contextlib.suppress(OSError):  # file systems without permissions refuse
+            with contextlib.suppress(OSError):  # file systems without permissions raise
                 path.chmod(mode)
 
 
-def _new_modes(folder: Path) -> tuple[int, int]:
-    """Return the permissions of a file and of a folder that are newly made in `folder`."""
+def _default_modes(folder: Path) -> tuple[int, int]:
+    """Return the permissions of a new file and of a new folder in `folder`."""
     sample = folder / f".{secrets.token_hex(8)}"
     os.close(os.open(sample, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     for_file = stat.S_IMODE(sample.stat().st_mode)
@@ -116,12 +116,12 @@ def _new_modes(folder: Path) -> tuple[int, int]:
 
 
 def seconds_since_written(path: Path) -> float:
-    """Return how long ago `path` was last written to or touched; infinity where it is gone.
+    """Return the seconds since `path` was last written or touched; infinity if it does not exist.
 
-    Both moments are told by the clock of the file system, which may be another machine's. Where it cannot
-    be asked (a full disk), this is 0: just now.
+    Both times are from the clock of the file system, which may be another machine's. If it cannot be read
+    (a full disk), this is 0: just now.
     """
-    probe = path.with_name(f".{secrets.token_hex(8)}{_PART}")
+    probe = path.with_name(f".{secrets.token_hex(8)}{_PARTIAL_SUFFIX}")
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         now = probe.stat().st_mtime
@@ -138,8 +138,8 @@ def seconds_since_written(path: Path) -> float:
         return 0.0
 
 
-def size_of(folder: Path) -> int:
-    """Return the bytes of all files below `folder`; what goes away meanwhile counts nothing."""
+def folder_size(folder: Path) -> int:
+    """Return the bytes of all files below `folder`; files that disappear meanwhile count 0."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -148,19 +148,19 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def placed(base: Path, said: str | Path) -> Path:
-    """Return the path that `said` means in a file of the folder `base`; `~` is the user's home.
+def resolve_path(base: Path, path: str | Path) -> Path:
+    """Return `path` relative to the folder `base` of the file that names it; `~` is the user's home.
 
-    A name with ~ that is no user's is a name like others.
+    A name with ~ that is not a user's is an ordinary name.
     """
     try:
-        return base / Path(said).expanduser()
+        return base / Path(path).expanduser()
     except RuntimeError:
-        return base / said
+        return base / path
 
 
-def is_there(path: Path) -> bool:
-    """Say whether there is a file or folder `path`; of a name that none can have, that there is not."""
+def path_exists(path: Path) -> bool:
+    """Return whether the file or folder `path` exists; false for an invalid name."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -168,35 +168,35 @@ def is_there(path: Path) -> bool:
 
 
 def load_json(path: Path) -> Any:
-    """Return what the JSON file `path` holds, whoever wrote it.
+    """Return the content of the JSON file `path`, from any source.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, nested too deep, longer than 256 MB, or holds half of a surrogate pair,
-            which no file can be written with.
+        ValueError: it is not JSON, nested too deep, larger than 256 MB, or holds half of a surrogate pair,
+            which cannot be written to a file.
     """
-    if path.stat().st_size > _MOST_JSON:
-        raise ValueError(f"it has more than {_MOST_JSON:,} bytes")
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"it is larger than {_MAX_JSON_BYTES:,} bytes")
     text = path.read_text(encoding="utf-8")
     try:
         value = json.loads(text)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("it is nested too deeply") from error
     return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or an empty one where there is no such file.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, or an empty one if there is no such file.
 
     Raises:
-        InputError: it is no JSON.
+        InputError: it is not JSON.
     """
     if not path.is_file():
         return {}
     try:
         value = load_json(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: broken JSON: {error}", code="invalid-json") from error
+        raise InputError(f"{path}: invalid JSON: {error}. Correct the file", code="invalid-json") from error
     return value if isinstance(value, dict) else {}

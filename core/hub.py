@@ -1,8 +1,8 @@
-"""Whether the Hugging Face hub can be asked, found out in seconds.
+"""Check within seconds whether the Hugging Face hub can be reached.
 
-Its client tries a connection that cannot be made six times, for 23 seconds (huggingface_hub's
-`http_backoff`), before it looks into its cache. So it is tried once here, up to the TCP connection: a
-server that answers slowly is there.
+Its client retries a failing connection six times, for 23 seconds (huggingface_hub's `http_backoff`), before
+it uses its cache. So one attempt is made here, up to the TCP connection: a slow server counts as
+reachable.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 3.0  # to find the address and to connect to it
-_TRUSTED_SECONDS = 30.0  # an answer is taken for true so long: a recipe asks for several things
+CONNECT_TIMEOUT_S = 3.0  # to resolve the address and connect
+_RESULT_VALID_S = 30.0  # a result is cached this long: a recipe needs several downloads
 _PORTS = {"https": 443, "http": 80}
-_UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EAGAIN)
-_asked: dict[str, tuple[float, str | None]] = {}
+_CONNECT_IN_PROGRESS = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EAGAIN)
+_cached_results: dict[str, tuple[float, str | None]] = {}
 
 
-def hub_lacks() -> str | None:
-    """Say why the hub cannot be asked, as the end of a sentence; None where it can."""
+def hub_unreachable_reason() -> str | None:
+    """Return why the hub cannot be reached, as the end of a sentence; None if it can."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "the hub is not asked, because HF_HUB_OFFLINE is set"
     endpoint = str(constants.ENDPOINT)
-    when, lack = _asked.get(endpoint, (float("-inf"), None))
-    if time.monotonic() - when > _TRUSTED_SECONDS:
-        reason = _unreachable(*_address(endpoint))
+    when, lack = _cached_results.get(endpoint, (float("-inf"), None))
+    if time.monotonic() - when > _RESULT_VALID_S:
+        reason = _connection_error(*_host_and_port(endpoint))
         lack = reason and f"{endpoint} cannot be reached from here ({reason})"
-        _asked[endpoint] = (time.monotonic(), lack)
+        _cached_results[endpoint] = (time.monotonic(), lack)
     return lack
 
 
 @contextmanager
-def cache_alone(lack: str | None) -> Iterator[None]:
-    """Where there is a `lack`, make the hub's client and `datasets` look into their caches alone.
+def hub_cache_only(reason: str | None) -> Iterator[None]:
+    """If there is a `reason`, restrict the hub's client and `datasets` to their caches inside the context.
 
-    The flag is theirs and the process's, until this context ends: an argument `local_files_only` still
-    lets the client ask the network for other things.
+    The flags are global for the process: the argument `local_files_only` still lets the client use the
+    network for other requests.
     """
     from huggingface_hub import constants
 
@@ -55,7 +55,7 @@ def cache_alone(lack: str | None) -> Iterator[None]:
     places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
     before = [place.HF_HUB_OFFLINE for place in places]
     for place in places:
-        place.HF_HUB_OFFLINE = place.HF_HUB_OFFLINE or lack is not None
+        place.HF_HUB_OFFLINE = place.HF_HUB_OFFLINE or reason is not None
     try:
         yield
     finally:
@@ -63,8 +63,8 @@ def cache_alone(lack: str | None) -> Iterator[None]:
             place.HF_HUB_OFFLINE = flag
 
 
-def _address(endpoint: str) -> tuple[str, int]:
-    """Return host and port of what is connected to: the endpoint, or the proxy before it."""
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Return host and port to connect to: of the endpoint, or of its proxy."""
     parts = urlsplit(endpoint)
     host = parts.hostname or ""
     proxies = urllib.request.getproxies()
@@ -75,47 +75,47 @@ def _address(endpoint: str) -> tuple[str, int]:
     return host, parts.port or _PORTS.get(parts.scheme, 1080)
 
 
-def _unreachable(host: str, port: int) -> str | None:
-    """Return why no connection to `host` comes about in time, or None.
+def _connection_error(host: str, port: int) -> str | None:
+    """Return why `host` cannot be connected to in time, or None.
 
-    In a thread of its own, since nothing else ends the search for an address that no server answers.
+    In a separate thread, because a name lookup without an answering server cannot be interrupted.
     """
-    answer: list[str | None] = [f"no connection in {SECONDS:.0f} s"]
+    answer: list[str | None] = [f"no connection in {CONNECT_TIMEOUT_S:.0f} s"]
 
     def ask() -> None:
         try:
-            answer[0] = _connect(host, port, time.monotonic() + SECONDS)
+            answer[0] = _try_connect(host, port, time.monotonic() + CONNECT_TIMEOUT_S)
         except OSError as error:
             answer[0] = error.strerror or str(error)
-        except Exception:  # an odd name: let the client say what it thinks of it
+        except Exception:  # an invalid name: the client reports it
             answer[0] = None
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    thread.join(CONNECT_TIMEOUT_S)
     return answer[0]
 
 
-def _connect(host: str, port: int, deadline: float) -> str | None:
-    """Try all addresses of `host` at once, as one of two families of them may lead nowhere.
+def _try_connect(host: str, port: int, deadline: float) -> str | None:
+    """Try all addresses of `host` at once, because one of two address families may not work.
 
     Returns:
-        None as soon as one connects, else why the last of them did not.
+        None as soon as one connects, else the reason of the last failure.
     """
-    why = f"no connection in {SECONDS:.0f} s"
+    why = f"no connection in {CONNECT_TIMEOUT_S:.0f} s"
     with ExitStack() as opened:
         selector = opened.enter_context(selectors.DefaultSelector())
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
                 attempt = opened.enter_context(socket.socket(family, kind, protocol))
-            except OSError as refusal:  # a family that this system does not have
+            except OSError as refusal:  # an address family that this system lacks
                 why = refusal.strerror or why
                 continue
             attempt.setblocking(False)
             error = attempt.connect_ex(address)
             if not error:
                 return None
-            if error in _UNDER_WAY:
+            if error in _CONNECT_IN_PROGRESS:
                 selector.register(attempt, selectors.EVENT_WRITE, attempt)
             else:
                 why = os.strerror(error)

@@ -1,4 +1,4 @@
-"""How much memory is left, work that is known not to fit, and work that no garbage is looked for in."""
+"""Free memory, memory requirements, and pausing of the garbage collector."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from pathlib import Path
 
 from smelt.core.errors import RunError
 
-# (limit, used, file with the cache that can be given back) of a container: cgroup v2, then v1.
-_CGROUPS = (
+# (limit, usage, file with the reclaimable cache) of a container: cgroup v2, then v1.
+_CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that a process can still take: memory, swap, and no more than its container may."""
+    """Return the bytes that a process can still allocate: memory and swap, within its container's limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available) + int(psutil.swap_memory().free)
-    left = _left_in_container(cgroup)
+    left = _container_free_bytes(cgroup)
     return free if left is None else min(free, left)
 
 
-def require_memory(needed_bytes: int, what: str, remedy: str, free_bytes: int | None = None) -> None:
-    """Refuse work whose least need is above what there is.
+def require_memory(needed_bytes: int, purpose: str, remedy: str, free_bytes: int | None = None) -> None:
+    """Require memory for work.
 
     Args:
-        needed_bytes: what is certainly needed; the true need may be higher.
-        what: the work, for the message.
+        needed_bytes: a lower bound of the needed memory.
+        purpose: the work, for the message.
         remedy: what the user can do, a sentence.
         free_bytes: of the device that does the work (default: `available_bytes`).
 
     Raises:
-        RunError: it does not fit.
+        RunError: not enough memory.
     """
     free = available_bytes() if free_bytes is None else free_bytes
     if needed_bytes > free:
         raise RunError(
-            f"{what} needs at least {needed_bytes / 1e9:.1f} GB of memory more, and {free / 1e9:.1f} GB are"
-            f" free. {remedy}",
+            f"{purpose} needs at least {needed_bytes / 1e9:.1f} GB more memory, but only"
+            f" {free / 1e9:.1f} GB are free. {remedy}",
             code="out-of-memory",
         )
 
 
-def _left_in_container(cgroup: Path) -> int | None:
-    for limit_name, used_name in _CGROUPS:
+def _container_free_bytes(cgroup: Path) -> int | None:
+    for limit_name, used_name in _CGROUP_FILES:
         try:
             limit = int((cgroup / limit_name).read_text(encoding="ascii"))
             used = int((cgroup / used_name).read_text(encoding="ascii"))
-            return max(0, limit - used + _cached(cgroup / limit_name))
+            return max(0, limit - used + _page_cache_bytes(cgroup / limit_name))
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
     return None
 
 
-def _cached(limit: Path) -> int:
-    """Return the bytes of the group's file cache, which the kernel gives back when they are needed."""
+def _page_cache_bytes(limit: Path) -> int:
+    """Return the bytes of the group's file cache, which the kernel reclaims when needed."""
     for line in (limit.parent / "memory.stat").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -67,8 +67,8 @@ def _cached(limit: Path) -> int:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep Python's garbage collector still meanwhile; a caller who had it off finds it off again."""
+def gc_paused() -> Iterator[None]:
+    """Disable Python's garbage collector inside the context; if it was disabled before, it stays so."""
     was_on = gc.isenabled()
     gc.disable()
     try:

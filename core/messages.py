@@ -1,4 +1,4 @@
-"""What smelt has to say to a person, as data: a code to compare, and a text to read."""
+"""Messages to the user as data: a code to compare, and a text to read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 Severity = Literal["info", "warning", "error"]
-_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_CODE_PATTERN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class Message:
-    """A warning, an error or a piece of information about a run, a step or a plan.
+    """A warning, an error or information about a run, a step or a plan.
 
     code: a slug that names the kind of message, such as `few-calibration-tokens`. Code and tests compare it,
         never the text.
-    message: what happened, the values, what to do.
-    severity: info; warning, where results may be worse than they look; error.
-    step, setting, file, line: where it applies, where that is known.
+    message: what happened, the value or place, what to do.
+    severity: info; warning, if results may be worse than they look; error.
+    step, setting, file, line: the place, if known.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {
@@ -34,18 +34,18 @@ class Message:
     line: int | None = None
 
     def __post_init__(self) -> None:
-        if not _SLUG.fullmatch(self.code):
-            raise ValueError(f"a code is a slug of small letters, digits and hyphens, read {self.code!r}")
+        if not _CODE_PATTERN.fullmatch(self.code):
+            raise ValueError(f"a code consists of lower-case letters, digits and hyphens, got {self.code!r}")
 
     def __str__(self) -> str:
         place = self.file or ("line" if self.line is not None else "")
         at = "" if self.line is None else f":{self.line}" if self.file else f" {self.line}"
         where = f"{place}{at}"
         if re.match(rf"{re.escape(where)}(?!\w)", self.message):
-            where = ""  # an error's text has it
+            where = ""  # the text of an error already has it
         return ": ".join(part for part in (where, self.step or "", self.message) if part)
 
-    def prefixed(self, prefix: str) -> Message:
+    def with_prefix(self, prefix: str) -> Message:
         """Return the same message with `prefix` before its text."""
         return replace(self, message=f"{prefix}{self.message}")
 
@@ -63,7 +63,7 @@ def warning(
     return Message(code, message, step=step, setting=setting, file=file, line=line)
 
 
-def mistake(
+def error_message(
     code: str,
     message: str,
     *,
@@ -71,7 +71,7 @@ def mistake(
     file: str | None = None,
     line: int | None = None,
 ) -> Message:
-    """Return a `Message` of severity `error`: one of several mistakes that an error reports together."""
+    """Return a `Message` of severity `error`: one of several mistakes of an error."""
     return Message(code=code, severity="error", message=message, setting=setting, file=file, line=line)
 
 
@@ -80,11 +80,11 @@ def info(code: str, message: str) -> Message:
     return Message(code, message, severity="info")
 
 
-def codes(messages: Iterable[Message]) -> list[str]:
+def message_codes(messages: Iterable[Message]) -> list[str]:
     """Return the codes of `messages`, in their order."""
     return [message.code for message in messages]
 
 
-def as_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return `messages` as JSON-able dictionaries, without the places that are not known."""
+def messages_to_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return `messages` as JSON-able dictionaries, without unknown places."""
     return [{name: value for name, value in asdict(one).items() if value is not None} for one in messages]

@@ -1,4 +1,4 @@
-"""What a run was measured on: versions, processor, memory, system, GPU. Imports nothing heavy."""
+"""The environment of a run: versions, processor, memory, system, GPU. Imports no heavy package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
+RECORDED_PACKAGES = (
     "smelt",
     "torch",
     "transformers",
@@ -28,26 +28,26 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
-    """Return what report.json's `environment` holds; memory in bytes."""
+def describe_environment() -> dict[str, Any]:
+    """Return the `environment` of report.json; memory in bytes."""
     import psutil
 
     return {
-        "versions": versions(),
+        "versions": installed_versions(),
         "python": platform.python_version(),
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         "logical_cores": os.cpu_count() or 1,
         "memory_bytes": int(psutil.virtual_memory().total),
         "os": operating_system(),
-        "gpus": gpus(),
+        "gpus": list_gpus(),
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the installed ones of `PACKAGES` with their versions, from metadata alone."""
+def installed_versions() -> dict[str, str]:
+    """Return the installed packages of `PACKAGES` with their versions, read from metadata only."""
     found = {}
-    for name in PACKAGES:
+    for name in RECORDED_PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -56,8 +56,8 @@ def versions() -> dict[str, str]:
 
 
 def machine_id() -> str:
-    """Return what two timings must share to be comparable: processor, cores, system, GPUs."""
-    names = [gpu["name"] for gpu in gpus()]
+    """Return the identity that two timings must share to be comparable: processor, cores, system, GPUs."""
+    names = [gpu["name"] for gpu in list_gpus()]
     parts = [cpu_model(), f"{os.cpu_count()} cores", operating_system(), *names]
     return " | ".join(parts)
 
@@ -66,8 +66,8 @@ def machine_id() -> str:
 def cpu_model() -> str:
     """Return the processor's name.
 
-    Where the system gives only a family (virtual machines), the family, model and stepping numbers
-    are added, so that two kinds of processor do not look alike.
+    Where the system reports only a family (virtual machines), the family, model and stepping numbers
+    are added, so that different processors have different names.
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -78,7 +78,7 @@ def cpu_model() -> str:
             numbers = [fields[k] for k in ("cpu family", "model", "stepping") if k in fields]
             return f"{name} ({'/'.join(numbers)})" if numbers else name
     if platform.system() == "Darwin":
-        name = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
+        name = _command_output(["sysctl", "-n", "machdep.cpu.brand_string"])
         if name:
             return name
     return platform.processor() or platform.machine() or "unknown"
@@ -104,17 +104,17 @@ def _gpu_lines() -> tuple[str, ...]:
         "--query-gpu=name,memory.total,driver_version,compute_cap",
         "--format=csv,noheader",
     ]
-    return tuple(line for line in _output(query).splitlines() if line.count(",") == 3)
+    return tuple(line for line in _command_output(query).splitlines() if line.count(",") == 3)
 
 
-def gpus() -> list[dict[str, str]]:
-    """Return name, memory, driver, compute capability of each NVIDIA GPU; none without nvidia-smi."""
+def list_gpus() -> list[dict[str, str]]:
+    """Return name, memory, driver and compute capability of each NVIDIA GPU; empty without nvidia-smi."""
     keys = ("name", "memory", "driver", "compute_capability")
     return [dict(zip(keys, (part.strip() for part in line.split(",")), strict=True)) for line in _gpu_lines()]
 
 
-def _output(command: list[str]) -> str:
-    """Return what a small program prints; nothing where it is missing, fails or hangs."""
+def _command_output(command: list[str]) -> str:
+    """Return the output of a command; empty where it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

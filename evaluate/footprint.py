@@ -1,6 +1,6 @@
-"""How large an artifact is: numbers in the model, bytes on disk.
+"""Size of an artifact: number of parameters, bytes on disk.
 
-Counts come from headers and graph protos; no weights are held in memory. Peak memory is measured by
+Counts are read from headers and graph protos; no weights are held in memory. Peak memory is measured by
 the latency workers, each of which holds one artifact only.
 """
 
@@ -13,41 +13,41 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.generate.shortlist import ALWAYS, TABLE
-from smelt.runtime.models.weight_files import values_in, weight_tensors
-from smelt.runtime.schemes.registry import operators
+from smelt.runtime.generate.shortlist import ALWAYS_TENSOR, TABLE_TENSOR
+from smelt.runtime.models.weight_files import value_count, weight_tensors
+from smelt.runtime.schemes.registry import quantized_operators
 
 # Integer initializers with fewer values are shapes, axes and other constants of a graph, not weights.
-_FEWEST_WEIGHTS = 64
+_MIN_WEIGHT_VALUES = 64
 
 
-def footprint(artifact: Artifact) -> dict[str, int | None]:
-    """Return `parameters` (count; None where the format does not tell) and `size_bytes` (on disk)."""
-    return {"parameters": parameters(artifact), "size_bytes": artifact.size_bytes}
+def artifact_size(artifact: Artifact) -> dict[str, int | None]:
+    """Return `parameters` (count; None where the format does not contain it) and `size_bytes` (on disk)."""
+    return {"parameters": artifact_parameters(artifact), "size_bytes": artifact.size_bytes}
 
 
-def parameters(artifact: Artifact) -> int | None:
-    """Return how many numbers the model holds.
+def artifact_parameters(artifact: Artifact) -> int | None:
+    """Return the number of parameters of the model.
 
-    A number that the stage recorded in its details wins (packed codes hide how many they are). Torch:
+    A number that the stage recorded in its details takes precedence (packed weights hide their count). Torch:
     values of the distinct tensors in the safetensors files. ONNX: values of the weight initializers,
-    each distinct one once (two graphs of a translator may both carry the embedding). TensorRT: what
-    the ONNX parent had, handed on in `details`; an engine does not tell.
+    each distinct one once (two graphs of a translator may both contain the embedding). TensorRT: the number
+    of the ONNX parent, copied to `details`; an engine does not contain it.
     """
     recorded = artifact.manifest.details.get("parameters")
     if recorded is not None or artifact.format == "tensorrt":
         return None if recorded is None else int(recorded)
     if artifact.format == "torch":
-        return sum(values_in(entry) for _, _, entry in weight_tensors(artifact.path))
+        return sum(value_count(entry) for _, _, entry in weight_tensors(artifact.path))
     return onnx_parameters(artifact.path)
 
 
 def onnx_parameters(folder: Path) -> int:
-    """Return the number of values of the weights in the folder's ONNX graphs, equal ones counted once.
+    """Return the number of weight values in the folder's ONNX graphs, equal weights counted once.
 
-    Weights are floating initializers of any size and integer ones of at least 64 values (codes);
-    scales and zero points belong to the codes and so are not counted where they can be told apart:
-    they feed the operators that (de)quantize. A shortlist is none of them either.
+    Weights are floating-point initializers of any size and integer ones of at least 64 values (quantized
+    weights). Scales and zero points are not counted where they can be identified: they are inputs of
+    operators that (de)quantize. A shortlist is not counted either.
     """
     import onnx
 
@@ -56,25 +56,25 @@ def onnx_parameters(folder: Path) -> int:
     for path in sorted(folder.rglob("*.onnx")):
         try:
             model = onnx.load(path, load_external_data=False)
-        except Exception as error:  # protobuf raises several kinds, all meaning the same
+        except Exception as error:  # protobuf raises several kinds for the same cause
             raise InputError(
-                f"{path}: not an ONNX file that can be read: {error}", code="unreadable-file", file=str(path)
+                f"{path}: cannot be read as an ONNX file: {error}", code="unreadable-file", file=str(path)
             ) from error
-        helpers = _scales_and_zero_points(model.graph) | {TABLE, ALWAYS}
+        helpers = _scales_and_zero_points(model.graph) | {TABLE_TENSOR, ALWAYS_TENSOR}
         for tensor in model.graph.initializer:
-            count = 0 if tensor.name in helpers else _values(tensor)
+            count = 0 if tensor.name in helpers else _weight_count(tensor)
             if count == 0:
                 continue
-            identity = _identity(tensor, path.parent)
+            identity = _weight_identity(tensor, path.parent)
             if identity not in seen:
                 seen.add(identity)
                 total += count
     return total
 
 
-# Which inputs of which operators hold scales and zero points (ONNX and com.microsoft documentation), besides
-# those of our own schemes.
-_HELPER_INPUTS = operators() | {
+# The inputs of operators that hold scales and zero points (ONNX and com.microsoft documentation), and those
+# of our own schemes.
+_HELPER_INPUTS = quantized_operators() | {
     "QuantizeLinear": (1, 2),
     "DequantizeLinear": (1, 2),
     "MatMulIntegerToFloat": (2, 3, 4, 5),
@@ -92,8 +92,8 @@ def _scales_and_zero_points(graph: Any) -> set[str]:
     return names
 
 
-def _values(tensor: Any) -> int:
-    """Return how many weights an initializer holds; 0 for what is no weight."""
+def _weight_count(tensor: Any) -> int:
+    """Return the number of weights in an initializer; 0 if it holds no weights."""
     from onnx import TensorProto
 
     count: int = math.prod(tensor.dims)
@@ -102,11 +102,11 @@ def _values(tensor: Any) -> int:
     floating = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
     if tensor.data_type in floating:
         return count
-    return count if count >= _FEWEST_WEIGHTS else 0
+    return count if count >= _MIN_WEIGHT_VALUES else 0
 
 
-def _identity(tensor: Any, folder: Path) -> object:
-    """Return what is equal for equal weights: type, shape, and a hash of the bytes."""
+def _weight_identity(tensor: Any, folder: Path) -> object:
+    """Return a value that is equal for equal weights: type, shape, and a hash of the bytes."""
     kind = tensor.data_type, tuple(tensor.dims)
     external = {entry.key: entry.value for entry in tensor.external_data}
     if not external:
@@ -118,7 +118,7 @@ def _identity(tensor: Any, folder: Path) -> object:
     path = folder / external["location"]
     if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
         raise InputError(
-            f"{path}: the graph's weights should lie in this file, but it is not there.",
+            f"{path}: the file with the graph's weights is missing. Copy it next to the graph.",
             code="missing-file",
             file=str(path),
         )

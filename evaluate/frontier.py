@@ -1,4 +1,4 @@
-"""Which steps nothing else beats in both quality and speed."""
+"""The Pareto-optimal steps in quality and speed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def frontier(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) -> list[str]:
-    """Return the names of the steps on the Pareto front, in the order of `steps`.
+def pareto_front(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) -> list[str]:
+    """Return the names of the Pareto-optimal steps, in the order of `steps`.
 
     The two axes are the first quality metric of the report and the speed-up over the baseline at the
     smallest batch size that any step was timed with: the paired one, as in the headline and the table.
-    A step is out where it lacks either, where its times were disturbed, or where nobody would deploy it
-    (`deployable`: false) or its quality is that of chance. A step is dominated where another is at least as
-    good in both and better in one. Where disturbance leaves the baseline alone, nothing was compared and
-    there is no front.
+    A step is excluded where it lacks either, where its times were disturbed, where it cannot be deployed
+    (`deployable`: false) or where its quality is at chance level. A step is dominated where another is at
+    least as good in both and better in one. If only the baseline has undisturbed times, nothing was compared
+    and the result is empty.
 
     Args:
         steps: entries of report.json's `steps`.
-        baseline: the name of the one whose speed-up is 1, whatever happened while it was timed.
+        baseline: name of the step whose speed-up is 1, even if its timing was disturbed.
     """
-    points = _points(steps, baseline)
+    points = _front_points(steps, baseline)
     return [
         name
         for name, (quality, speed) in points.items()
@@ -28,16 +28,16 @@ def frontier(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) ->
     ]
 
 
-def is_chance(
+def is_chance_level(
     value: float, ci95: Sequence[float] | None, chance: float | None, higher_is_better: bool
 ) -> bool:
-    """Return whether a score cannot be told from `chance`, what is had without a model.
+    """Return whether a score cannot be distinguished from `chance`, the value without a model.
 
     Args:
-        value: of the score.
+        value: the score.
         ci95: its interval; without one the value itself is compared.
-        chance: None where nothing is known of it.
-        higher_is_better: of the metric.
+        chance: None where it is not known.
+        higher_is_better: direction of the metric.
     """
     if chance is None:
         return False
@@ -45,29 +45,31 @@ def is_chance(
     return low <= chance if higher_is_better else high >= chance
 
 
-def at_chance(step: Mapping[str, Any]) -> bool:
-    """Return whether the first metric of a step (of report.json) cannot be told from chance."""
+def is_step_at_chance(step: Mapping[str, Any]) -> bool:
+    """Return whether the first metric of a step (of report.json) is at chance level."""
     for score in (step.get("quality") or {}).values():
-        return is_chance(score["value"], score.get("ci95"), score.get("chance"), score["higher_is_better"])
+        return is_chance_level(
+            score["value"], score.get("ci95"), score.get("chance"), score["higher_is_better"]
+        )
     return False
 
 
-def axes(steps: Sequence[Mapping[str, Any]]) -> tuple[str | None, int | None]:
+def front_axes(steps: Sequence[Mapping[str, Any]]) -> tuple[str | None, int | None]:
     """Return the first quality metric and the smallest batch size of a report; None where there is none."""
     metric = next((metric for step in steps for metric in step.get("quality") or {}), None)
     sizes = [entry["batch_size"] for step in steps for entry in step.get("latency") or []]
     return metric, min(sizes, default=None)
 
 
-def _points(steps: Sequence[Mapping[str, Any]], baseline: str | None) -> dict[str, tuple[float, float]]:
+def _front_points(steps: Sequence[Mapping[str, Any]], baseline: str | None) -> dict[str, tuple[float, float]]:
     """Return (quality, higher is better; speed-up) by step name."""
-    metric, batch_size = axes(steps)
+    metric, batch_size = front_axes(steps)
     points: dict[str, tuple[float, float]] = {}
     disturbed = False
     for step in steps:
         score = (step.get("quality") or {}).get(metric)
         rows = [row for row in step.get("latency") or [] if row["batch_size"] == batch_size]
-        if not score or not rows or step.get("deployable") is False or at_chance(step):
+        if not score or not rows or step.get("deployable") is False or is_step_at_chance(step):
             continue
         speed, counts = rows[0].get("speedup"), rows[0].get("stable") is not False or step["name"] == baseline
         disturbed |= speed is not None and not counts

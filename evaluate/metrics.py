@@ -1,4 +1,4 @@
-"""The metrics that there are: the unit, the name and the direction of each. No numpy: the recipe reads it."""
+"""The metrics: unit, name and direction of each. Without numpy, since the recipe imports it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """What is known of a metric without any example.
+    """Properties of a metric.
 
-    unit: of its value, as report.json and the tables have it. title: its name as papers write it.
-    higher_is_better: which way is better; of the others a gate's `max_drop` limits the rise.
+    unit: of its value, in report.json and the tables. title: its name as papers write it.
+    higher_is_better: its direction; for metrics where lower is better a gate's `max_drop` limits the rise.
     """
 
     unit: str
@@ -39,6 +39,6 @@ METRICS: dict[str, Metric] = {
     "perplexity": Metric("perplexity", "Perplexity", higher_is_better=False),
     "bits_per_byte": Metric("bits/byte", "Bits per byte", higher_is_better=False),
 }
-# of running text, whose examples are windows that two tokenizers cut at other places
+# of running text, whose windows depend on the tokenizer
 WINDOW_METRICS = ("perplexity", "bits_per_byte")
 LOWER_IS_BETTER = frozenset(name for name, metric in METRICS.items() if not metric.higher_is_better)

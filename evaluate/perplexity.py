@@ -1,8 +1,8 @@
 """Perplexity and bits per byte of running text, from the losses of its windows.
 
 perplexity = exp(sum of losses / tokens); bits per byte = sum of losses / ln 2 / bytes of UTF-8. The
-second does not depend on how a tokenizer cuts the text, so it compares models of different vocabularies.
-For both less is better. Intervals and tests resample whole windows (see significance.py), because the
+second does not depend on the tokenizer, so it compares models of different vocabularies.
+For both lower is better. Intervals and tests resample whole windows (see significance.py), because the
 tokens of one window depend on each other.
 """
 
@@ -11,11 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from smelt.core.errors import InputError, nearest
-from smelt.core.files import hash_of
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash
 from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
-from smelt.evaluate.quality import Score
-from smelt.evaluate.significance import RESAMPLES, SEED, Statistics, bootstrap_interval, value_of
+from smelt.evaluate.quality import MetricScore
+from smelt.evaluate.significance import (
+    BOOTSTRAP_SEED,
+    RESAMPLES,
+    Statistics,
+    bootstrap_interval,
+    metric_value,
+)
 
 
 def score_windows(
@@ -23,20 +29,20 @@ def score_windows(
     losses: Sequence[float],
     tokens: Sequence[int],
     sizes: Sequence[int],
-    cut: str,
+    windows: str,
     examples: object,
     vocabulary: int | None = None,
-) -> dict[str, Score]:
+) -> dict[str, MetricScore]:
     """Score a text that was predicted window by window.
 
     Args:
         metrics: names from WINDOW_METRICS; the result has their order.
         losses: the sum of the negative log-likelihoods of each window's tokens, nats.
         tokens: how many tokens each window predicts.
-        sizes: bytes of UTF-8 that these tokens spell.
-        cut: how the text was cut, for the signature.
-        examples: what was predicted (JSON-able); only equal ones can be compared in pairs.
-        vocabulary: number of tokens; a uniform model's perplexity is this number.
+        sizes: UTF-8 bytes of these tokens.
+        windows: how the text was cut, for the signature.
+        examples: the predicted tokens (JSON-able); only scores on equal examples can be compared in pairs.
+        vocabulary: number of tokens; it equals the perplexity of a uniform model.
 
     Raises:
         InputError: an unknown metric, no windows, or lengths that differ.
@@ -45,16 +51,17 @@ def score_windows(
         if metric not in WINDOW_METRICS:
             known = ", ".join(WINDOW_METRICS)
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, WINDOW_METRICS)}",
+                f"Unknown metric '{metric}' for perplexity; known:"
+                f" {known}.{did_you_mean(metric, WINDOW_METRICS)}",
                 code="unknown-metric",
             )
     if not losses or not len(losses) == len(tokens) == len(sizes):
         raise InputError(
-            f"Perplexity needs windows with losses, tokens and bytes; there are {len(losses)}, {len(tokens)}"
-            f" and {len(sizes)}.",
+            f"Perplexity needs one loss, token count and byte count per window; got {len(losses)},"
+            f" {len(tokens)} and {len(sizes)}.",
             code="count-mismatch",
         )
-    signature = f"{cut}|ci:bootstrap over windows|bs:{RESAMPLES}|seed:{SEED}"
+    signature = f"{windows}|ci:bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
     rows: list[list[int | float]] = [
         [float(loss), int(count), int(size)] for loss, count, size in zip(losses, tokens, sizes, strict=True)
     ]
@@ -64,10 +71,10 @@ def score_windows(
         uniform = {"perplexity": float(vocabulary), "bits_per_byte": bits}
     scores = {}
     for metric in metrics:
-        statistics = Statistics(metric=metric, signature=signature, examples=hash_of(examples), rows=rows)
-        scores[metric] = Score(
+        statistics = Statistics(metric=metric, signature=signature, examples=json_hash(examples), rows=rows)
+        scores[metric] = MetricScore(
             metric=metric,
-            value=value_of(statistics),
+            value=metric_value(statistics),
             unit=METRICS[metric].unit,
             higher_is_better=METRICS[metric].higher_is_better,
             n=sum(tokens),

@@ -11,31 +11,31 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smelt.core.errors import InputError, nearest
-from smelt.core.files import hash_of
-from smelt.core.scripts import UNSPACED, bleu_tokenizer
+from smelt.core.bleu_tokenizer import UNSPACED_PATTERN, bleu_tokenizer
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash
 from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.significance import (
+    BOOTSTRAP_SEED,
     RESAMPLES,
-    SEED,
     Statistics,
     bootstrap_interval,
-    value_of,
+    metric_value,
     wilson_interval,
 )
 
 TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum")
-LABEL_METRICS = ("accuracy", "f1")
-_BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
+CLASS_METRICS = ("accuracy", "f1")
+_BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 
 
-class Score(BaseModel):
+class MetricScore(BaseModel):
     """One metric on one set of examples.
 
     value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval, None where there are
-    too few examples. signature: version and settings that the value depends on. chance: what is had without a
-    model (see `chance_of`), None where there is no such value. statistics: per example, for
-    `significance.compare`; left out of `model_dump`, keep it with `score.statistics.dump()`.
+    too few examples. signature: version and settings that the value depends on. chance: the value without a
+    model (see `chance_level`), None where there is no such value. statistics: per example, for
+    `significance.compare_steps`; not part of `model_dump`, store it with `score.statistics.dump()`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,8 +49,8 @@ class Score(BaseModel):
     chance: float | None = None
     statistics: Statistics = Field(exclude=True, repr=False)
 
-    def public(self) -> dict[str, Any]:
-        """Return what report.json holds under `quality.METRIC`."""
+    def to_report(self) -> dict[str, Any]:
+        """Return the entry of report.json under `quality.METRIC`."""
         return self.model_dump(mode="json", exclude={"metric"})
 
 
@@ -60,42 +60,44 @@ def score_texts(
     references: Sequence[Sequence[str]],
     tokenize: str | None = None,
     language: str | None = None,
-) -> dict[str, Score]:
+) -> dict[str, MetricScore]:
     """Score generated texts.
 
     Args:
         metrics: names from TEXT_METRICS; the result has their order.
         predictions: n texts.
-        references: for each prediction its references, one or more; their number may differ.
-        tokenize: sacrebleu's tokenizer for BLEU; None takes the one that the language or else the script of
-            the references needs, see `bleu_tokenizer`. The signature names it.
+        references: for each prediction one or more references; their number may differ.
+        tokenize: sacrebleu's tokenizer for BLEU; None selects the tokenizer for the language or else the
+            script of the references, see `bleu_tokenizer`. The signature contains it.
         language: of the references, an ISO 639 code, where it is known.
 
     Raises:
         InputError: an unknown metric, no examples, an example without a reference, or a tokenizer that
             cannot split the references.
     """
-    _check(metrics, TEXT_METRICS, len(predictions), len(references))
+    _check_inputs(metrics, TEXT_METRICS, len(predictions), len(references))
     for index, texts in enumerate(references, start=1):
         if isinstance(texts, str) or not texts:
             raise InputError(
-                f"Example {index} needs a list with at least one reference text, read {texts!r}.",
+                f"Example {index} needs a list with at least one reference text, got {texts!r}.",
                 code="missing-references",
             )
-    examples = hash_of([list(texts) for texts in references])
+    examples = json_hash([list(texts) for texts in references])
     scores = {}
     rouge = [metric for metric in metrics if metric.startswith("rouge")]
-    rouge_rows = _rouge_rows(rouge, predictions, references) if rouge else {}
+    rouge_rows = _rouge_f1(rouge, predictions, references) if rouge else {}
     for metric in metrics:
         if metric in rouge_rows:
             signature, rows = _rouge_signature(metric, references), rouge_rows[metric]
         else:
-            signature, rows = _sacrebleu_rows(metric, predictions, references, tokenize, language)
+            signature, rows = _sacrebleu_statistics(metric, predictions, references, tokenize, language)
         scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=rows))
     return scores
 
 
-def score_labels(metrics: Sequence[str], predicted: Sequence[int], gold: Sequence[int]) -> dict[str, Score]:
+def score_labels(
+    metrics: Sequence[str], predicted: Sequence[int], gold: Sequence[int]
+) -> dict[str, MetricScore]:
     """Score predicted classes against the gold ones.
 
     Args:
@@ -106,16 +108,18 @@ def score_labels(metrics: Sequence[str], predicted: Sequence[int], gold: Sequenc
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
     """
-    _check(metrics, LABEL_METRICS, len(predicted), len(gold))
+    _check_inputs(metrics, CLASS_METRICS, len(predicted), len(gold))
     from sklearn.metrics import accuracy_score, f1_score
 
-    examples = hash_of([int(label) for label in gold])
+    examples = json_hash([int(label) for label in gold])
     rows: list[list[int | float]] = [[int(p), int(g)] for p, g in zip(predicted, gold, strict=True)]
     library = f"version:scikit-learn {version('scikit-learn')}"
     scores = {}
     for metric in metrics:
         signature = (
-            f"ci:wilson|{library}" if metric == "accuracy" else f"average:macro|{_BOOTSTRAP}|{library}"
+            f"ci:wilson|{library}"
+            if metric == "accuracy"
+            else f"average:macro|{_BOOTSTRAP_SIGNATURE}|{library}"
         )
         statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
         if metric == "accuracy":
@@ -131,26 +135,27 @@ def _score(
     statistics: Statistics,
     value: float | None = None,
     interval: tuple[float, float] | None = None,
-) -> Score:
+) -> MetricScore:
     known = METRICS[statistics.metric]
-    return Score(
+    return MetricScore(
         metric=statistics.metric,
-        value=value_of(statistics) if value is None else value,
+        value=metric_value(statistics) if value is None else value,
         unit=known.unit,
         higher_is_better=known.higher_is_better,
         n=len(statistics.rows),
         ci95=interval or bootstrap_interval(statistics),
         signature=statistics.signature,
-        chance=chance_of(statistics),
+        chance=chance_level(statistics),
         statistics=statistics,
     )
 
 
-def chance_of(statistics: Statistics) -> float | None:
+def chance_level(statistics: Statistics) -> float | None:
     """Return the metric's value without a model, on the same examples.
 
-    Of generated texts that of empty ones; of classes that of the most frequent class (or set of classes) for
-    every example; of numbers that of their mean, whose correlation is 0. None of other metrics.
+    For generated texts it is the value of empty texts; for classes that of predicting the most frequent class
+    (or set of classes) for every example; for numbers that of their mean, whose correlation is 0. None for
+    other metrics.
     """
     metric, rows = statistics.metric, statistics.rows
     if metric in TEXT_METRICS or metric in ("pearson", "spearman"):
@@ -158,32 +163,33 @@ def chance_of(statistics: Statistics) -> float | None:
     if metric == "mse":
         mean = sum(gold for _, gold in rows) / len(rows)
         constant = [[mean, gold] for _, gold in rows]
-    elif metric in (*LABEL_METRICS, "f1_micro", "f1_macro"):
+    elif metric in (*CLASS_METRICS, "f1_micro", "f1_macro"):
         width = len(rows[0]) // 2
         [(frequent, _)] = Counter(tuple(row[width:]) for row in rows).most_common(1)
         constant = [[*frequent, *row[width:]] for row in rows]
     else:
         return None
-    return value_of(statistics.model_copy(update={"rows": constant}))
+    return metric_value(statistics.model_copy(update={"rows": constant}))
 
 
-def _check(metrics: Sequence[str], known: Sequence[str], outputs: int, expected: int) -> None:
+def _check_inputs(metrics: Sequence[str], known: Sequence[str], outputs: int, expected: int) -> None:
     for metric in metrics:
         if metric not in known:
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {', '.join(known)}.{nearest(metric, known)}",
+                f"Unknown metric '{metric}' for this task; known:"
+                f" {', '.join(known)}.{did_you_mean(metric, known)}",
                 code="unknown-metric",
             )
     if outputs != expected:
         raise InputError(
-            f"{outputs} predictions for {expected} examples; there must be one for each.",
+            f"{outputs} predictions for {expected} examples; one for each example is required.",
             code="count-mismatch",
         )
     if not expected:
-        raise InputError("No examples to score; the data needs at least one row.", code="empty-data")
+        raise InputError("No examples to score; the data needs at least one example.", code="empty-data")
 
 
-def _sacrebleu_rows(
+def _sacrebleu_statistics(
     metric: str,
     predictions: Sequence[str],
     references: Sequence[Sequence[str]],
@@ -199,26 +205,26 @@ def _sacrebleu_rows(
         scorer: BLEU | CHRF = BLEU(tokenize=bleu_tokenizer(every, tokenize, language))
     else:
         scorer = CHRF()
-    # sacrebleu wants the references turned by 90 degrees, and None where an example has fewer
+    # sacrebleu expects the references transposed, and None where an example has fewer
     most = max(map(len, references))
     columns = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
     rows = scorer._extract_corpus_statistics(predictions, columns)  # type: ignore[arg-type]
-    # the signature tells of the bootstrap only where these are set, as `corpus_score` does
-    scorer.n_bootstrap, scorer.seed = RESAMPLES, str(SEED)
+    # the signature names the bootstrap only where these are set, as `corpus_score` does
+    scorer.n_bootstrap, scorer.seed = RESAMPLES, str(BOOTSTRAP_SEED)
     return str(scorer.get_signature()), rows
 
 
-# A sentence ends at a line's end, or behind a full stop, question or exclamation mark.
+# A sentence ends at a line end, or after a full stop, question or exclamation mark.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])\s*")
 _NO_LETTER = re.compile(r"[\W_]")
 
 
-class UnicodeWords:
-    """A tokenizer for rouge-score that keeps every script's letters.
+class UnicodeTokenizer:
+    """A tokenizer for rouge-score that keeps the letters of every script.
 
-    Lower case, words are runs of letters, digits and combining marks. Characters of scripts that are written
-    without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese, Tibetan) are one word each.
-    On English it gives what rouge-score's own tokenizer gives; that one drops all but a-z and 0-9, so
+    Text is lowercased; words are runs of letters, digits and combining marks. Characters of scripts without
+    spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese, Tibetan) are one word each.
+    For English it equals rouge-score's own tokenizer, which drops all but a-z and 0-9, so that
     German "schön" would become "sch", "n".
     """
 
@@ -226,30 +232,30 @@ class UnicodeWords:
         """Split `text` into words."""
         text = unicodedata.normalize("NFC", text).lower()
         text = _NO_LETTER.sub(lambda hit: hit[0] if _is_mark(hit[0]) else " ", text)
-        return UNSPACED.sub(r" \1 ", text).split()
+        return UNSPACED_PATTERN.sub(r" \1 ", text).split()
 
 
 def _is_mark(character: str) -> bool:
     return unicodedata.category(character).startswith("M")
 
 
-def _rouge_rows(
+def _rouge_f1(
     metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, list[list[int | float]]]:
-    """Return F1 per example (Lin 2004), the best over its references, by metric."""
+    """Return F1 per example (Lin 2004), the maximum over its references, by metric."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(list(metrics), tokenizer=UnicodeWords())
+    scorer = RougeScorer(list(metrics), tokenizer=UnicodeTokenizer())
     score: Callable[[Sequence[str], str], dict[str, Any]] = scorer.score_multi
     results = [
-        score([_lines(text) for text in texts], _lines(text))
+        score([_sentence_lines(text) for text in texts], _sentence_lines(text))
         for texts, text in zip(references, predictions, strict=True)
     ]
     return {metric: [[float(result[metric].fmeasure)] for result in results] for metric in metrics}
 
 
-def _lines(text: str) -> str:
-    """Return `text` with a sentence a line, as ROUGE-Lsum reads it; no other ROUGE sees line ends."""
+def _sentence_lines(text: str) -> str:
+    """Return `text` with one sentence per line, as ROUGE-Lsum reads it; other ROUGE ignore line ends."""
     return _SENTENCE_END.sub("\n", text)
 
 
@@ -259,4 +265,4 @@ def _rouge_signature(metric: str, references: Sequence[Sequence[str]]) -> str:
     settings = "case:lower|tok:smelt-unicode-words-2|stem:no|refs:best F1|average:mean"
     if metric == "rougeLsum":
         settings += "|sentences:line ends and .!?"
-    return f"nrefs:{number}|{settings}|{_BOOTSTRAP}|version:rouge-score {version('rouge-score')}"
+    return f"nrefs:{number}|{settings}|{_BOOTSTRAP_SIGNATURE}|version:rouge-score {version('rouge-score')}"

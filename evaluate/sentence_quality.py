@@ -1,6 +1,6 @@
-"""Quality of vectors of texts: cosines of pairs against their scores, and of each with a baseline's.
+"""Quality of sentence embeddings: cosines of pairs against their scores, and of each with the baseline's.
 
-Shapes: n = pairs, T = texts, D = numbers of a vector.
+Shapes: n = pairs, T = texts, D = dimension of a vector.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, nearest
-from smelt.core.files import hash_of
-from smelt.evaluate.label_quality import score_numbers
-from smelt.evaluate.quality import _BOOTSTRAP, Score, _score
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash
+from smelt.evaluate.label_quality import score_regression
+from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _score
 from smelt.evaluate.significance import Statistics
 
-AGREEMENT = "agreement"
-SCORE_METRICS = ("spearman", "pearson")
-VECTOR_METRICS = (*SCORE_METRICS, AGREEMENT)
+AGREEMENT_METRIC = "agreement"
+CORRELATION_METRICS = ("spearman", "pearson")
+EMBEDDING_METRICS = (*CORRELATION_METRICS, AGREEMENT_METRIC)
 
 Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The vectors that others are compared with, float32 [T, D], and the key of what made them."""
+class ReferenceVectors:
+    """The vectors that others are compared with, float32 [T, D], and the key of their model."""
 
     vectors: Vectors
     key: str
 
 
-def cosines(one: Vectors, other: Vectors) -> NDArray[np.float64]:
+def paired_cosines(one: Vectors, other: Vectors) -> NDArray[np.float64]:
     """Return the cosine of each row of `one` with the same row of `other`: [n, D], [n, D] -> [n].
 
-    A vector of zeros has no direction: its cosine reads 0.
+    The cosine of a zero vector is set to 0.
     """
     a, b = one.astype(np.float64), other.astype(np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -49,49 +49,50 @@ def score_vectors(
     vectors: Vectors,
     texts: Sequence[str],
     gold: Sequence[float] | None = None,
-    reference: Reference | None = None,
-) -> dict[str, Score]:
-    """Score the vectors of texts.
+    reference: ReferenceVectors | None = None,
+) -> dict[str, MetricScore]:
+    """Score sentence embeddings.
 
     spearman and pearson are the correlations (times 100) of the cosines of pairs with their scores, as STS
-    benchmarks report them. agreement is the mean cosine (times 100) of each text's vector with the one of
-    the reference; it needs no scores. What cannot be computed is left out: correlations without `gold`,
-    agreement without a reference or where its vectors have another width.
+    benchmarks report them. agreement is the mean cosine (times 100) of each text's vector with the
+    reference's; it needs no scores. Metrics that cannot be computed are left out: correlations without
+    `gold`, agreement without a reference or where its vectors have another dimension.
 
     Args:
         metrics: names from VECTOR_METRICS; the result has their order.
-        vectors: float32 [T, D]; of pairs first the n first texts, then the n second ones.
+        vectors: float32 [T, D]; for pairs first the n first texts, then the n second ones.
         texts: T texts, in the same order.
         gold: n scores, where T is 2 n.
-        reference: of the same texts.
+        reference: vectors of the same texts.
 
     Raises:
         InputError: an unknown metric, or no texts.
     """
     for metric in metrics:
-        if metric not in VECTOR_METRICS:
-            known = ", ".join(VECTOR_METRICS)
+        if metric not in EMBEDDING_METRICS:
+            known = ", ".join(EMBEDDING_METRICS)
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, VECTOR_METRICS)}",
+                f"Unknown embedding metric '{metric}'; known:"
+                f" {known}.{did_you_mean(metric, EMBEDDING_METRICS)}",
                 code="unknown-metric",
             )
     if not len(texts) == len(vectors) > 0:
         raise InputError(
-            f"{len(vectors)} vectors for {len(texts)} texts; there must be one for each.",
+            f"{len(vectors)} vectors for {len(texts)} texts; one for each text is required.",
             code="count-mismatch",
         )
-    found: dict[str, Score] = {}
+    found: dict[str, MetricScore] = {}
     for metric in metrics:
-        if metric == AGREEMENT and reference is not None and reference.vectors.shape == vectors.shape:
-            found[metric] = _agreement(vectors, texts, reference)
-        elif metric in SCORE_METRICS and gold is not None:
+        if metric == AGREEMENT_METRIC and reference is not None and reference.vectors.shape == vectors.shape:
+            found[metric] = _score_agreement(vectors, texts, reference)
+        elif metric in CORRELATION_METRICS and gold is not None:
             half = len(vectors) // 2
-            found |= score_numbers([metric], cosines(vectors[:half], vectors[half:]).tolist(), gold)
+            found |= score_regression([metric], paired_cosines(vectors[:half], vectors[half:]).tolist(), gold)
     return found
 
 
-def _agreement(vectors: Vectors, texts: Sequence[str], reference: Reference) -> Score:
-    signature = f"mean cosine|x100|reference:{reference.key[:12]}|{_BOOTSTRAP}"
-    rows: list[list[int | float]] = [[value] for value in cosines(vectors, reference.vectors).tolist()]
-    examples = hash_of(list(texts))
-    return _score(Statistics(metric=AGREEMENT, signature=signature, examples=examples, rows=rows))
+def _score_agreement(vectors: Vectors, texts: Sequence[str], reference: ReferenceVectors) -> MetricScore:
+    signature = f"mean cosine|x100|reference:{reference.key[:12]}|{_BOOTSTRAP_SIGNATURE}"
+    rows: list[list[int | float]] = [[value] for value in paired_cosines(vectors, reference.vectors).tolist()]
+    examples = json_hash(list(texts))
+    return _score(Statistics(metric=AGREEMENT_METRIC, signature=signature, examples=examples, rows=rows))

@@ -1,7 +1,7 @@
-"""Intervals and paired tests, from statistics that are kept per example.
+"""Intervals and paired tests, from statistics stored per example.
 
-A corpus score such as BLEU is a function of sums over the examples. Keeping each example's summands
-makes an interval, or a test between two steps, a matter of summing again: nothing is decoded twice.
+A corpus score such as BLEU is a function of sums over the examples. With each example's summands stored,
+an interval, or a test between two steps, only sums again: nothing is decoded twice.
 
 Shapes: n = examples, K = summands per example, R = resamples.
 """
@@ -19,43 +19,43 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
-from smelt.evaluate.label_values import LABEL_VALUES
+from smelt.evaluate.label_resampling import LABEL_METRIC_FUNCTIONS
 from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 
 RESAMPLES = 1000
-SEED = 12345  # sacrebleu's own default, so that both draw the same examples
-_CELLS = 4_000_000  # weights held at a time: 32 MB
+BOOTSTRAP_SEED = 12345  # sacrebleu's default, so that both draw the same examples
+_MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
-# whose rows are a prediction and what it should have been, right or wrong
-_HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
-# whose value is 100 times the mean of what the examples have
-_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "relative_error"})
+# metrics whose rows are a prediction and its gold value, right or wrong
+_BINARY_METRICS = frozenset({"accuracy", "subset_accuracy", "top1"})
+# metrics whose value is 100 times the mean of the examples' values
+_MEAN_METRICS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "relative_error"})
 
-# of which an example gives its part
-_SUMS = frozenset({"bleu", "chrf", *_MEANS})
+# metrics to which an example contributes a part
+_SUM_METRICS = frozenset({"bleu", "chrf", *_MEAN_METRICS})
 
-# The least and the greatest value; those of `_UNLIMITED` metrics have no end.
-_LIMITS = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
+# The minimum and the maximum; those of `_UNLIMITED` metrics have no limit.
+_VALUE_RANGES = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
     ("agreement", "pearson", "spearman"), (-100.0, 100.0)
 )
-_UNLIMITED = frozenset({*WINDOW_METRICS, "mse", "relative_error"})
-_ALIKE = 1e-9  # points; a bootstrap interval that is no wider is a point
+_UNBOUNDED_METRICS = frozenset({*WINDOW_METRICS, "mse", "relative_error"})
+_POINT_TOLERANCE = 1e-9  # points; a bootstrap interval up to this width is a point
 
 
 class Statistics(BaseModel):
-    """What each example adds to a metric; JSON-able.
+    """The contribution of each example to a metric; JSON-able.
 
     rows: [n, K]. bleu: length of the prediction, length of the nearest reference, 4 counts of matching
     n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
     in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label;
     f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
     the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
-    where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the untouched
-    one's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
+    where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the source
+    graph's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
     bits_per_byte, where a row is a window: nats, tokens, bytes.
-    examples: a hash of the references or gold labels; only equal ones can be compared in pairs.
+    examples: a hash of the references or gold labels; only scores with equal ones can be compared in pairs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,7 +69,7 @@ class Statistics(BaseModel):
         return self.model_dump(mode="json")
 
 
-class Comparison(TypedDict):
+class PairedComparison(TypedDict):
     """A paired difference between two steps: first minus second, in the metric's unit."""
 
     difference: float
@@ -77,15 +77,15 @@ class Comparison(TypedDict):
     p_value: float
 
 
-def value_of(statistics: Statistics) -> float:
+def metric_value(statistics: Statistics) -> float:
     """Return the metric's value on all examples, in the metric's unit (most: 0-100)."""
     rows = np.asarray(statistics.rows, dtype=np.float64)
-    return float(_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
+    return float(_metric_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
 
 
-def interval_of(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
+def metric_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else a bootstrap."""
-    if statistics.metric in _HITS:
+    if statistics.metric in _BINARY_METRICS:
         hits = sum(predicted == gold for predicted, gold in statistics.rows)
         return wilson_interval(hits, len(statistics.rows), confidence)
     return bootstrap_interval(statistics, confidence)
@@ -94,69 +94,75 @@ def interval_of(statistics: Statistics, confidence: float = 0.95) -> Interval | 
 def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
 
-    Where fewer examples than `fewest` differ from the most frequent one, a bootstrap is a point or nearly so:
-    it is then widened by what examples of a kind that was not seen may take or give: their share (Wilson's
-    upper end of none of n) times what is lost where they are worthless, or gained where they are perfect (of
-    F1 and correlations, which are no sums, the whole range). None of a point where the metric has no range.
-    None of fewer examples than `fewest`, whose resamples are too alike: of one they are all the same.
+    Where fewer examples than `min_examples` differ from the most frequent one, a bootstrap is nearly a point:
+    it is then widened by what an unseen kind of example may change: its share (Wilson's upper end of 0 out
+    of n) times the loss if such examples are worthless, or the gain if they are perfect (for F1 and
+    correlations, which are no sums, the whole range). None for a point where the metric has no range.
+    None for fewer examples than `min_examples`, whose resamples are too similar.
     """
     n, metric = len(statistics.rows), statistics.metric
-    if n < fewest(metric, confidence):
+    if n < min_examples(metric, confidence):
         return None
-    low, high = _middle(_resampled(statistics), confidence)
-    point = high - low <= _ALIKE
+    low, high = _central_interval(_resampled_values(statistics), confidence)
+    point = high - low <= _POINT_TOLERANCE
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
-    if not point and (metric in _UNLIMITED or n - equal >= fewest(metric, confidence)):
+    if not point and (metric in _UNBOUNDED_METRICS or n - equal >= min_examples(metric, confidence)):
         return low, high
-    return _widened((low, high), n, metric, value_of(statistics), confidence, _LIMITS[metric])
+    return _widen_for_unseen(
+        (low, high), n, metric, metric_value(statistics), confidence, _VALUE_RANGES[metric]
+    )
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
 
-    The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
-    Where fewer examples differ than `fewest`, a bootstrap is a point or nearly so; it is then widened as in
-    `bootstrap_interval`, by what may be lost of the other's score, or gained.
-    None of too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
+    The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn
+    separately. Where fewer examples differ than `min_examples`, a bootstrap is nearly a point; it is then
+    widened as in `bootstrap_interval`, by the possible loss or gain of the other's score.
+    None for too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
     """
     _check_pair(step, other)
-    if step.metric in _HITS:
+    if step.metric in _BINARY_METRICS:
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
-    n, changed, least = _examples(step, other), changed_examples(step, other), fewest(step.metric, confidence)
+    n, changed, least = (
+        _common_example_count(step, other),
+        changed_examples(step, other),
+        min_examples(step.metric, confidence),
+    )
     if n < least:
         return None
-    ends = _middle(_differences(step, other), confidence)
-    if changed >= least and ends[1] - ends[0] > _ALIKE:
+    ends = _central_interval(_resampled_differences(step, other), confidence)
+    if changed >= least and ends[1] - ends[0] > _POINT_TOLERANCE:
         return ends
-    return _widened(ends, n, step.metric, value_of(other), confidence)
+    return _widen_for_unseen(ends, n, step.metric, metric_value(other), confidence)
 
 
-def fewest(metric: str, confidence: float = 0.95) -> int:
-    """Return how many examples an interval of `metric` takes.
+def min_examples(metric: str, confidence: float = 0.95) -> int:
+    """Return how many examples an interval of `metric` needs.
 
-    A bootstrap's: as many differences of one sign as a randomization test needs to call them significant,
-    2 / 2^n <= 1 - confidence: 6 at 0.95, 8 at 0.99. The score intervals of shares hold for one.
+    For a bootstrap: as many differences of one sign as a randomization test needs for significance,
+    2 / 2^n <= 1 - confidence: 6 at 0.95, 8 at 0.99. The score intervals of shares need one.
     """
-    return 1 if metric in _HITS else 1 + math.ceil(-math.log2(1 - confidence))
+    return 1 if metric in _BINARY_METRICS else 1 + math.ceil(-math.log2(1 - confidence))
 
 
-def _examples(step: Statistics, other: Statistics) -> int:
+def _common_example_count(step: Statistics, other: Statistics) -> int:
     return min(len(step.rows), len(other.rows))
 
 
 def changed_examples(step: Statistics, other: Statistics) -> int:
-    """Return in how many examples the two differ; windows that make no pairs all do."""
-    if _apart(step, other):
-        return _examples(step, other)
+    """Return in how many examples the two differ; all of them where windows cannot be paired."""
+    if _have_different_windows(step, other):
+        return _common_example_count(step, other)
     return sum(one != two for one, two in zip(step.rows, other.rows, strict=True))
 
 
-def _apart(step: Statistics, other: Statistics) -> bool:
-    """Tell whether a text was cut into other windows."""
+def _have_different_windows(step: Statistics, other: Statistics) -> bool:
+    """Return whether a text was cut into other windows."""
     return step.metric in WINDOW_METRICS and [r[1:] for r in step.rows] != [r[1:] for r in other.rows]
 
 
-def _widened(
+def _widen_for_unseen(
     ends: Interval,
     n: int,
     metric: str,
@@ -164,20 +170,21 @@ def _widened(
     confidence: float,
     limits: Interval = (-math.inf, math.inf),
 ) -> Interval | None:
-    """Return `ends`, widened by what the examples that were not seen may change; None for no known range.
+    """Return `ends`, widened by the possible change by unseen examples; None where the range is not known.
 
-    Of a sum over examples (BLEU nearly: a share of sentences without any match takes that share of every
-    precision) those that change take away no more than they gave. value: of the score that may change.
+    In a sum over examples (BLEU approximately: a share of sentences without any match reduces every
+    precision by that share) a changed example loses at most its contribution. value: the score that may
+    change.
     """
-    if metric in _UNLIMITED:
+    if metric in _UNBOUNDED_METRICS:
         return None
-    least, greatest = _LIMITS[metric]
+    least, greatest = _VALUE_RANGES[metric]
     share = wilson_interval(0, n, confidence)[1] / 100
-    lost, gained = (value - least, greatest - value) if metric in _SUMS else (greatest - least,) * 2
+    lost, gained = (value - least, greatest - value) if metric in _SUM_METRICS else (greatest - least,) * 2
     return max(ends[0] - share * lost, limits[0]), min(ends[1] + share * gained, limits[1])
 
 
-def _middle(drawn: Array, confidence: float) -> Interval:
+def _central_interval(drawn: Array, confidence: float) -> Interval:
     low, high = np.quantile(drawn, ((1 - confidence) / 2, (1 + confidence) / 2))
     return float(low), float(high)
 
@@ -194,9 +201,9 @@ def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> tuple[flo
 def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the score interval of a paired difference of two shares, in percent points.
 
-    It holds the differences that a score test does not reject (Tango 1998, Statistics in Medicine 17(8)),
-    as Wilson's does for one share. A bootstrap of few or no changed examples is a point or nearly so:
-    of 50 examples of which none changed it would say that the difference is 0, where it may be 7 points.
+    It contains the differences that a score test does not reject (Tango 1998, Statistics in Medicine 17(8)),
+    as Wilson's does for one share. A bootstrap of few or no changed examples is nearly a point: for 50
+    examples of which none changed it would be a difference of exactly 0, where it may be 7 points.
 
     Args:
         gained: examples that only the first gets right.
@@ -207,7 +214,7 @@ def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> 
     z = NormalDist().inv_cdf((1 + confidence) / 2)
 
     def distance(difference: float) -> float:
-        """How many standard errors the observed difference is above this one, were this one true."""
+        """Return how many standard errors the observed difference is above `difference`."""
         b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # most likely P(lost), given it
@@ -216,37 +223,39 @@ def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> 
         return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above)
 
     middle = (gained - lost) / n
-    return 100 * _crossing(distance, z, -1.0, middle), 100 * _crossing(distance, -z, middle, 1.0)
+    return 100 * _bisect_crossing(distance, z, -1.0, middle), 100 * _bisect_crossing(
+        distance, -z, middle, 1.0
+    )
 
 
-def _crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Return where a falling function crosses `level` between two places, by halving."""
+def _bisect_crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:
+    """Return where a falling function crosses `level` between two values, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > level else (low, middle)
     return (low + high) / 2
 
 
-def compare(step: Statistics, other: Statistics) -> Comparison:
+def compare_steps(step: Statistics, other: Statistics) -> PairedComparison:
     """Compare two steps on the same examples: `step` minus `other`.
 
     difference and ci95: in the metric's unit; see `difference_interval`.
     p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: paired bootstrap
     resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in
     which the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
-    so that it never reads 0; nor less than 2 / 2^n, what turning the signs of the n examples that differ at
-    will can give at least (Fisher's randomization test): resamples of one example are all alike.
+    so that it is never 0; at least 2 / 2^n, the smallest p-value of Fisher's randomization test with n
+    differing examples, because resamples of few examples are too similar.
 
     Raises:
-        InputError: the two were not taken from the same examples with the same metric.
+        InputError: the two do not have the same examples and the same metric.
     """
     interval = difference_interval(step, other)
-    difference = value_of(step) - value_of(other)
-    if step.metric in _HITS:
+    difference = metric_value(step) - metric_value(other)
+    if step.metric in _BINARY_METRICS:
         p_value = _mcnemar(*_discordant(step, other))
     else:
         least = min(1.0, 2.0 ** (1 - changed_examples(step, other)))
-        p_value = max(_two_sided(_differences(step, other)), least)
+        p_value = max(_two_sided_p_value(_resampled_differences(step, other)), least)
     return {"difference": difference, "ci95": list(interval) if interval else None, "p_value": p_value}
 
 
@@ -261,20 +270,21 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
             )
     if len(step.rows) != len(other.rows) and step.metric not in WINDOW_METRICS:
         raise InputError(
-            f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples.",
+            f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples."
+            " Score both steps on the same data.",
             code="count-mismatch",
         )
 
 
-def _differences(step: Statistics, other: Statistics) -> Array:
-    """Return the difference on each of the resamples, [R]: in pairs where the examples are the same ones."""
-    one, two = _resampled(step), _resampled(other)  # one seed: both see the same examples
-    if _apart(step, other):
-        two = np.roll(two, 1)  # another draw beside each
+def _resampled_differences(step: Statistics, other: Statistics) -> Array:
+    """Return the difference on each of the resamples, [R]: paired where the examples are the same."""
+    one, two = _resampled_values(step), _resampled_values(other)  # one seed: both draw the same examples
+    if _have_different_windows(step, other):
+        two = np.roll(two, 1)  # independent draws
     return one - two
 
 
-def _two_sided(drawn: Array) -> float:
+def _two_sided_p_value(drawn: Array) -> float:
     tails = (np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
     return float(min(1.0, 2 * (min(tails) + 1) / (len(drawn) + 1)))
 
@@ -287,7 +297,7 @@ def _discordant(step: Statistics, other: Statistics) -> tuple[int, int]:
 
 
 def _mcnemar(only_one: int, only_two: int) -> float:
-    """McNemar (1947), exact: a fair coin over the examples that only one of the two gets right."""
+    """Return the p-value of McNemar's exact test (1947) for the numbers of discordant examples."""
     from scipy.stats import binomtest
 
     if only_one + only_two == 0:
@@ -295,43 +305,45 @@ def _mcnemar(only_one: int, only_two: int) -> float:
     return float(binomtest(only_one, only_one + only_two, 0.5).pvalue)
 
 
-def _resampled(statistics: Statistics) -> Array:
+def _resampled_values(statistics: Statistics) -> Array:
     """Return the metric on each of the resamples, [R]; equal n gives equal resamples."""
     rows = np.asarray(statistics.rows, dtype=np.float64)
-    return np.concatenate([_values(statistics.metric, rows, weights) for weights in _weights(len(rows))])
+    return np.concatenate(
+        [_metric_values(statistics.metric, rows, weights) for weights in _resample_weights(len(rows))]
+    )
 
 
-def _weights(n: int) -> Iterator[Array]:
+def _resample_weights(n: int) -> Iterator[Array]:
     """Yield how often each example was drawn, [some of R, n], R rows in all."""
-    generator = np.random.default_rng(SEED)
-    at_once = max(1, min(RESAMPLES, _CELLS // n))
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    at_once = max(1, min(RESAMPLES, _MAX_CELLS // n))
     for start in range(0, RESAMPLES, at_once):
         count = min(at_once, RESAMPLES - start)
         drawn = generator.integers(0, n, size=(count, n)) + np.arange(count)[:, None] * n
         yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n).astype(np.float64)
 
 
-def _values(metric: str, rows: Array, weights: Array) -> Array:
+def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
     """Return the metric for each row of weights: [n, K], [R, n] -> [R]."""
-    if metric in LABEL_VALUES:
-        return LABEL_VALUES[metric](rows, weights)
+    if metric in LABEL_METRIC_FUNCTIONS:
+        return LABEL_METRIC_FUNCTIONS[metric](rows, weights)
     sums = weights @ rows
     if metric == "bleu":
         return _bleu(sums)
     if metric == "chrf":
         return _chrf(sums)
     if metric == "perplexity":
-        # beyond 700 nats a float64 would be infinite, which no report can hold
+        # beyond 700 nats a float64 would be infinite, which a report cannot contain
         return np.asarray(np.exp(np.minimum(700.0, sums[:, 0] / sums[:, 1])))
     if metric == "bits_per_byte":
         return np.asarray(sums[:, 0] / np.log(2) / np.maximum(1, sums[:, 2]))
-    if metric in _MEANS:
+    if metric in _MEAN_METRICS:
         return np.asarray(100 * sums[:, 0] / weights.sum(1))
-    raise KeyError(f"'{metric}' has no value on resamples here; label_values.py holds those of labels")
+    raise KeyError(f"'{metric}' has no value on resamples; those of labels are in label_resampling.py")
 
 
 def _bleu(sums: Array) -> Array:
-    """Corpus BLEU with exponential smoothing from summed statistics, [R, 10] -> [R].
+    """Return corpus BLEU with exponential smoothing from summed statistics, [R, 10] -> [R].
 
     Papineni et al. 2002, as in sacrebleu's `BLEU.compute_bleu` (Post 2018), over all resamples at once.
     """
@@ -345,7 +357,7 @@ def _bleu(sums: Array) -> Array:
             none = (correct[:, order] == 0) & (total[:, order] > 0)
             smooth = np.where(none, 2 * smooth, smooth)
             matches = np.where(none, 1 / smooth, correct[:, order])
-            # no n-gram of this order at all: log 0, the score is 0
+            # no n-gram of this order: log 0, the score is 0
             precision = np.where(total[:, order] > 0, 100 * matches / total[:, order], 0.0)
             logarithms += np.log(precision)
         score = brevity * np.exp(logarithms / 4)
@@ -353,7 +365,7 @@ def _bleu(sums: Array) -> Array:
 
 
 def _chrf(sums: Array) -> Array:
-    """Corpus chrF2 over character 1- to 6-grams from summed statistics, [R, 18] -> [R].
+    """Return corpus chrF2 over character 1- to 6-grams from summed statistics, [R, 18] -> [R].
 
     Popovic 2015, as in sacrebleu's `CHRF._compute_f_score`: orders that neither side has do not count.
     """

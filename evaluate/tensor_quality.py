@@ -1,6 +1,6 @@
-"""How far the outputs of a graph are from those of the untouched one, on the same rows.
+"""Difference between the outputs of a graph and those of its source graph, on the same samples.
 
-Shapes: n = rows. Of each row the output that is furthest off counts, so several outputs cannot hide one.
+Shapes: n = samples. For each sample the output with the largest difference counts, so others cannot hide it.
 """
 
 from __future__ import annotations
@@ -11,104 +11,106 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, RunError, nearest
-from smelt.evaluate.quality import _BOOTSTRAP, Score, _score
+from smelt.core.errors import InputError, RunError, did_you_mean
+from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _score
 from smelt.evaluate.significance import Statistics, wilson_interval
 
-AGREEMENT, TOP1, ERROR = "agreement", "top1", "relative_error"
-TENSOR_METRICS = (AGREEMENT, TOP1, ERROR)
-_NAMED = 5  # rows in a warning
+AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC = "agreement", "top1", "relative_error"
+OUTPUT_METRICS = (AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC)
+_MAX_NAMED_ROWS = 5  # samples named in a warning
 Outputs = Mapping[str, NDArray[Any]]
 
 
 def score_outputs(
     metrics: Sequence[str], got: Sequence[Outputs], expected: Sequence[Outputs], key: str, rows: str
-) -> dict[str, Score]:
-    """Compare the outputs of n rows with those of a reference.
+) -> dict[str, MetricScore]:
+    """Compare the outputs of n samples with those of a reference.
 
-    agreement: mean cosine, times 100; of an output of one number 1 less the difference as a share of the
-    larger one, of one whole number whether it is the same. top1: the share of rows, percent, in which every
-    largest value along the last axis stands where it stands in the reference, and every whole number, truth
-    and text is the same. relative_error: mean of the largest difference of a value, in percent of the
+    agreement: mean cosine, times 100; for an output of one number 1 minus the difference as a share of the
+    larger one, for one integer whether it is equal. top1: the share of samples, percent, in which every
+    largest value along the last axis has the position that it has in the reference, and every integer,
+    boolean and text is equal. relative_error: mean of the largest difference of a value, in percent of the
     reference's largest.
-    An output that is not finite where the reference is, or of another shape, agrees in nothing.
+    An output that is not finite where the reference is, or has another shape, has no agreement.
 
     Args:
         metrics: names from TENSOR_METRICS; the result has their order.
-        got: by row, the outputs by name.
+        got: by sample, the outputs by name.
         expected: likewise, of the reference.
         key: of the reference, for the signature.
-        rows: a hash of what the rows hold.
+        rows: a hash of the samples' values.
 
     Raises:
-        InputError: an unknown metric, or no rows.
+        InputError: an unknown metric, or no samples.
     """
     for metric in metrics:
-        if metric not in TENSOR_METRICS:
-            known = ", ".join(TENSOR_METRICS)
+        if metric not in OUTPUT_METRICS:
+            known = ", ".join(OUTPUT_METRICS)
             raise InputError(
-                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, TENSOR_METRICS)}",
+                f"Unknown output metric '{metric}'; known: {known}.{did_you_mean(metric, OUTPUT_METRICS)}",
                 code="unknown-metric",
             )
     if not got or len(got) != len(expected):
         raise InputError(
-            f"{len(got)} rows of outputs for {len(expected)} of the reference.", code="count-mismatch"
+            f"Got outputs of {len(got)} samples; the reference has {len(expected)}.", code="count-mismatch"
         )
     pairs = list(zip(got, expected, strict=True))
     names = ",".join(expected[0])
-    found: dict[str, Score] = {}
+    found: dict[str, MetricScore] = {}
     for metric in metrics:
-        of_row, how = _HOW[metric]
+        of_row, how = _METRIC_FUNCTIONS[metric]
         values = [of_row(one, other) for one, other in pairs]
         said = f"outputs:{names}|{how}|reference:{key[:12]}"
-        if metric == TOP1:
+        if metric == TOP1_METRIC:
             hits: list[list[int | float]] = [[int(value), 1] for value in values]
             statistics = Statistics(metric=metric, signature=f"{said}|ci:wilson", examples=rows, rows=hits)
             found[metric] = _score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
         else:
             means: list[list[int | float]] = [[float(value)] for value in values]
             found[metric] = _score(
-                Statistics(metric=metric, signature=f"{said}|{_BOOTSTRAP}", examples=rows, rows=means)
+                Statistics(
+                    metric=metric, signature=f"{said}|{_BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
+                )
             )
     return found
 
 
-def require_numbers(
+def require_finite_outputs(
     got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Require that outputs are numbers where those of the reference are, on rows that are numbers themselves.
+    """Require finite outputs where those of the reference are finite, on samples that are finite themselves.
 
     Args:
-        got: by row, the outputs by name.
+        got: by sample, the outputs by name.
         expected: likewise, of the reference.
-        arrays: what was fed, by name; axis 0 are the rows.
+        arrays: the inputs, by name; axis 0 is the sample.
 
     Raises:
         RunError: `non-finite-outputs`.
     """
-    odd = set().union(*_not_finite(arrays).values())
+    odd = set().union(*_non_finite_rows(arrays).values())
     wrong = [
         at
         for at, (one, other) in enumerate(zip(got, expected, strict=True))
-        if at not in odd and any(_has_nan(one[name], value) for name, value in other.items())
+        if at not in odd and any(_has_new_nan(one[name], value) for name, value in other.items())
     ]
     if wrong:
         raise RunError(
-            f"The graph's outputs are NaN for {len(wrong):,} of {len(got):,} rows where the untouched graph's"
-            f" are numbers (rows {_listed(wrong)}, counted from 0). Most likely a value exceeds the range of"
-            " its type: fp32 and bf16 have the widest.",
+            f"The graph's outputs are NaN for {len(wrong):,} of {len(got):,} samples where the source graph's"
+            f" are numbers (samples {_rows_text(wrong)}, counted from 0). Most likely a value exceeds the"
+            " range of its type. Use fp32 or bf16.",
             code="non-finite-outputs",
         )
 
 
-def _has_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+def _has_new_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
     if got.dtype.kind != "f" or expected.dtype.kind not in "fiub" or got.shape != expected.shape:
         return False
     return bool((np.isnan(got) & ~np.isnan(expected.astype(np.float64))).any())
 
 
-def _not_finite(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
-    """Return the rows of each array that hold values that are not finite, of arrays that have some."""
+def _non_finite_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
+    """Return the samples of each array that contain non-finite values, for arrays that have some."""
     fed = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
     odd = {
         n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()] for n, array in fed.items()
@@ -116,32 +118,36 @@ def _not_finite(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
     return {name: rows for name, rows in odd.items() if rows}
 
 
-def why_low(
+def low_agreement_reason(
     got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
 ) -> str | None:
-    """Name the rows that agree in nothing because they are not finite on one side alone; None for none.
+    """Return the samples without agreement because only one side is finite, as text; None if there are none.
 
     Args:
-        got: by row, the outputs by name.
+        got: by sample, the outputs by name.
         expected: likewise, of the reference.
-        arrays: what was fed, by name; axis 0 are the rows.
+        arrays: the inputs, by name; axis 0 is the sample.
     """
-    off = [at for at, (one, other) in enumerate(zip(got, expected, strict=True)) if _breaks(one, other)]
+    off = [
+        at
+        for at, (one, other) in enumerate(zip(got, expected, strict=True))
+        if _differs_in_finiteness(one, other)
+    ]
     if not off:
         return None
-    found = {name: [at for at in rows if at in off] for name, rows in _not_finite(arrays).items()}
+    found = {name: [at for at in rows if at in off] for name, rows in _non_finite_rows(arrays).items()}
     odd = {name: rows for name, rows in found.items() if rows}
-    named = ", ".join(f"{name}[{_listed(rows)}]" for name, rows in odd.items())
-    why = f"; the data are not finite in {named}" if odd else ""
-    rows = "1 row agrees" if len(off) == 1 else f"{len(off):,} rows agree"
+    named = ", ".join(f"{name}[{_rows_text(rows)}]" for name, rows in odd.items())
+    why = f"; the data is not finite in {named}" if odd else ""
+    rows = "1 sample has" if len(off) == 1 else f"{len(off):,} samples have"
     return (
-        f"{AGREEMENT}: {rows} in nothing (of {len(got):,}; [{_listed(off)}], counted from 0), since NaN or"
-        f" infinite values stand in one graph's outputs where the other has numbers{why}"
+        f"{AGREEMENT_METRIC}: {rows} no agreement (of {len(got):,}; [{_rows_text(off)}], counted from 0),"
+        f" because one graph's outputs are NaN or infinite where the other's are finite{why}"
     )
 
 
-def _breaks(got: Outputs, expected: Outputs) -> bool:
-    """Say whether an output of a row is finite at other places than the reference's."""
+def _differs_in_finiteness(got: Outputs, expected: Outputs) -> bool:
+    """Return whether an output of a sample is finite at other positions than the reference's."""
     floats = ((got[name], other) for name, other in expected.items() if other.dtype.kind == "f")
     return any(
         one.shape == other.shape and not np.array_equal(np.isfinite(one), np.isfinite(other))
@@ -149,85 +155,87 @@ def _breaks(got: Outputs, expected: Outputs) -> bool:
     )
 
 
-def _listed(rows: Sequence[int]) -> str:
-    shown = ", ".join(map(str, rows[:_NAMED]))
-    return shown + (f" and {len(rows) - _NAMED:,} more" if len(rows) > _NAMED else "")
+def _rows_text(rows: Sequence[int]) -> str:
+    shown = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
+    return shown + (f" and {len(rows) - _MAX_NAMED_ROWS:,} more" if len(rows) > _MAX_NAMED_ROWS else "")
 
 
-def _cosine(got: Outputs, expected: Outputs) -> float:
-    """Return the lowest likeness of an output with the reference's, -1 to 1; equal ones have 1."""
-    return min((_cosine_of(got[name], other) for name, other in expected.items()), default=1.0)
+def _min_cosine(got: Outputs, expected: Outputs) -> float:
+    """Return the lowest similarity of an output with the reference's, -1 to 1; 1 for equal outputs."""
+    return min((_array_cosine(got[name], other) for name, other in expected.items()), default=1.0)
 
 
-def _cosine_of(got: NDArray[Any], expected: NDArray[Any]) -> float:
-    if not _comparable(got, expected):
-        return 1.0 if _same(got, expected) else 0.0
-    a, b = _finite(got, expected)
+def _array_cosine(got: NDArray[Any], expected: NDArray[Any]) -> float:
+    if not _is_comparable(got, expected):
+        return 1.0 if _is_equal(got, expected) else 0.0
+    a, b = _finite_values(got, expected)
     if np.array_equal(a, b):
         return 1.0
-    if expected.size == 1:  # a number alone points nowhere, so its cosine would be 1 whatever it is
-        return 1 - _share_off(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
+    if expected.size == 1:  # the cosine of a single number would always be 1
+        return 1 - _relative_distance(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
     one, other = float(np.abs(a).max()), float(np.abs(b).max())
     if not one or not other:
         return 0.0
-    a, b = a / one, b / other  # so that no square is more, or less, than a float64 holds
+    a, b = a / one, b / other  # so that no square overflows or underflows a float64
     return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
 
 
-def _share_off(one: float, other: float) -> float:
-    """Return how far two different numbers are apart, as a share of the larger one, 0 to 2."""
+def _relative_distance(one: float, other: float) -> float:
+    """Return the difference of two different numbers as a share of the larger one, 0 to 2."""
     largest = max(abs(one), abs(other))
     return abs(one / largest - other / largest)
 
 
-def _error(got: Outputs, expected: Outputs) -> float:
-    """Return the largest difference, as a share of the reference's largest value; 1 where nothing agrees."""
-    return max((_error_of(got[name], other) for name, other in expected.items()), default=0.0)
+def _max_relative_error(got: Outputs, expected: Outputs) -> float:
+    """Return the largest difference, as a share of the reference's largest value; 1 without agreement."""
+    return max((_array_relative_error(got[name], other) for name, other in expected.items()), default=0.0)
 
 
-def _error_of(got: NDArray[Any], expected: NDArray[Any]) -> float:
-    if not _comparable(got, expected):
-        return 0.0 if _same(got, expected) else 1.0
-    a, b = _finite(got, expected)
+def _array_relative_error(got: NDArray[Any], expected: NDArray[Any]) -> float:
+    if not _is_comparable(got, expected):
+        return 0.0 if _is_equal(got, expected) else 1.0
+    a, b = _finite_values(got, expected)
     largest = float(np.abs(b).max(initial=0.0))
     off = float(np.abs(a - b).max(initial=0.0))
     return off / largest if largest > 0 else float(off > 0)
 
 
-def _top1(got: Outputs, expected: Outputs) -> bool:
-    """Say whether each output chooses what the reference's chooses."""
-    return all(_chooses(got[name], other) for name, other in expected.items())
+def _is_top1_equal(got: Outputs, expected: Outputs) -> bool:
+    """Return whether each output has the reference's argmax."""
+    return all(_has_same_argmax(got[name], other) for name, other in expected.items())
 
 
-def _chooses(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any]) -> bool:
     if expected.dtype.kind != "f":
-        return _same(got, expected)
-    if got.dtype.kind != "f" or not _comparable(got, expected):
+        return _is_equal(got, expected)
+    if got.dtype.kind != "f" or not _is_comparable(got, expected):
         return False
     if not expected.ndim or expected.shape[-1] < 2:
-        return True  # one number chooses nothing
+        return True  # a single number has no argmax
     return bool(np.array_equal(got.argmax(-1), expected.argmax(-1)))
 
 
-def _comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
-    """Say whether both are numbers of one shape, finite at the same places, else the same."""
+def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    """Return whether both are numbers of one shape, finite at the same positions, else equal."""
     if got.shape != expected.shape or got.dtype.kind not in "fiub" or expected.dtype.kind not in "fiub":
         return False
     one, other = np.isfinite(got), np.isfinite(expected)
     return bool(np.array_equal(one, other) and np.array_equal(got[~one], expected[~other], equal_nan=True))
 
 
-def _finite(got: NDArray[Any], expected: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _finite_values(
+    got: NDArray[Any], expected: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     there = np.isfinite(expected)
     return got[there].astype(np.float64).ravel(), expected[there].astype(np.float64).ravel()
 
 
-def _same(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+def _is_equal(got: NDArray[Any], expected: NDArray[Any]) -> bool:
     return bool(np.array_equal(got, expected))
 
 
-_HOW: dict[str, tuple[Callable[[Outputs, Outputs], float], str]] = {
-    AGREEMENT: (_cosine, "lowest cosine of a row's outputs, of one number its likeness|mean|x100"),
-    TOP1: (_top1, "argmax of the last axis"),
-    ERROR: (_error, "largest difference/largest value|mean|x100"),
+_METRIC_FUNCTIONS: dict[str, tuple[Callable[[Outputs, Outputs], float], str]] = {
+    AGREEMENT_METRIC: (_min_cosine, "lowest cosine of a row's outputs, of one number its likeness|mean|x100"),
+    TOP1_METRIC: (_is_top1_equal, "argmax of the last axis"),
+    RELATIVE_ERROR_METRIC: (_max_relative_error, "largest difference/largest value|mean|x100"),
 }

@@ -1,8 +1,8 @@
-"""ONNX graphs as files: weights inside, or beside the graph where they are too many for one protobuf.
+"""Read and write ONNX graphs, with weights inline or in an external data file.
 
-Protobuf holds no more than 2 GB. Above `LARGEST_INLINE` the weights of `NAME.onnx` lie in one file,
-`NAME.onnx_data`, as Optimum and transformers.js name it; a runtime finds it beside the graph. Whoever
-rewrites a graph goes through `write_graph`, which leaves no data file behind that the graph no longer reads.
+A protobuf holds at most 2 GB. Above `LARGEST_INLINE` the weights of `NAME.onnx` are in one file,
+`NAME.onnx_data`, the name that Optimum and transformers.js use; runtimes find it next to the graph. All code
+that rewrites a graph calls `write_graph`, which also removes a data file that the graph no longer uses.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# of weights, in one file with the graph; above it they lie beside it
-LARGEST_INLINE = 1_500_000_000
-# what is smaller stays in the graph: shapes and axes, which shape inference and preflights read
-LEAST_OUTSIDE = 1024
+# of weights, in one file with the graph; above it they are external
+MAX_INLINE_BYTES = 1_500_000_000
+# smaller tensors are always inline: shapes and axes, which shape inference and preflights read
+MIN_EXTERNAL_BYTES = 1024
 # Runtimes map the data file into memory; the ONNX documentation asks for whole pages there.
 _LARGE, _PAGE, _LINE = 1 << 20, 4096, 64
 
 
-def data_file(path: Path) -> Path:
-    """Return where the weights of the graph `path` lie if they lie outside."""
+def external_data_path(path: Path) -> Path:
+    """Return the path of the external weights of the graph `path`."""
     return path.with_name(f"{path.name}_data")
 
 
-def has_data_file(model: Any) -> bool:
-    """Say whether weights of an onnx.ModelProto, as it was read, lie outside of it."""
-    return bool(data_names(model))
+def has_external_data(model: Any) -> bool:
+    """Return whether an onnx.ModelProto, as it was read, has external weights."""
+    return bool(external_data_names(model))
 
 
-def data_names(model: Any) -> set[str]:
-    """Return the names of the files in which weights of an onnx.ModelProto lie, as it was read."""
+def external_data_names(model: Any) -> set[str]:
+    """Return the names of the external data files of an onnx.ModelProto, as it was read."""
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
     outside = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
@@ -38,10 +38,10 @@ def data_names(model: Any) -> set[str]:
 
 
 def read_graph(path: Path, values: bool = True) -> Any:
-    """Read the graph in `path` as an onnx.ModelProto; without `values`, weights that lie outside stay there.
+    """Read the graph in `path` as an onnx.ModelProto; without `values`, external weights are not loaded.
 
     Raises:
-        RunError: it is damaged, or its data file is.
+        RunError: the file or its data file is damaged.
     """
     import onnx
 
@@ -49,45 +49,45 @@ def read_graph(path: Path, values: bool = True) -> Any:
 
     try:
         return onnx.load(path, load_external_data=values)
-    except Exception as error:  # protobuf and onnx raise several kinds, all meaning the same
+    except Exception as error:  # protobuf and onnx raise several classes for the same error
         raise RunError(
             f"{path}: not an ONNX file that can be read: {error}", code="damaged-file", file=str(path)
         ) from error
 
 
-def tensors_of(graph: Any) -> Iterator[Any]:
+def iter_initializers(graph: Any) -> Iterator[Any]:
     """Yield the initializers of a graph and of the graphs in its nodes."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                yield from tensors_of(attribute.g)
+                yield from iter_initializers(attribute.g)
 
 
-def weight_bytes(model: Any) -> int:
-    """Return the bytes of the weights that an onnx.ModelProto holds itself."""
+def inline_weight_bytes(model: Any) -> int:
+    """Return the bytes of the inline weights of an onnx.ModelProto."""
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
 
 
 def write_graph(model: Any, path: Path) -> None:
-    """Write an onnx.ModelProto to `path`, in place of what was there.
+    """Write an onnx.ModelProto to `path` and replace an existing file.
 
-    Where the weights go into the data file they leave `model`, which then only says where they are. A model
-    that was read without values keeps its data file.
+    Weights that are moved to the data file are removed from `model`, which then holds only their offsets. A
+    model that was read without values keeps its data file.
     """
     import onnx
 
-    if has_data_file(model):
+    if has_external_data(model):
         onnx.save(model, path)
         return
-    data_file(path).unlink(missing_ok=True)  # onnx would append to it
-    if weight_bytes(model) > LARGEST_INLINE:
-        _put_outside(model, data_file(path).name)
+    external_data_path(path).unlink(missing_ok=True)  # onnx would append to it
+    if inline_weight_bytes(model) > MAX_INLINE_BYTES:
+        _mark_external(model, external_data_path(path).name)
     onnx.save(model, path)
 
 
-def give_defaults(path: Path, values: Mapping[str, int]) -> None:
-    """Let int64 scalar inputs of the graph `path` be left out; they then have these values."""
+def set_input_defaults(path: Path, values: Mapping[str, int]) -> None:
+    """Make int64 scalar inputs of the graph `path` optional, with these default values."""
     import numpy as np
     from onnx import numpy_helper
 
@@ -97,20 +97,20 @@ def give_defaults(path: Path, values: Mapping[str, int]) -> None:
     write_graph(model, path)
 
 
-def _put_outside(model: Any, location: str) -> None:
-    """Mark the large tensors of `model` for the file `location`, each at an aligned place."""
+def _mark_external(model: Any, location: str) -> None:
+    """Assign the large tensors of `model` to the file `location`, each at an aligned offset."""
     from onnx.external_data_helper import set_external_data
 
     end = 0
     for tensor in model.graph.initializer:
         size = len(tensor.raw_data)
-        if size >= LEAST_OUTSIDE:
-            begin = aligned(end, size)
+        if size >= MIN_EXTERNAL_BYTES:
+            begin = aligned_offset(end, size)
             set_external_data(tensor, location, offset=begin, length=size)
             end = begin + size
 
 
-def aligned(end: int, size: int) -> int:
-    """Return where a tensor of `size` bytes begins in a data file that ends at `end`."""
+def aligned_offset(end: int, size: int) -> int:
+    """Return the offset of a tensor of `size` bytes in a data file that ends at `end`."""
     boundary = _PAGE if size >= _LARGE else _LINE
     return -(-end // boundary) * boundary

@@ -1,1 +1,1 @@
-"""Families of models: what their parts are called and how they hang together, one file each."""
+"""Model families: names of their parts and how they are connected, one file each."""

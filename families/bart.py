@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
-from smelt.families.family import Family, Rate, TokenizerFiles
-from smelt.families.roberta import TOKENIZER
+from smelt.families.bart_layout import LM_HEAD, LOGITS_BIAS, BartLayout, embedding_scale
+from smelt.families.family import Family, PublishedLearningRate, TokenizerFiles
+from smelt.families.roberta import ROBERTA_TOKENIZER
 
-FAIRSEQ_VERSION = r"(model\.)?(en|de)coder\.version"
+FAIRSEQ_VERSION_TENSORS = r"(model\.)?(en|de)coder\.version"
 FAMILY = Family(
     name="bart",
-    kind="seq2seq",
+    architecture="seq2seq",
     tasks=("summarization", "translation"),
-    stacks=Plan(norms_first=False, opening=True, closing=False).stacks,
-    embedding=("shared.weight", "encoder.embed_tokens.weight"),
-    width="d_model",
-    rate=Rate(3e-5, 1024),  # fairseq's examples/bart, for summarization
-    head=HEAD,
+    stacks=BartLayout(pre_norm=False, has_embedding_norm=True, has_final_norm=False).stacks,
+    embedding_suffixes=("shared.weight", "encoder.embed_tokens.weight"),
+    hidden_size_key="d_model",
+    learning_rate=PublishedLearningRate(3e-5, 1024),  # fairseq's examples/bart, for summarization
+    head_modules=LM_HEAD,
     logits_bias=LOGITS_BIAS,
     embedding_scale=embedding_scale,
-    tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
-    new_tokenizer=TOKENIZER,
-    unread=(FAIRSEQ_VERSION,),
-    starts_with="eos",
-    forces_end=True,
+    tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
+    tokenizer_spec=ROBERTA_TOKENIZER,
+    unused_tensors=(FAIRSEQ_VERSION_TENSORS,),
+    decoder_start="eos",
+    forces_eos=True,
 )

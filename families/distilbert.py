@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.bert import POSITION_IDS, TOKENIZER
-from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack
-from smelt.families.stream import Stream
+from smelt.families.bert import BERT_TOKENIZER, POSITION_IDS_TENSORS
+from smelt.families.family import Attention, Config, Family, FeedForward, PublishedLearningRate, Stack
+from smelt.families.residual_stream import ResidualStream
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -18,31 +18,31 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         key=f"{at}.k_lin",
         value=f"{at}.v_lin",
         out=f"{at}.out_lin",
-        heads="n_heads",
-        width="attention_head_size",
-        setting="n_heads",
+        heads_attribute="n_heads",
+        head_dim_attribute="attention_head_size",
+        heads_key="n_heads",
     )
     block = FeedForward("ffn", "ffn.lin1", "ffn.lin2", "hidden_dim", "activation")
     embeddings = "distilbert.embeddings"
-    stream = Stream(
+    stream = ResidualStream(
         (f"{embeddings}.word_embeddings.weight", f"{embeddings}.position_embeddings.weight"),
-        norms=("sa_layer_norm", "output_layer_norm"),
-        norms_first=False,
-        opening=f"{embeddings}.LayerNorm",
+        part_norms=("sa_layer_norm", "output_layer_norm"),
+        pre_norm=False,
+        embedding_norm=f"{embeddings}.LayerNorm",
     )
     return (Stack("layers", "n_layers", "distilbert.transformer.layer", (attention,), block, stream),)
 
 
 FAMILY = Family(
     name="distilbert",
-    kind="encoder",
+    architecture="encoder",
     tasks=("text-classification", "sentence-similarity"),
     stacks=stacks,
-    embedding=("word_embeddings.weight",),
-    width="dim",
-    rate=Rate(5e-5, 768),  # as BERT's
-    head=("pre_classifier", "classifier"),
-    new_tokenizer=replace(TOKENIZER, types=False),
-    unread=(POSITION_IDS,),
-    other_heads=(r"vocab_(transform|layer_norm|projector)\..+", r"qa_outputs\..+"),
+    embedding_suffixes=("word_embeddings.weight",),
+    hidden_size_key="dim",
+    learning_rate=PublishedLearningRate(5e-5, 768),  # as BERT's
+    head_modules=("pre_classifier", "classifier"),
+    tokenizer_spec=replace(BERT_TOKENIZER, uses_token_types=False),
+    unused_tensors=(POSITION_IDS_TENSORS,),
+    other_head_tensors=(r"vocab_(transform|layer_norm|projector)\..+", r"qa_outputs\..+"),
 )

@@ -1,4 +1,4 @@
-"""What a family of models says of itself. One file of this folder is one family; registry.py lists them.
+"""The description of a model family. One file of this folder is one family; registry.py lists them.
 
 Everything here is known without torch, from a model's config alone. Names of modules are dotted; those in an
 `Attention` and a `FeedForward` are relative to their block, those of a `Stack` to the model.
@@ -12,35 +12,36 @@ from typing import Any, Literal
 
 from smelt.core.data import Task
 from smelt.families.relative_bias import RelativeBias
-from smelt.families.stream import Stream
+from smelt.families.residual_stream import ResidualStream
 
 Config = Mapping[str, Any]
-Kind = Literal["encoder", "seq2seq", "decoder"]
-TEXT_TO_TEXT: tuple[Task, ...] = ("translation", "summarization")
+Architecture = Literal["encoder", "seq2seq", "decoder"]
+SEQ2SEQ_TASKS: tuple[Task, ...] = ("translation", "summarization")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a block: what multiplies what, and where the numbers of its heads stand.
+    """One attention of a block: its linear layers and the attributes with its numbers of heads.
 
-    name: the module that computes it; the block itself is "". query, key, value, out: its products; the same
-    name three times where one product makes all, as `packed` says: "equal" thirds (GPT-2), or "grouped", as
-    many rows as there are query, key and value heads (Phi-3). cross: it looks at the encoder.
-    heads: the attribute that counts its heads; None where the rows of `key` do, because several queries share
-    a key (Llama). size: the attribute that holds heads times width, where there is one. width: the attribute
-    with the width of a head. key_heads: the attribute that counts the keys of a "grouped" product.
-    setting, key_setting, width_setting: the config's words for its heads, its keys and the width of a head,
-    one number for all attentions that name the word. Without a word for keys, there are as many as heads;
-    without one for the width, or a number, it is the model's width divided by the heads.
-    fixed_heads: why heads cannot be taken away, None where they can. scale: the attribute that scores, or
-    the queries before, are multiplied with; "width" where it is the inverse root of the width; None where
+    name: the module that computes it; the block itself is "". query, key, value, out: its linear layers; the
+    same name three times if one linear layer computes all, as `packed` defines: "equal" thirds (GPT-2), or
+    "grouped", with the rows of query, key and value heads (Phi-3). cross: cross-attention.
+    heads_attribute: the attribute with the number of heads; None if the rows of `key` define it, because
+    several queries share a key (Llama). all_head_size_attribute: the attribute with heads times width, if
+    there is one. head_dim_attribute: the attribute with the width of a head. kv_heads_attribute: the
+    attribute with the number of key heads of a "grouped" linear layer.
+    setting, kv_heads_key, head_dim_key: the config keys for heads, key heads and the width of a head,
+    one number for all attentions with the key. Without kv_heads_key there are as many as heads;
+    without head_dim_key, or a value, the width is the model's width divided by the heads.
+    fixed_heads_reason: why heads cannot be removed, None if they can. scale_attribute: the attribute with the
+    factor of the scores, or of the queries; "width" if it is the inverse root of the width; None if
     they are not scaled (T5).
-    relative: a bias per head and distance is added to the scores; "handed_on" where a stack's
-    first block computes it and each returns it for the next, "given" where the model computes it.
-    rotary: queries and keys are rotated by their places. norms: of each head's queries and keys, where they
-    are normed (Qwen3). interface: it calls the function that transformers' AttentionInterface holds, with
-    queries, keys, values, mask and scale, so that one registered there sees the scores before their softmax;
-    without it they are made inside of its forward.
+    relative_bias: a bias per head and distance is added to the scores; "handed_on" if a stack's
+    first block computes it and each returns it for the next, "given" if the model computes it.
+    rotary: queries and keys are rotated by their positions. qk_norms: the norms of each head's queries and
+    keys, if any (Qwen3). uses_attention_interface: it calls the function in transformers' AttentionInterface
+    with queries, keys, values, mask and scale, so that a registered function gets the scores before the
+    softmax; otherwise they are computed inside its forward.
     """
 
     name: str
@@ -48,38 +49,42 @@ class Attention:
     key: str
     value: str
     out: str
-    heads: str | None
-    width: str
-    setting: str
-    key_setting: str | None = None
-    width_setting: str | None = None
-    size: str | None = None
+    heads_attribute: str | None
+    head_dim_attribute: str
+    heads_key: str
+    kv_heads_key: str | None = None
+    head_dim_key: str | None = None
+    all_head_size_attribute: str | None = None
     cross: bool = False
     packed: Literal["equal", "grouped"] | None = None
-    key_heads: str | None = None
-    fixed_heads: str | None = None
-    scale: str | None = "scaling"
-    relative: Literal["handed_on", "given"] | None = None
+    kv_heads_attribute: str | None = None
+    fixed_heads_reason: str | None = None
+    scale_attribute: str | None = "scaling"
+    relative_bias: Literal["handed_on", "given"] | None = None
     rotary: bool = False
-    norms: tuple[str, str] | None = None
-    interface: bool = True
+    qk_norms: tuple[str, str] | None = None
+    uses_attention_interface: bool = True
 
     @property
-    def products(self) -> tuple[str, ...]:
-        """Its products, each once; the last is `out`."""
+    def linear_layers(self) -> tuple[str, ...]:
+        """Its linear layers, each once; the last is `out`."""
         return tuple(dict.fromkeys((self.query, self.key, self.value, self.out)))
 
-    def under(self, block: str) -> Attention:
-        """Return the same with the names that it has in a model, below `block`."""
-        norms = None if self.norms is None else (_below(block, self.norms[0]), _below(block, self.norms[1]))
+    def with_prefix(self, block: str) -> Attention:
+        """Return the attention with its full names in a model, below `block`."""
+        norms = (
+            None
+            if self.qk_norms is None
+            else (_join_path(block, self.qk_norms[0]), _join_path(block, self.qk_norms[1]))
+        )
         return replace(
             self,
-            name=_below(block, self.name),
-            query=_below(block, self.query),
-            key=_below(block, self.key),
-            value=_below(block, self.value),
-            out=_below(block, self.out),
-            norms=norms,
+            name=_join_path(block, self.name),
+            query=_join_path(block, self.query),
+            key=_join_path(block, self.key),
+            value=_join_path(block, self.value),
+            out=_join_path(block, self.out),
+            qk_norms=norms,
         )
 
 
@@ -87,212 +92,214 @@ class Attention:
 class FeedForward:
     """The feed-forward part of a block: a neuron owns a row of `up` (and of `gate`) and a column of `down`.
 
-    setting: the config's word for the width of all parts of this kind; activation: that for the function in
-    the middle, as transformers' ACT2FN calls it. gate: a second product of the input, which the first is
-    multiplied with; the same name as `up` where one product makes both, the gate's rows first or last as
-    `gate_first` says. activated: which of the two goes through the function.
+    intermediate_size_key: the config key for the width of all parts of this kind; activation: the config key
+    for the activation function, as named in transformers' ACT2FN. gate: a second linear layer of the input,
+    whose output multiplies the first; the same name as `up` if one linear layer computes both, the gate's
+    rows first or last by `gate_first`. activated_layer: which of the two the function is applied to.
     """
 
     name: str
     up: str
     down: str
-    setting: str
-    activation: str
+    intermediate_size_key: str
+    activation_key: str
     gate: str | None = None
     gate_first: bool = True
-    activated: Literal["up", "gate"] = "gate"
+    activated_layer: Literal["up", "gate"] = "gate"
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """The products whose rows the neurons own."""
+    def input_layers(self) -> tuple[str, ...]:
+        """The linear layers with a row for each neuron."""
         return (self.up,) if self.gate in (None, self.up) else (self.up, str(self.gate))
 
     @property
-    def products(self) -> tuple[str, ...]:
-        """Its products, each once; the last is `down`."""
-        return (*self.inputs, self.down)
+    def linear_layers(self) -> tuple[str, ...]:
+        """Its linear layers, each once; the last is `down`."""
+        return (*self.input_layers, self.down)
 
-    def under(self, block: str) -> FeedForward:
-        """Return the same with the names that it has in a model, below `block`."""
-        gate = None if self.gate is None else _below(block, self.gate)
-        name, up, down = (_below(block, n) for n in (self.name, self.up, self.down))
+    def with_prefix(self, block: str) -> FeedForward:
+        """Return the part with its full names in a model, below `block`."""
+        gate = None if self.gate is None else _join_path(block, self.gate)
+        name, up, down = (_join_path(block, n) for n in (self.name, self.up, self.down))
         return replace(self, name=name, up=up, down=down, gate=gate)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks of one make, one behind the other.
+    """Consecutive blocks of the same layout.
 
-    name: layers, encoder_layers or decoder_layers, as settings call it. setting: the config's word for how
-    many there are; count: how many a config says, None where it does not. place: the list of blocks in the
-    model that the family's tasks use. stream: the hidden states that they hand on. causal: no token sees a
-    later one in the attentions that are not cross. by_layer: the config's words whose value, where there is
-    one, is a list with an entry for each block; all others say one thing for all blocks.
+    name: layers, encoder_layers or decoder_layers, as in settings. num_layers_key: the config key for their
+    number. module_path: the list of blocks in the model of the family's tasks. stream: their hidden states.
+    causal: no token attends to a later one, except in cross-attention. per_layer_keys: the config keys whose
+    value, if set, is a list with an entry for each block; all others apply to all blocks.
     """
 
     name: str
-    setting: str
-    place: str
+    num_layers_key: str
+    module_path: str
     attentions: tuple[Attention, ...]
     feed_forward: FeedForward
-    stream: Stream
+    stream: ResidualStream
     causal: bool = False
-    by_layer: tuple[str, ...] = ()
-    setting_else: str | None = None  # the word that a config may say it with instead
+    per_layer_keys: tuple[str, ...] = ()
+    num_layers_fallback_key: str | None = None  # an alternative config key
 
-    def count(self, config: Config) -> int | None:
-        """Return how many blocks `config` says that there are, None where it says no number."""
-        said = config.get(self.setting) or config.get(self.setting_else or self.setting)
+    def num_layers(self, config: Config) -> int | None:
+        """Return the number of blocks in `config`, None if it has none."""
+        said = config.get(self.num_layers_key) or config.get(
+            self.num_layers_fallback_key or self.num_layers_key
+        )
         return said if isinstance(said, int) else None
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """How a family's root-mean-square norms are written.
+class RmsNormForm:
+    """The form of a family's root-mean-square norms.
 
-    epsilon: the attribute that holds it. plus_one: they multiply with 1 + weight.
+    epsilon_attribute: the attribute with the epsilon. adds_one_to_weight: they multiply by 1 + weight.
     """
 
-    epsilon: str = "variance_epsilon"
-    plus_one: bool = False
+    epsilon_attribute: str = "variance_epsilon"
+    adds_one_to_weight: bool = False
 
 
 @dataclass(frozen=True)
-class Positions:
-    """How a model knows the places of tokens.
+class PositionEncoding:
+    """How a model encodes the positions of tokens.
 
-    table: the config's word for the rows of its table of positions; None where there is no table, so that
-    nothing limits the length of a text. after_pad: the first token has the place pad_token_id + 1, so that so
-    many rows belong to no token. computed: the table is sines, which the model draws up for its width; no
-    file holds them, so that a model of another width has others.
+    max_positions_key: the config key for the rows of its table of positions; None without a table, so that
+    text length is not limited. offset_by_pad_id: the first token has position pad_token_id + 1, so that many
+    rows belong to no token. is_sinusoidal: the table has sines, which the model computes for its width; they
+    are not stored, so that a model of another width has other ones.
     """
 
-    table: str | None = "max_position_embeddings"
-    after_pad: bool = False
-    computed: bool = False
+    max_positions_key: str | None = "max_position_embeddings"
+    offset_by_pad_id: bool = False
+    is_sinusoidal: bool = False
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a tokenizer of the family is stored in.
+    """The files of a tokenizer of the family.
 
-    fast: a tokenizer.json (or BERT's vocab.txt) is enough. slow: the files that do as well, all together.
+    accepts_fast: a tokenizer.json (or BERT's vocab.txt) is enough. slow_files: the alternative set of files.
     """
 
-    slow: tuple[str, ...] = ()
-    fast: bool = True
+    slow_files: tuple[str, ...] = ()
+    accepts_fast: bool = True
 
 
 @dataclass(frozen=True)
-class TokenizerForm:
-    """How a tokenizer of the family is made: what stands around a text, and of which kind it can be.
+class TokenizerSpec:
+    """How to make a tokenizer of the family: its special tokens and supported models.
 
-    specials: in the order of their ids. roles: pad, unk, ... to token. single, pair: templates of the
-    tokenizers library for one and two texts. types: whether the second text has token type 1. kinds: of
-    pieces. sentencepiece: it is made of SentencePiece models (Marian's), and the rest says nothing.
+    special_tokens: in the order of their ids. token_roles: pad, unk, ... to token. single_template,
+    pair_template: templates of the tokenizers library for one and two texts. uses_token_types: whether the
+    second text has token type 1. allowed_models: of the tokenizers library. sentencepiece: it consists of
+    SentencePiece models (Marian's); other fields are unused then.
     """
 
-    specials: tuple[str, ...] = ()
-    roles: Mapping[str, str] = field(default_factory=dict)
-    single: str = "$A"
-    pair: str = "$A $B"
-    types: bool = False
-    kinds: tuple[str, ...] = ("bpe", "unigram", "wordpiece")
-    why_kinds: str = ""
+    special_tokens: tuple[str, ...] = ()
+    token_roles: Mapping[str, str] = field(default_factory=dict)
+    single_template: str = "$A"
+    pair_template: str = "$A $B"
+    uses_token_types: bool = False
+    allowed_models: tuple[str, ...] = ("bpe", "unigram", "wordpiece")
+    allowed_models_reason: str = ""
     sentencepiece: bool = False
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A learning rate of AdamW that was published for training all weights of a trained model further.
+class PublishedLearningRate:
+    """A published learning rate of AdamW for training all weights of a pretrained model.
 
-    highest: after the warm-up. width: of the hidden states of the model that it was published for; None where
-    a family has no one width.
+    peak: after the warm-up. hidden_size: the width of the model that it was published for; None if
+    a family has no single width.
     """
 
-    highest: float
-    width: int | None
+    peak: float
+    hidden_size: int | None
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
+    """A model family.
 
-    name: the config's model_type. tasks: what it is for, what most of its models are for first.
-    reads: what goes in, token ids of texts or pixels of images. A family without `stacks` has no blocks of
+    name: the config's model_type. tasks: supported tasks, the most usual first.
+    input_kind: token ids of texts or pixels of images. A family without `stacks` has no blocks of
     attention and feed-forward parts, but convolutions.
-    renamed: pairs of a pattern and what takes its place, tried in order, for the names of tensors in older
+    renamed_tensors: pairs of a pattern and its replacement, tried in order, for the names of tensors in older
     checkpoints.
-    normed: what a convolution and the batch norm that alone reads it are called, wherever a module has both.
-    chain: what a row of such pairs is called, of which each reads what the one before it alone gives; what
-    its last one gives is added to what came in. beside: what stands beside a chain, in the same module: it
-    gives what is added, by such a pair or untouched.
-    stacks: from a config. embedding: how the name of its word embedding may end, [vocabulary, width]; width:
-    the config's word for that width.
-    embedding_scale, output_scale: from a config, what the rows of the word embedding are multiplied with, and
-    the hidden states before the output layer; both may depend on the width.
-    rate: how fast its models learn, where nobody says otherwise.
-    head: the modules between the last hidden states and the outputs, in order, by their names in the model;
-    each reads what the one before it gives. logits_bias: a buffer that is added to the outputs.
-    keeps_float32: how the names of linear layers end that stay float32 in a model of 16 bits.
-    unread: patterns of tensors that checkpoints hold and the model does not read; other_heads: those of heads
-    that a checkpoint was trained with before, where it becomes a classifier with a new one, or a sentence
+    conv_and_norm: the names of a convolution and the batch norm that alone uses its output, in any module
+    with both. conv_chain: the name of a sequence of such pairs, each with the output of the one before as
+    its only use; the last output is added to the input. conv_shortcut: the module next to a chain that
+    computes the other summand, by such a pair or unchanged.
+    stacks: from a config. embedding_suffixes: possible suffixes of the token embedding, [vocabulary, width];
+    width: the config key for that width.
+    embedding_scale, output_scale: from a config, the factors of the token embedding, and of the hidden states
+    before the output layer; both may depend on the width.
+    learning_rate: the default learning rate.
+    head_modules: the modules between the last hidden states and the outputs, in order, by their names in the
+    model; each gets the output of the one before. logits_bias: a buffer that is added to the outputs.
+    float32_suffixes: suffixes of linear layers that are float32 in a 16-bit model.
+    unused_tensors: patterns of tensors in checkpoints that the model does not use; other_heads: those of
+    heads that a checkpoint was trained with before, if it becomes a classifier with a new one, or a sentence
     embedder with none.
-    token_types: "pairs" where two texts are told apart by token types, "zero" where the model has such a
-    table and reads one row of it, None where it has none.
-    starts_with: what its decoder begins with; forces_end: checkpoints force the last token to be the end;
-    bars_pad: they forbid padding as a word; holds_pad_row: padding's embedding stays where it is in training.
-    languages: "codes" where the tokenizer knows languages, "prefix" where a word before the text names the
-    target language. codes: a source and a target as such a tokenizer writes them.
-    turned: how the names of linear layers end whose weights lie turned around in the file (GPT-2).
-    relative_bias: gives what knows the bias of its `relative` attentions (imports torch).
-    rms_norm: how its root-mean-square norms are written, where it has any.
-    window: from a config and the number of a block, how many tokens it sees (a decoder's: the last ones and
-    itself; an encoder's: so many to each side); None for all.
-    first_stays: why a student cannot do without the first block, None where it can.
-    refuses: from a config, what of it smelt cannot follow.
+    token_types: "pairs" if token types distinguish two texts, "zero" if the model has such a
+    table and uses one row of it, None if it has none.
+    decoder_start: the first token of the decoder; forces_end: checkpoints force the last token to be the end;
+    suppresses_pad: they suppress padding; holds_pad_row: padding's embedding is frozen in training.
+    language_selection: "codes" if the tokenizer has language codes, "prefix" if a word before the text names
+    the target language. example_languages: a source and a target in the notation of such a tokenizer.
+    transposed_suffixes: suffixes of linear layers whose weights are stored transposed (GPT-2).
+    relative_bias: returns the implementation of `relative_bias` of its attentions (imports torch).
+    rms_norm: the form of its root-mean-square norms, if any.
+    window: from a config and the index of a block, the number of visible tokens (of a decoder: the last ones
+    and itself; of an encoder: to each side); None for all.
+    first_layer_reason: why a student needs the first block, None if it does not.
+    unsupported_config: from a config, the settings that smelt does not support.
     """
 
     name: str
-    kind: Kind
+    architecture: Architecture
     tasks: tuple[Task, ...]
     stacks: Callable[[Config], tuple[Stack, ...]]
-    embedding: tuple[str, ...]
-    width: str
-    rate: Rate
-    head: tuple[str, ...]
-    reads: Literal["texts", "images"] = "texts"
-    renamed: tuple[tuple[str, str], ...] = ()
-    normed: tuple[str, str] | None = None
-    chain: str | None = None
-    beside: str = ""
+    embedding_suffixes: tuple[str, ...]
+    hidden_size_key: str
+    learning_rate: PublishedLearningRate
+    head_modules: tuple[str, ...]
+    input_kind: Literal["texts", "images"] = "texts"
+    renamed_tensors: tuple[tuple[str, str], ...] = ()
+    conv_and_norm: tuple[str, str] | None = None
+    conv_chain: str | None = None
+    conv_shortcut: str = ""
     logits_bias: str | None = None
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
     output_scale: Callable[[Config], float] = lambda config: 1.0
-    keeps_float32: tuple[str, ...] = ()
-    positions: Positions = Positions()
-    tokenizer: TokenizerFiles = TokenizerFiles()
-    new_tokenizer: TokenizerForm | None = None
-    unread: tuple[str, ...] = ()
-    other_heads: tuple[str, ...] = ()
+    float32_suffixes: tuple[str, ...] = ()
+    position_encoding: PositionEncoding = PositionEncoding()
+    tokenizer_files: TokenizerFiles = TokenizerFiles()
+    tokenizer_spec: TokenizerSpec | None = None
+    unused_tensors: tuple[str, ...] = ()
+    other_head_tensors: tuple[str, ...] = ()
     token_types: Literal["pairs", "zero"] | None = None
-    starts_with: Literal["pad", "eos"] = "pad"
-    forces_end: bool = False
-    bars_pad: bool = False
-    holds_pad_row: bool = False
-    languages: Literal["codes", "prefix"] | None = None
-    codes: tuple[str, str] = ("en_XX", "de_DE")
-    turned: tuple[str, ...] = ()
+    decoder_start: Literal["pad", "eos"] = "pad"
+    forces_eos: bool = False
+    suppresses_pad: bool = False
+    freezes_pad_row: bool = False
+    language_selection: Literal["codes", "prefix"] | None = None
+    example_languages: tuple[str, str] = ("en_XX", "de_DE")
+    transposed_suffixes: tuple[str, ...] = ()
     relative_bias: Callable[[], RelativeBias] | None = None
-    rms_norm: RmsNorm = RmsNorm()
+    rms_norm: RmsNormForm = RmsNormForm()
     window: Callable[[Config, int], int | None] = lambda config, number: None
-    first_stays: str | None = None
-    refuses: Callable[[Config], list[str]] = lambda config: []
+    first_layer_reason: str | None = None
+    unsupported_config: Callable[[Config], list[str]] = lambda config: []
 
     def stack(self, config: Config, name: str) -> Stack | None:
-        """Return the stack that settings call `name`, None where there is none."""
+        """Return the stack with this `name` in settings, None if there is none."""
         return next((s for s in self.stacks(config) if s.name == name), None)
 
 
-def _below(block: str, name: str) -> str:
+def _join_path(block: str, name: str) -> str:
     return f"{block}.{name}" if name else block

@@ -1,7 +1,7 @@
 """GPT-2. Source: transformers' modeling_gpt2.py.
 
-One product makes queries, keys and values, a third of its rows each; a head owns rows in each third. Linear
-layers are stored turned around (`Conv1D`), [inputs, outputs].
+One linear layer computes queries, keys and values, a third of its rows each; a head has rows in each third.
+Linear layers are stored transposed (`Conv1D`), [inputs, outputs].
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from smelt.families.family import (
     Config,
     Family,
     FeedForward,
-    Positions,
-    Rate,
+    PositionEncoding,
+    PublishedLearningRate,
     Stack,
     TokenizerFiles,
-    TokenizerForm,
+    TokenizerSpec,
 )
-from smelt.families.stream import Stream
+from smelt.families.residual_stream import ResidualStream
 
-_END = "<|endoftext|>"
-BYTE_LEVEL = TokenizerForm((_END,), {"bos": _END, "eos": _END, "unk": _END, "pad": _END}, "$A", "$A $B")
+_END_OF_TEXT = "<|endoftext|>"
+GPT2_TOKENIZER = TokenizerSpec(
+    (_END_OF_TEXT,),
+    {"bos": _END_OF_TEXT, "eos": _END_OF_TEXT, "unk": _END_OF_TEXT, "pad": _END_OF_TEXT},
+    "$A",
+    "$A $B",
+)
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -32,46 +37,46 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         key=packed,
         value=packed,
         out="attn.c_proj",
-        heads="num_heads",
-        width="head_dim",
-        size="split_size",
-        setting="n_head",
+        heads_attribute="num_heads",
+        head_dim_attribute="head_dim",
+        all_head_size_attribute="split_size",
+        heads_key="n_head",
         packed="equal",
     )
     block = FeedForward("mlp", "mlp.c_fc", "mlp.c_proj", "n_inner", "activation_function")
-    stream = Stream(
+    stream = ResidualStream(
         ("transformer.wte.weight", "transformer.wpe.weight"),
-        norms=("ln_1", "ln_2"),
-        norms_first=True,
-        closing="transformer.ln_f",
+        part_norms=("ln_1", "ln_2"),
+        pre_norm=True,
+        final_norm="transformer.ln_f",
     )
     return (Stack("layers", "n_layer", "transformer.h", (attention,), block, stream, causal=True),)
 
 
-def refuses(config: Config) -> list[str]:
-    """Say what of a config smelt cannot follow."""
+def unsupported_config(config: Config) -> list[str]:
+    """Return the unsupported settings of a config."""
     found = []
     if config.get("add_cross_attention"):
         found.append("add_cross_attention is not supported; the model must be decoder-only.")
     if config.get("reorder_and_upcast_attn"):
-        found.append("reorder_and_upcast_attn is not supported by this version.")
+        found.append("reorder_and_upcast_attn is not supported.")
     return found
 
 
 FAMILY = Family(
     name="gpt2",
-    kind="decoder",
+    architecture="decoder",
     tasks=("language-modeling",),
     stacks=stacks,
-    embedding=("wte.weight",),
-    width="n_embd",
-    rate=Rate(5e-5, 768),  # transformers' example of language modeling
-    head=("lm_head",),
-    positions=Positions(table="n_positions"),
-    tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
-    new_tokenizer=BYTE_LEVEL,
-    # the causal mask of each layer, and the number that stood for minus infinity
-    unread=(r"(transformer\.)?h\.\d+\.(attn|crossattention)\.(bias|masked_bias)",),
-    turned=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-    refuses=refuses,
+    embedding_suffixes=("wte.weight",),
+    hidden_size_key="n_embd",
+    learning_rate=PublishedLearningRate(5e-5, 768),  # transformers' example of language modeling
+    head_modules=("lm_head",),
+    position_encoding=PositionEncoding(max_positions_key="n_positions"),
+    tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
+    tokenizer_spec=GPT2_TOKENIZER,
+    # the causal mask of each layer, and the value for minus infinity
+    unused_tensors=(r"(transformer\.)?h\.\d+\.(attn|crossattention)\.(bias|masked_bias)",),
+    transposed_suffixes=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    unsupported_config=unsupported_config,
 )

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from smelt.families.bart import FAIRSEQ_VERSION
-from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
-from smelt.families.family import TEXT_TO_TEXT, Family, Rate, TokenizerFiles
+from smelt.families.bart import FAIRSEQ_VERSION_TENSORS
+from smelt.families.bart_layout import LM_HEAD, LOGITS_BIAS, BartLayout, embedding_scale
+from smelt.families.family import SEQ2SEQ_TASKS, Family, PublishedLearningRate, TokenizerFiles
 
 FAMILY = Family(
     name="mbart",
-    kind="seq2seq",
-    tasks=TEXT_TO_TEXT,
-    stacks=Plan(norms_first=True, opening=True, closing=True).stacks,
-    embedding=("shared.weight", "encoder.embed_tokens.weight"),
-    width="d_model",
-    rate=Rate(3e-5, 1024),  # Liu et al. 2020, mBART, section 3
-    head=HEAD,
+    architecture="seq2seq",
+    tasks=SEQ2SEQ_TASKS,
+    stacks=BartLayout(pre_norm=True, has_embedding_norm=True, has_final_norm=True).stacks,
+    embedding_suffixes=("shared.weight", "encoder.embed_tokens.weight"),
+    hidden_size_key="d_model",
+    learning_rate=PublishedLearningRate(3e-5, 1024),  # Liu et al. 2020, mBART, section 3
+    head_modules=LM_HEAD,
     logits_bias=LOGITS_BIAS,
     embedding_scale=embedding_scale,
-    tokenizer=TokenizerFiles(("sentencepiece.bpe.model",)),
-    unread=(FAIRSEQ_VERSION,),
-    starts_with="eos",
-    forces_end=True,
-    languages="codes",
+    tokenizer_files=TokenizerFiles(("sentencepiece.bpe.model",)),
+    unused_tensors=(FAIRSEQ_VERSION_TENSORS,),
+    decoder_start="eos",
+    forces_eos=True,
+    language_selection="codes",
 )

@@ -1,30 +1,30 @@
-"""Mistral: Llama's blocks; attention may see a window only. Source: transformers' modeling_mistral.py."""
+"""Mistral: Llama's blocks; optionally with windowed attention. Source: transformers' modeling_mistral.py."""
 
 from __future__ import annotations
 
-from smelt.families.family import Config, Family, Rate, TokenizerFiles
+from smelt.families.family import Config, Family, PublishedLearningRate, TokenizerFiles
 from smelt.families.llama import FAMILY as LLAMA
-from smelt.families.llama import HEAD, refuses, stacks
+from smelt.families.llama import LM_HEAD, stacks, unsupported_config
 
 
-def window(config: Config, number: int) -> int | None:
-    """Return how many of the last tokens a block sees, None for all."""
+def attention_window(config: Config, layer_index: int) -> int | None:
+    """Return the attention window of a block in tokens, None for all."""
     width = config.get("sliding_window")
     return width if isinstance(width, int) else None
 
 
 FAMILY = Family(
     name="mistral",
-    kind="decoder",
+    architecture="decoder",
     tasks=("language-modeling",),
     stacks=stacks,
-    embedding=("embed_tokens.weight",),
-    width="hidden_size",
-    rate=Rate(2e-5, 4096),  # as Llama's
-    head=HEAD,
-    tokenizer=TokenizerFiles(("tokenizer.model",)),
-    new_tokenizer=LLAMA.new_tokenizer,
-    unread=LLAMA.unread,
-    window=window,
-    refuses=refuses,
+    embedding_suffixes=("embed_tokens.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
+    head_modules=LM_HEAD,
+    tokenizer_files=TokenizerFiles(("tokenizer.model",)),
+    tokenizer_spec=LLAMA.tokenizer_spec,
+    unused_tensors=LLAMA.unused_tensors,
+    window=attention_window,
+    unsupported_config=unsupported_config,
 )

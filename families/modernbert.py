@@ -1,19 +1,19 @@
 """ModernBERT. Source: transformers' modeling_modernbert.py.
 
-One product makes queries, keys and values, which are rotated, with another base in blocks that see a window
-than in those that see all; another makes what is activated and its gate.
+One linear layer computes queries, keys and values, which are rotated, with different bases in blocks with a
+window and in those without; another computes the activated part and its gate.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.bert import TOKENIZER
-from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack
-from smelt.families.stream import Stream
+from smelt.families.bert import BERT_TOKENIZER
+from smelt.families.family import Attention, Config, Family, FeedForward, PublishedLearningRate, Stack
+from smelt.families.residual_stream import ResidualStream
 
-# Rotations are traced, with angles that are the same for every text; `dynamic_rope_update` changes these.
-_BY_LENGTH = ("dynamic", "longrope")
+# Rotations are traced with fixed angles; `dynamic_rope_update` changes angles by text length.
+_LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -24,11 +24,11 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         key="attn.Wqkv",
         value="attn.Wqkv",
         out="attn.Wo",
-        heads=None,
-        width="head_dim",
-        setting="num_attention_heads",
+        heads_attribute=None,
+        head_dim_attribute="head_dim",
+        heads_key="num_attention_heads",
         packed="equal",
-        scale="width",
+        scale_attribute="width",
         rotary=True,
     )
     block = FeedForward(
@@ -39,53 +39,55 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         "hidden_activation",
         gate="mlp.Wi",
         gate_first=False,
-        activated="up",
+        activated_layer="up",
     )
-    stream = Stream(
+    stream = ResidualStream(
         ("model.embeddings.tok_embeddings.weight",),
-        norms=("attn_norm", "mlp_norm"),  # the first block's attn_norm does nothing
-        norms_first=True,
-        opening="model.embeddings.norm",
-        closing="model.final_norm",
+        part_norms=("attn_norm", "mlp_norm"),  # the first block's attn_norm does nothing
+        pre_norm=True,
+        embedding_norm="model.embeddings.norm",
+        final_norm="model.final_norm",
     )
     place, by_layer = "model.layers", ("layer_types",)
-    return (Stack("layers", "num_hidden_layers", place, (attention,), block, stream, by_layer=by_layer),)
+    return (
+        Stack("layers", "num_hidden_layers", place, (attention,), block, stream, per_layer_keys=by_layer),
+    )
 
 
-def window(config: Config, number: int) -> int | None:
-    """Return how far a block sees to each side, in tokens; None for as far as the text goes."""
+def attention_window(config: Config, layer_index: int) -> int | None:
+    """Return the attention window of a block to each side, in tokens; None for all."""
     kinds, width = config.get("layer_types"), config.get("local_attention")
-    if not isinstance(kinds, list) or not isinstance(width, int) or kinds[number] != "sliding_attention":
+    if not isinstance(kinds, list) or not isinstance(width, int) or kinds[layer_index] != "sliding_attention":
         return None
     return width // 2
 
 
-def refuses(config: Config) -> list[str]:
-    """Say what of a config smelt cannot follow."""
+def unsupported_config(config: Config) -> list[str]:
+    """Return the unsupported settings of a config."""
     found = []
     ropes = {**(config.get("rope_parameters") or {}), "all layers": config.get("rope_scaling")}
     for layers, rope in ropes.items():
         kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-        if kind in _BY_LENGTH:
+        if kind in _LENGTH_DEPENDENT_ROPE_TYPES:
             found.append(
-                f"rotary positions of type '{kind}' ({layers}), which depend on the length of a text, are not"
-                " supported by this version."
+                f"rotary positions of type '{kind}' ({layers}) depend on the length of a text and are not"
+                " supported."
             )
     return found
 
 
 FAMILY = Family(
     name="modernbert",
-    kind="encoder",
+    architecture="encoder",
     tasks=("text-classification", "sentence-similarity"),
     stacks=stacks,
-    embedding=("tok_embeddings.weight",),
-    width="hidden_size",
-    rate=Rate(5e-5, 768),  # Warner et al. 2024, appendix: 1e-5 to 8e-5
-    head=("head.dense", "head.norm", "classifier"),
-    new_tokenizer=replace(TOKENIZER, types=False),
-    other_heads=(r"(head|decoder)\..+",),
-    window=window,
-    first_stays="it has no norm before its attention, and the others have one",
-    refuses=refuses,
+    embedding_suffixes=("tok_embeddings.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(5e-5, 768),  # Warner et al. 2024, appendix: 1e-5 to 8e-5
+    head_modules=("head.dense", "head.norm", "classifier"),
+    tokenizer_spec=replace(BERT_TOKENIZER, uses_token_types=False),
+    other_head_tensors=(r"(head|decoder)\..+",),
+    window=attention_window,
+    first_layer_reason="unlike the other layers it has no norm before the attention",
+    unsupported_config=unsupported_config,
 )

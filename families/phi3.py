@@ -1,15 +1,23 @@
-"""Phi-3: Llama's blocks with packed products. Source: transformers' modeling_phi3.py.
+"""Phi-3: Llama's blocks with packed linear layers. Source: transformers' modeling_phi3.py.
 
-One product makes queries, keys and values, as many rows as each has heads; another makes gate and up. How
-many heads there are its attention reads from the config, the same for all blocks, so none of them can go.
+One linear layer computes queries, keys and values, with the rows of their heads; another computes gate and
+up. Its attention takes the number of heads from the config, the same for all blocks, so none can be removed.
 """
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack, TokenizerFiles
+from smelt.families.family import (
+    Attention,
+    Config,
+    Family,
+    FeedForward,
+    PublishedLearningRate,
+    Stack,
+    TokenizerFiles,
+)
 from smelt.families.llama import FAMILY as LLAMA
-from smelt.families.llama import HEAD, STREAM, refuses
-from smelt.families.mistral import window
+from smelt.families.llama import LLAMA_STREAM, LM_HEAD, unsupported_config
+from smelt.families.mistral import attention_window
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -21,41 +29,43 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         key=packed,
         value=packed,
         out="self_attn.o_proj",
-        heads=None,
-        width="head_dim",
-        setting="num_attention_heads",
-        key_setting="num_key_value_heads",
-        width_setting="head_dim",
+        heads_attribute=None,
+        head_dim_attribute="head_dim",
+        heads_key="num_attention_heads",
+        kv_heads_key="num_key_value_heads",
+        head_dim_key="head_dim",
         packed="grouped",
-        key_heads="num_key_value_heads",
+        kv_heads_attribute="num_key_value_heads",
         rotary=True,
-        fixed_heads="its attention reads the number of heads from the config, one for all layers",
+        fixed_heads_reason="the number of heads is set in the config, the same for all layers",
     )
     gate_up = "mlp.gate_up_proj"
     block = FeedForward("mlp", gate_up, "mlp.down_proj", "intermediate_size", "hidden_act", gate=gate_up)
-    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block, STREAM, causal=True),)
+    return (
+        Stack("layers", "num_hidden_layers", "model.layers", (attention,), block, LLAMA_STREAM, causal=True),
+    )
 
 
-def _refuses(config: Config) -> list[str]:
-    found = refuses(config)
-    rope = config.get("rope_parameters")  # transformers 5 writes it there, 4 beside it
+def _unsupported_config(config: Config) -> list[str]:
+    found = unsupported_config(config)
+    rope = config.get("rope_parameters")  # transformers 5 stores it there, 4 in the config itself
     said = [part.get("partial_rotary_factor") for part in (config, rope) if isinstance(part, dict)]
     if any(factor not in (None, 1) for factor in said):
-        found.append("partial_rotary_factor is not supported by this version; all of a head is rotated.")
+        found.append("partial_rotary_factor is not supported; it must be 1.")
     return found
 
 
 FAMILY = Family(
     name="phi3",
-    kind="decoder",
+    architecture="decoder",
     tasks=("language-modeling",),
     stacks=stacks,
-    embedding=("embed_tokens.weight",),
-    width="hidden_size",
-    rate=Rate(2e-5, 4096),  # as Llama's
-    head=HEAD,
-    tokenizer=TokenizerFiles(("tokenizer.model",)),
-    new_tokenizer=LLAMA.new_tokenizer,
-    window=window,
-    refuses=_refuses,
+    embedding_suffixes=("embed_tokens.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
+    head_modules=LM_HEAD,
+    tokenizer_files=TokenizerFiles(("tokenizer.model",)),
+    tokenizer_spec=LLAMA.tokenizer_spec,
+    window=attention_window,
+    unsupported_config=_unsupported_config,
 )

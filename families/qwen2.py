@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.family import Config, Family, Rate, Stack, TokenizerFiles
-from smelt.families.gpt2 import BYTE_LEVEL
-from smelt.families.llama import HEAD, INV_FREQ, refuses
+from smelt.families.family import Config, Family, PublishedLearningRate, Stack, TokenizerFiles
+from smelt.families.gpt2 import GPT2_TOKENIZER
+from smelt.families.llama import INV_FREQ_TENSORS, LM_HEAD, unsupported_config
 from smelt.families.llama import stacks as llama_stacks
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
     """Return the blocks."""
     (stack,) = llama_stacks(config)
-    return (replace(stack, by_layer=("layer_types",)),)
+    return (replace(stack, per_layer_keys=("layer_types",)),)
 
 
-def window(config: Config, number: int) -> int | None:
-    """Return how many of the last tokens a block sees, None for all."""
+def attention_window(config: Config, layer_index: int) -> int | None:
+    """Return the attention window of a block in tokens, None for all."""
     kinds, width = config.get("layer_types"), config.get("sliding_window")
-    windowed = isinstance(kinds, list) and kinds[number] == "sliding_attention"
+    windowed = isinstance(kinds, list) and kinds[layer_index] == "sliding_attention"
     return width if windowed and isinstance(width, int) else None
 
 
 FAMILY = Family(
     name="qwen2",
-    kind="decoder",
+    architecture="decoder",
     tasks=("language-modeling",),
     stacks=stacks,
-    embedding=("embed_tokens.weight",),
-    width="hidden_size",
-    rate=Rate(2e-5, 4096),  # as Llama's
-    head=HEAD,
-    tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
-    # transformers reads every tokenizer of the family as one of bytes
-    new_tokenizer=replace(
-        BYTE_LEVEL, kinds=("bpe",), why_kinds="Qwen2's tokenizer is byte-level: train bpe."
+    embedding_suffixes=("embed_tokens.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
+    head_modules=LM_HEAD,
+    tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
+    # transformers loads every tokenizer of the family as byte-level
+    tokenizer_spec=replace(
+        GPT2_TOKENIZER,
+        allowed_models=("bpe",),
+        allowed_models_reason="Qwen2's tokenizer is byte-level: use bpe.",
     ),
-    unread=(INV_FREQ,),
-    window=window,
-    refuses=refuses,
+    unused_tensors=(INV_FREQ_TENSORS,),
+    window=attention_window,
+    unsupported_config=unsupported_config,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.family import Config, Family, Rate, Stack, TokenizerFiles
-from smelt.families.llama import HEAD, refuses
+from smelt.families.family import Config, Family, PublishedLearningRate, Stack, TokenizerFiles
+from smelt.families.llama import LM_HEAD, unsupported_config
 from smelt.families.qwen2 import FAMILY as QWEN2
 from smelt.families.qwen2 import stacks as qwen2_stacks
 
@@ -14,21 +14,21 @@ def stacks(config: Config) -> tuple[Stack, ...]:
     """Return the blocks."""
     (stack,) = qwen2_stacks(config)
     (attention,) = stack.attentions
-    normed = replace(attention, norms=("self_attn.q_norm", "self_attn.k_norm"))
+    normed = replace(attention, qk_norms=("self_attn.q_norm", "self_attn.k_norm"))
     return (replace(stack, attentions=(normed,)),)
 
 
 FAMILY = Family(
     name="qwen3",
-    kind="decoder",
+    architecture="decoder",
     tasks=("language-modeling",),
     stacks=stacks,
-    embedding=("embed_tokens.weight",),
-    width="hidden_size",
-    rate=Rate(2e-5, 4096),  # as Llama's
-    head=HEAD,
-    tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
-    new_tokenizer=QWEN2.new_tokenizer,
+    embedding_suffixes=("embed_tokens.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
+    head_modules=LM_HEAD,
+    tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
+    tokenizer_spec=QWEN2.tokenizer_spec,
     window=QWEN2.window,
-    refuses=refuses,
+    unsupported_config=unsupported_config,
 )

@@ -1,11 +1,11 @@
-"""The families that smelt knows, by the config's model_type. A new one is its file and a line here."""
+"""The supported families, by the config's model_type. A new one is a file and a line here."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from smelt.core.data import TASKS, Task
-from smelt.core.text import article
+from smelt.core.text import with_article
 from smelt.families import (
     bart,
     bert,
@@ -31,46 +31,46 @@ from smelt.families import (
 )
 from smelt.families.family import Config, Family
 
-_TRANSLATORS = (marian, t5, bart, mbart, pegasus, m2m_100)
-_ENCODERS = (bert, distilbert, roberta, mpnet, modernbert)
-_OF_IMAGES = (vit, resnet)
-_LANGUAGE_MODELS = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3)
+_SEQ2SEQ_MODULES = (marian, t5, bart, mbart, pegasus, m2m_100)
+_ENCODER_MODULES = (bert, distilbert, roberta, mpnet, modernbert)
+_IMAGE_MODULES = (vit, resnet)
+_DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (*_TRANSLATORS, *_ENCODERS, *_LANGUAGE_MODELS, *_OF_IMAGES)
+    for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
 }
-# The names of the families that are for each task.
-BY_TASK: dict[Task, tuple[str, ...]] = {
+# The names of the families for each task.
+FAMILIES_BY_TASK: dict[Task, tuple[str, ...]] = {
     task: tuple(name for name, family in FAMILIES.items() if task in family.tasks) for task in TASKS
 }
 
 
-# What a plan notes in the config of a model whose convolutions are codes by then.
-CODED_CONVOLUTIONS = "smelt_coded_convolutions"
+# Set by a plan in the config of a model whose convolutions will be quantized.
+QUANTIZED_CONVOLUTIONS_KEY = "smelt_coded_convolutions"
 
 
 def find_family(config: Config) -> Family | None:
-    """Return the family of a Hugging Face config, None where smelt does not know it."""
+    """Return the family of a Hugging Face config, None if it is not supported."""
     return FAMILIES.get(str(config.get("model_type")))
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a model of transformers, None where smelt does not know it."""
+    """Return the family of a transformers model, None if it is not supported."""
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def reads_images(config: Config) -> bool:
-    """Say whether the model of a Hugging Face config reads images, and not texts."""
+    """Return whether the model of a Hugging Face config takes images instead of texts."""
     family = find_family(config)
-    return family is not None and family.reads == "images"
+    return family is not None and family.input_kind == "images"
 
 
-def blockless(config: Config) -> str | None:
-    """Say that a model of this config has no blocks to be looked at, in words; None where it has some.
+def no_blocks_reason(config: Config) -> str | None:
+    """Return the error text if a model of this config has no transformer blocks, else None.
 
-    A family that is not known is none of those: who asks says that in words of its own.
+    None for an unsupported family; callers report that themselves.
     """
     family = find_family(config)
     if family is None or family.stacks(config):
         return None
-    return f"{article(family.name)} model has convolutions and no blocks of attention and feed-forward parts"
+    return f"{with_article(family.name)} model has convolutions and no attention or feed-forward blocks"

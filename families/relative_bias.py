@@ -1,4 +1,4 @@
-"""What a bias by distance must be able to do; a family with one hands over a module that can."""
+"""The interface of a relative position bias; a family with one provides an implementation."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from typing import Any, Protocol
 
 
 class RelativeBias(Protocol):
-    """A bias per head and distance that is added to the scores of attention.
+    """A bias per head and distance that is added to attention scores.
 
-    A stack owns one table for all of its blocks, so that all have the same heads, until each gets its own.
+    A stack has one table for all of its blocks, so all have the same heads, until each gets its own table.
     """
 
-    def hand_on(self, old: Any, new: Any) -> None:
-        """Give the block `new`, which becomes the first of its stack, the table of the block `old`."""
+    def move_table(self, old: Any, new: Any) -> None:
+        """Move the table of the block `old` to `new`, which becomes the first of its stack."""
 
-    def own(self, attention: Any, heads: int, name: str) -> None:
-        """Let the attention called `name`, of `heads` heads, compute its own bias; values are left open."""
+    def make_independent(self, attention: Any, heads: int, name: str) -> None:
+        """Make the attention `name`, with `heads` heads, compute its own bias, not initialized."""
 
-    def own_all(self, model: Any, edits: list[dict[str, Any]]) -> None:
-        """Give every attention of `model` its own bias, once; append the edits that say so."""
+    def make_all_independent(self, model: Any, edits: list[dict[str, Any]]) -> None:
+        """Give every attention of `model` its own bias, once; append the edits."""
 
-    def prune(self, model: Any, edits: list[dict[str, Any]], name: str, stay: Any) -> None:
-        """Keep the heads `stay` (int64 tensor, rising) of the bias that the attention `name` owns."""
+    def prune_bias_heads(self, model: Any, edits: list[dict[str, Any]], name: str, stay: Any) -> None:
+        """Keep the heads `stay` (int64 tensor, rising) of the own bias of the attention `name`."""
 
-    def values_of_a_head(self, attention: Any, name: str) -> int:
-        """Return how many values a head of the attention called `name` has once it owns its bias."""
+    def parameters_per_head(self, attention: Any, name: str) -> int:
+        """Return the number of bias values per head of the attention `name` with its own bias."""
 
-    def values_now(self, model: Any) -> int:
-        """Return how many values the biases of `model` have now, each once."""
+    def count_bias_parameters(self, model: Any) -> int:
+        """Return the number of values in the biases of `model`, each once."""
 
-    def by_distance(self, attention: Any) -> tuple[Any, int] | None:
-        """Return the bias by distance, float32 [H, 2 f + 1], and f, beyond which all is as at f.
+    def bias_by_distance(self, attention: Any) -> tuple[Any, int] | None:
+        """Return the bias by distance, float32 [H, 2 f + 1], and f, the largest distance with its own value.
 
-        None where the attention has no table: it is given its bias.
+        None if the attention has no table: it gets its bias as an input.
         """

@@ -1,33 +1,33 @@
-"""ResNet, a network of convolutions. Source: transformers' modeling_resnet.py.
+"""ResNet, a convolutional network. Source: transformers' modeling_resnet.py.
 
-It has no blocks of attention and feed-forward parts: what is cut along those refuses it.
+It has no blocks of attention and feed-forward parts: techniques on those reject it.
 """
 
 from __future__ import annotations
 
-from smelt.families.family import Config, Family, Positions, Rate
+from smelt.families.family import Config, Family, PositionEncoding, PublishedLearningRate
 
 
-def refuses(config: Config) -> list[str]:
-    """Return what of a config smelt cannot follow."""
+def unsupported_config(config: Config) -> list[str]:
+    """Return the unsupported settings of a config."""
     if config.get("num_channels", 3) != 3:
-        return [f"num_channels is {config['num_channels']}; images are read as RGB, which has 3."]
+        return [f"num_channels is {config['num_channels']}; only 3 (RGB) is supported."]
     return []
 
 
 FAMILY = Family(
     name="resnet",
-    kind="encoder",
+    architecture="encoder",
     tasks=("image-classification",),
     stacks=lambda config: (),
-    embedding=(),
-    width="hidden_sizes",
-    rate=Rate(5e-4, None),  # as benchmarks/recipes/resnet-cifar10.yaml
-    head=("classifier.1",),
-    reads="images",
-    normed=("convolution", "normalization"),
-    chain="layer",  # of a basic or a bottleneck block
-    beside="shortcut",
-    positions=Positions(None),
-    refuses=refuses,
+    embedding_suffixes=(),
+    hidden_size_key="hidden_sizes",
+    learning_rate=PublishedLearningRate(5e-4, None),  # as benchmarks/recipes/resnet-cifar10.yaml
+    head_modules=("classifier.1",),
+    input_kind="images",
+    conv_and_norm=("convolution", "normalization"),
+    conv_chain="layer",  # of a basic or a bottleneck block
+    conv_shortcut="shortcut",
+    position_encoding=PositionEncoding(None),
+    unsupported_config=unsupported_config,
 )

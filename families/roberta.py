@@ -1,4 +1,4 @@
-"""RoBERTa: BERT's blocks, places counted from the pad id. Source: transformers' modeling_roberta.py.
+"""RoBERTa: BERT's blocks, positions counted from the pad id. Source: transformers' modeling_roberta.py.
 
 `RobertaEmbeddings.create_position_ids_from_input_ids` begins at pad_token_id + 1; roberta-base has 514 rows
 for 512 tokens. Its table of token types has one row, which is added to all tokens.
@@ -6,10 +6,18 @@ for 512 tokens. Its table of token types has one row, which is added to all toke
 
 from __future__ import annotations
 
-from smelt.families.bert import POSITION_IDS, encoder_stack
-from smelt.families.family import Config, Family, Positions, Rate, Stack, TokenizerFiles, TokenizerForm
+from smelt.families.bert import POSITION_IDS_TENSORS, encoder_stack
+from smelt.families.family import (
+    Config,
+    Family,
+    PositionEncoding,
+    PublishedLearningRate,
+    Stack,
+    TokenizerFiles,
+    TokenizerSpec,
+)
 
-TOKENIZER = TokenizerForm(
+ROBERTA_TOKENIZER = TokenizerSpec(
     ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
     {
         "bos": "<s>",
@@ -32,18 +40,18 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 
 FAMILY = Family(
     name="roberta",
-    kind="encoder",
+    architecture="encoder",
     tasks=("text-classification", "sentence-similarity"),
     stacks=stacks,
-    embedding=("word_embeddings.weight",),
-    width="hidden_size",
-    rate=Rate(2e-5, 768),  # Liu et al. 2019, appendix: 1e-5 to 3e-5
-    head=("classifier.dense", "classifier.out_proj"),
-    positions=Positions(after_pad=True),
-    tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
-    new_tokenizer=TOKENIZER,
-    # no layer of the classifier reads the pooler of the encoder
-    unread=(POSITION_IDS, r"(roberta\.)?pooler\.dense\.(weight|bias)"),
-    other_heads=(r"lm_head\..+", r"qa_outputs\..+"),
+    embedding_suffixes=("word_embeddings.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 768),  # Liu et al. 2019, appendix: 1e-5 to 3e-5
+    head_modules=("classifier.dense", "classifier.out_proj"),
+    position_encoding=PositionEncoding(offset_by_pad_id=True),
+    tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
+    tokenizer_spec=ROBERTA_TOKENIZER,
+    # the classifier does not use the encoder's pooler
+    unused_tensors=(POSITION_IDS_TENSORS, r"(roberta\.)?pooler\.dense\.(weight|bias)"),
+    other_head_tensors=(r"lm_head\..+", r"qa_outputs\..+"),
     token_types="zero",
 )

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Rate, Stack
-from smelt.families.stream import Stream
+from smelt.families.family import (
+    Attention,
+    Config,
+    Family,
+    FeedForward,
+    PositionEncoding,
+    PublishedLearningRate,
+    Stack,
+)
+from smelt.families.residual_stream import ResidualStream
 
-_AT = "vit.embeddings"
-_PATCHES = f"{_AT}.patch_embeddings.projection"
+_EMBEDDINGS_PATH = "vit.embeddings"
+_PATCH_PROJECTION = f"{_EMBEDDINGS_PATH}.patch_embeddings.projection"
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -18,46 +26,46 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         key=f"{at}.k_proj",
         value=f"{at}.v_proj",
         out=f"{at}.o_proj",
-        heads="num_attention_heads",
-        width="head_dim",
-        setting="num_attention_heads",
-        width_setting="head_dim",
+        heads_attribute="num_attention_heads",
+        head_dim_attribute="head_dim",
+        heads_key="num_attention_heads",
+        head_dim_key="head_dim",
     )
     block = FeedForward("mlp", "mlp.fc1", "mlp.fc2", "intermediate_size", "hidden_act")
-    stream = Stream(
+    stream = ResidualStream(
         (),
-        norms=("layernorm_before", "layernorm_after"),
-        norms_first=True,
-        closing="vit.layernorm",
-        beside=(
-            (f"{_AT}.cls_token", 2),
-            (f"{_AT}.position_embeddings", 2),
-            (f"{_PATCHES}.weight", 0),
-            (f"{_PATCHES}.bias", 0),
+        part_norms=("layernorm_before", "layernorm_after"),
+        pre_norm=True,
+        final_norm="vit.layernorm",
+        other_tensors=(
+            (f"{_EMBEDDINGS_PATH}.cls_token", 2),
+            (f"{_EMBEDDINGS_PATH}.position_embeddings", 2),
+            (f"{_PATCH_PROJECTION}.weight", 0),
+            (f"{_PATCH_PROJECTION}.bias", 0),
         ),
     )
     return (Stack("layers", "num_hidden_layers", "vit.layers", (attention,), block, stream),)
 
 
-def refuses(config: Config) -> list[str]:
-    """Return what of a config smelt cannot follow."""
+def unsupported_config(config: Config) -> list[str]:
+    """Return the unsupported settings of a config."""
     if config.get("num_channels", 3) != 3:
-        return [f"num_channels is {config['num_channels']}; images are read as RGB, which has 3."]
+        return [f"num_channels is {config['num_channels']}; only 3 (RGB) is supported."]
     return []
 
 
 FAMILY = Family(
     name="vit",
-    kind="encoder",
+    architecture="encoder",
     tasks=("image-classification",),
     stacks=stacks,
-    embedding=(),
-    width="hidden_size",
-    rate=Rate(2e-5, 768),  # transformers' example of image classification
-    head=("classifier",),
-    reads="images",
-    positions=Positions(None),
-    renamed=(
+    embedding_suffixes=(),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 768),  # transformers' example of image classification
+    head_modules=("classifier",),
+    input_kind="images",
+    position_encoding=PositionEncoding(None),
+    renamed_tensors=(
         (r"encoder\.layer\.", "layers."),
         (r"attention\.attention\.query", "attention.q_proj"),
         (r"attention\.attention\.key", "attention.k_proj"),
@@ -66,7 +74,7 @@ FAMILY = Family(
         (r"intermediate\.dense", "mlp.fc1"),
         (r"output\.dense", "mlp.fc2"),
     ),
-    unread=(r"vit\.pooler\..+", r"pooler\..+"),
-    other_heads=(r"decoder\..+", r"vit\.embeddings\.mask_token"),
-    refuses=refuses,
+    unused_tensors=(r"vit\.pooler\..+", r"pooler\..+"),
+    other_head_tensors=(r"decoder\..+", r"vit\.embeddings\.mask_token"),
+    unsupported_config=unsupported_config,
 )

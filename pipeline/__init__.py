@@ -1,9 +1,9 @@
-"""smelt makes trained models small and fast, one measured stage at a time.
+"""Compress trained models and export them, with every step measured.
 
-`smelt.run(recipe)` carries out a recipe, `smelt.plan(recipe)` checks it, `smelt.Recipe` builds one in Python,
-`smelt.apply(stage, model, out)` runs one stage, `smelt.load(folder)` opens an artifact,
-`smelt.package(folder)` writes it as a folder to deploy. They import what they need when they are called;
-importing smelt costs nothing.
+`smelt.run(recipe)` runs a recipe, `smelt.plan(recipe)` checks it, `smelt.Recipe` builds one in Python,
+`smelt.apply(stage, model, out)` runs one stage, `smelt.load(folder)` opens an artifact, and
+`smelt.package(folder)` writes a folder for deployment. Dependencies are imported on the first call, so
+`import smelt` is fast.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from smelt.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from smelt.api.loaded_model import Model
+    from smelt.api.recipes import Recipe
     from smelt.core.artifact import Artifact
     from smelt.core.data import Task
     from smelt.execute.run_result import Report, Result
-    from smelt.export.package.write import Package
+    from smelt.export.package.write_package import WrittenPackage
     from smelt.planning.plan import Plan
-    from smelt.use.loaded import Model
-    from smelt.use.recipes import Recipe
 
 __all__ = [
     "DeviceWarning",
@@ -49,13 +49,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: importing smelt costs nothing."""
+    """Import public names on first use, so that `import smelt` is fast."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("smelt")
     if name == "Recipe":
-        from smelt.use.recipes import Recipe
+        from smelt.api.recipes import Recipe
 
         return Recipe
     if name == "Report":
@@ -76,35 +76,35 @@ def run(
     limit: int | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Run a recipe, as `smelt run` does.
+    """Run a recipe and return its result, as `smelt run` does.
 
     Args:
-        recipe: a `smelt.Recipe`, a file, or the name of a recipe that ships (quickstart).
-        overrides: settings to change: {"prune.keep_ratio": 0.5}, or texts as the command line takes them.
-        until: stop after this step and what it needs.
-        out: the run's folder (default: runs/NAME below the current folder).
-        store: where artifacts are stored (default: .store next to the run's folder).
+        recipe: a `smelt.Recipe`, a file, or the name of a recipe included in smelt (quickstart).
+        overrides: settings to change: {"prune.keep_ratio": 0.5}, or a list such as ["prune.keep_ratio=0.5"].
+        until: last step to run, with the steps that it needs.
+        out: the run's folder (default: runs/NAME in the current folder).
+        store: folder of stored artifacts (default: .store next to the run's folder).
         rebuild: steps to build again; True for all.
-        limit: use this many samples of every split; 1 or more.
-        quiet: print nothing to standard error; the run's folder has the log.
+        limit: use at most this many samples of every split; 1 or more.
+        quiet: print nothing to standard error; the log is in the run's folder.
 
     Returns:
         The report (docs/reference/report.md), the run's folder and the exit code of the command: 0
         passed, 1 a step failed, 3 a gate failed, 130 interrupted.
 
     Raises:
-        InputError: the recipe, the data or the machine do not allow it; nothing was written.
+        InputError: the recipe, the data or the machine is not suitable; nothing was written.
     """
     import warnings
 
-    from smelt.execute.run import Options, run_plan
-    from smelt.use.recipes import plan_of
+    from smelt.api.recipes import plan_recipe
+    from smelt.execute.run import RunOptions, run_plan
 
-    plan = plan_of(recipe, _changes(overrides), until)
+    plan = plan_recipe(recipe, _override_list(overrides), until)
     for message in () if quiet else plan.warnings:
         warnings.warn(str(message), stacklevel=2)
-    again = ["*"] if rebuild is True else _list(rebuild or ())
-    options = Options(
+    again = ["*"] if rebuild is True else _as_list(rebuild or ())
+    options = RunOptions(
         out=None if out is None else Path(out),
         store=None if store is None else Path(store),
         rebuild=frozenset(again),
@@ -120,22 +120,22 @@ def plan(
     overrides: Sequence[str] | Mapping[str, Any] | None = None,
     until: str | None = None,
 ) -> Plan:
-    """Check a recipe, as `smelt plan` does, and return what would be done.
+    """Check a recipe and return its plan, as `smelt plan` does.
 
     Args:
-        recipe: a `smelt.Recipe`, a file, or the name of a recipe that ships (quickstart).
+        recipe: a `smelt.Recipe`, a file, or the name of a recipe included in smelt (quickstart).
         overrides: settings to change, as for `smelt.run`.
-        until: stop after this step and what it needs.
+        until: last step to run, with the steps that it needs.
 
     Returns:
-        The plan: its `steps`, `gates`, `warnings`; `str(plan)` is the text that `smelt plan` prints.
+        The plan: its `steps`, `gates`, `warnings`; `str(plan)` is the output of `smelt plan`.
 
     Raises:
-        InputError: every mistake in the recipe, the model's folder and the data.
+        InputError: there are mistakes in the recipe, the model's folder or the data; lists all of them.
     """
-    from smelt.use.recipes import plan_of
+    from smelt.api.recipes import plan_recipe
 
-    return plan_of(recipe, _changes(overrides), until)
+    return plan_recipe(recipe, _override_list(overrides), until)
 
 
 def apply(
@@ -150,7 +150,7 @@ def apply(
     device: str = "auto",
     **settings: Any,
 ) -> Artifact:
-    """Run one stage on a model, without scoring it.
+    """Run one stage on a model, without scoring, and return the artifact.
 
         smelt.apply("quantize", "models/my", out="my-int4", scheme="int4", method="gptq", data="rows.jsonl")
         smelt.apply("onnx", "my-int4", out="my-onnx", target="ort-cpu")
@@ -159,21 +159,21 @@ def apply(
         stage: the name of a stage; `smelt stages` lists them.
         model: a model's folder, a hub id, an .onnx file, or the folder of a torch artifact.
         out: the folder to write; it must not exist, or be empty.
-        data: the data of a recipe by split, or one file, which is what the stage trains or calibrates on.
-        task: of the model (default: what its config says).
-        seed: of what is random.
-        threads: processor threads.
+        data: a mapping as `data` in a recipe, or one file with samples for training or calibration.
+        task: task of the model (default: inferred from its config).
+        seed: random seed.
+        threads: CPU threads.
         device: auto, cpu or cuda.
-        **settings: of the stage; `smelt stages NAME` lists them.
+        **settings: settings of the stage; `smelt stages NAME` lists them.
 
     Returns:
         The artifact: its `path`, and its `manifest` with `warnings` and `details`.
 
     Raises:
-        InputError: the recipe, the data or the machine do not allow it; nothing was written.
+        InputError: settings, model, data or machine are not suitable; nothing was written.
         RunError: the stage failed; nothing was written.
     """
-    from smelt.use.apply import apply_stage
+    from smelt.api.apply_stage import apply_stage
 
     return apply_stage(stage, model, out, data, task, seed, threads, device, settings)
 
@@ -181,31 +181,33 @@ def apply(
 def load(
     artifact: str | Path, *, threads: int | None = None, device: str = "auto", trust_engine: bool = False
 ) -> Model:
-    """Open an artifact in its runtime: torch, ONNX Runtime, OpenVINO or TensorRT.
+    """Load an artifact in its runtime: torch, ONNX Runtime, OpenVINO or TensorRT.
 
         with smelt.load("runs/translate/artifacts/onnx-int8") as model:
             print(model.generate(["A man is riding a bicycle."]))
 
     Args:
         artifact: the folder of an artifact.
-        threads: processor threads (default: those that the artifact names, else the runtime's choice).
+        threads: CPU threads (default: the artifact's setting, else the runtime's default).
         device: auto, cpu or cuda.
-        trust_engine: open a TensorRT engine that was not built here by this user. An engine is native code:
-            only where you trust who made it.
+        trust_engine: allow TensorRT engines that this user did not build on this machine. An engine is native
+            code; open only those from trusted sources.
 
     Returns:
-        A context manager with `generate` (texts) or `predict` (classes); see `smelt.use.loaded.Model`.
+        A context manager with `generate` (texts) or `predict` (classes); see `smelt.api.loaded_model.Model`.
 
     Raises:
-        InputError: no artifact there, or its files have changed.
+        InputError: the folder is not an artifact, or its files were changed.
     """
-    from smelt.use.loaded import Model
+    from smelt.api.loaded_model import Model
 
     return Model(artifact, threads, device, trust_engine)
 
 
-def package(artifact: str | Path, format: str = "standalone", out: str | Path | None = None) -> Package:
-    """Write an artifact as a folder of real files that others can open, as `smelt package` does.
+def package(
+    artifact: str | Path, format: str = "standalone", out: str | Path | None = None
+) -> WrittenPackage:
+    """Write an artifact as a self-contained folder for deployment, as `smelt package` does.
 
     Args:
         artifact: the folder of an artifact.
@@ -213,40 +215,40 @@ def package(artifact: str | Path, format: str = "standalone", out: str | Path | 
         out: the folder to write (default: NAME-FORMAT in the current folder).
 
     Returns:
-        The package: its `folder`, `how` it is used, `size_bytes`.
+        The package: its `folder`, `usage`, `size_bytes`, `warnings`.
 
     Raises:
         InputError: no such artifact or format, the format does not support it, or `out` cannot be written.
-        RunError: the disk is full, or what was made is not right; nothing is left behind.
+        RunError: the disk is full, or the package failed its checks; nothing was written.
     """
-    from smelt.use.package import package_artifact
+    from smelt.api.packaging import package_artifact
 
     return package_artifact(artifact, format, out)
 
 
-def _changes(overrides: Sequence[str] | Mapping[str, Any] | None) -> list[str]:
-    """Return overrides as `--set` takes them.
+def _override_list(overrides: Sequence[str] | Mapping[str, Any] | None) -> list[str]:
+    """Return overrides in the form of `--set`.
 
     Raises:
-        InputError: a value that no recipe can hold, or a list of other things than texts.
+        InputError: a value is not valid in a recipe, or a list contains something other than strings.
     """
     import json
 
-    from smelt.use.recipes import plain
+    from smelt.api.recipes import to_plain
 
     if isinstance(overrides, Mapping):
-        values = {str(name): plain(value, (str(name),)) for name, value in overrides.items()}
+        values = {str(name): to_plain(value, (str(name),)) for name, value in overrides.items()}
         return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
-    changes = _list(overrides or ())
+    changes = _as_list(overrides or ())
     for change in changes:
         if not isinstance(change, str):
             raise InputError(
-                f"overrides: expected a mapping, or a list of texts such as 'seed=3', read {change!r}.",
+                f"overrides: expected a mapping, or a list of strings such as 'seed=3', got {change!r}.",
                 code="wrong-value",
                 setting="overrides",
             )
     return changes
 
 
-def _list(value: str | Sequence[str]) -> list[str]:
+def _as_list(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)

@@ -1,7 +1,7 @@
-"""`python -m smelt` is the command line.
+"""Run the command line with `python -m smelt`.
 
-`python -m` puts the current folder first on `sys.path`, where a `json.py` of a downloaded folder would be
-imported. It is taken away again before anything else is imported.
+`python -m` puts the current folder first on `sys.path`, so that a `json.py` of a downloaded folder would be
+imported. The entry is removed before any other import.
 """
 
 import os

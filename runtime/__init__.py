@@ -1,1 +1,1 @@
-"""Running a model: loading, the runners, the one generation loop, the layers that know how to leave torch."""
+"""Running models: loading, the runners, the generation loop, the layers that stages insert."""

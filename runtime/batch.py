@@ -1,4 +1,4 @@
-"""What goes into a runner and comes out of it: arrays, and tokenized texts as a batch.
+"""Inputs and outputs of a runner: arrays, and tokenized texts as a batch.
 
 Shapes: B = batch, L = tokens of the longest row.
 """
@@ -14,8 +14,8 @@ from smelt.core.errors import RunError
 
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
-# What an encoder's graph calls its output: a classifier's scores, or the vectors of texts.
-ENCODED = ("logits", "sentence_embedding")
+# The output name of an encoder's graph: a classifier's logits, or the vectors of texts.
+ENCODER_OUTPUTS = ("logits", "sentence_embedding")
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Batch:
     token_type_ids: Tokens | None = None
 
 
-def finite_outputs(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `outputs`, [n, ...], if all of them are numbers."""
+def check_finite_outputs(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return `outputs`, [n, ...], if all of them are finite."""
     wrong = np.flatnonzero(~np.isfinite(outputs).all(axis=1))
     if not len(wrong):
         return outputs
     raise RunError(
-        f"The model's outputs are NaN or infinite for {len(wrong):,} of {len(outputs):,} examples (the first"
-        f" is example {wrong[0] + 1}). A weight is not finite, or a value exceeds the range of its type."
-        " Check the step that made the model; where it has a dtype, fp32 has the widest range.",
+        f"The model's outputs are NaN or infinite for {len(wrong):,} of {len(outputs):,} examples (the"
+        f" first is example {wrong[0] + 1}). A weight is not finite, or a value exceeds the range"
+        " of its type. Check the step that created the model; if it sets dtype, use fp32.",
         code="non-finite-outputs",
     )

@@ -1,6 +1,6 @@
-"""Decoder-only language models: which they are, positions, losses of tokens.
+"""Decoder-only language models: detection, positions, losses of tokens.
 
-Shapes: B = batch, L = tokens of a row, S = tokens fed at once, V = vocabulary.
+Shapes: B = batch, L = tokens of a row, S = input tokens of one call, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
-from smelt.core.stage import Progress, silent
+from smelt.core.stage import Progress, no_progress
 from smelt.families.registry import find_family
 from smelt.runtime.batch import Logits, Tokens
-from smelt.runtime.text.windows import TextWindows
+from smelt.runtime.text.text_windows import TextWindows
 
-# The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word
-KEEP = "num_logits_to_keep"
-# float32 logits that one call may give; more, and rows or stretches of tokens are fed one after another
+# The input with the number of last tokens whose logits are needed, 0 for all; transformers.js' name
+NUM_LOGITS_INPUT = "num_logits_to_keep"
+# float32 logits per call; with more, rows or pieces of tokens are run one after another
 _LOGITS_BYTES = 256 * 2**20
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """Say whether `config` (config.json) is a decoder-only language model's."""
+    """Return whether `config` (config.json) is that of a decoder-only language model."""
     names = config.get("architectures") or []
     family = find_family(config)
     return (
         family is not None
-        and family.kind == "decoder"
+        and family.architecture == "decoder"
         and any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in names)
     )
 
 
-def positions(mask: Tokens) -> Tokens:
-    """Return position ids [B, L] that follow the attention mask, 0 where nothing is, as `generate` does."""
+def position_ids(mask: Tokens) -> Tokens:
+    """Return position ids [B, L] that follow the attention mask, 0 for padding, as `generate` does."""
     return np.where(mask == 0, 0, mask.cumsum(axis=1) - 1).astype(np.int64)
 
 
-def token_losses(runner: Any, ids: Tokens) -> NDArray[np.float32]:
+def token_nll(runner: Any, ids: Tokens) -> NDArray[np.float32]:
     """Return the negative log-likelihood in nats of every token but the first: int64 [B, L] -> [B, L - 1].
 
-    Logits of all tokens are never held at once where they are many: rows go one by one, and a long row in
-    stretches that continue on the cache. How it is split depends on the shapes alone, so that every step
+    Logits of all tokens are never in memory at once where they are many: rows are run one by one, and a long
+    row in pieces that continue on the cache. How it is split depends on the shapes only, so that every step
     of a run is scored in the same way.
 
     Raises:
@@ -62,18 +62,18 @@ def token_losses(runner: Any, ids: Tokens) -> NDArray[np.float32]:
             end = min(length, begin + stretch)
             fed = np.ascontiguousarray(ids[part, begin:end])
             logits = runner.extend(state, fed, np.ones_like(fed))
-            losses[part, begin:end] = losses_of(logits, ids[part, begin + 1 : end + 1])
+            losses[part, begin:end] = nll_from_logits(logits, ids[part, begin + 1 : end + 1])
     if not np.isfinite(losses).all():
         raise RunError(
-            "the model's outputs are not finite, so there is no perplexity: a weight is no number, or what is"
-            " computed goes beyond the range of its type. Look at the step that made it; where that has a"
-            " dtype, fp32 has the widest range.",
+            "the model's outputs are not finite, so perplexity is undefined: a weight is not finite,"
+            " or a value exceeds the range of its type. Check the step that created the model; if"
+            " it sets dtype, use fp32.",
             code="non-finite-outputs",
         )
     return losses
 
 
-def losses_of(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
+def nll_from_logits(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
     """Return -log softmax(logits)[target]: float32 [B, S, V], int64 [B, S] -> float32 [B, S]."""
     import torch
 
@@ -83,12 +83,12 @@ def losses_of(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
     return losses
 
 
-def window_losses(
-    runner: Any, text: TextWindows, batch_size: int = 32, progress: Progress = silent
+def window_nll(
+    runner: Any, text: TextWindows, batch_size: int = 32, progress: Progress = no_progress
 ) -> list[float]:
-    """Return for each window of `text` the summed loss of its counted tokens, nats.
+    """Return for each window of `text` the summed loss of its scored tokens, nats.
 
-    Only windows of one length share a batch, so nothing is padded.
+    A batch contains windows of one length only, so nothing is padded.
     """
     groups: dict[int, list[int]] = {}
     for place, ids in enumerate(text.ids):
@@ -98,9 +98,9 @@ def window_losses(
     for places in groups.values():
         for at in range(0, len(places), batch_size):
             chosen = places[at : at + batch_size]
-            losses = token_losses(runner, np.stack([text.ids[i] for i in chosen]))
+            losses = token_nll(runner, np.stack([text.ids[i] for i in chosen]))
             for i, row in zip(chosen, losses, strict=True):
-                sums[i] = float(row[-text.counted[i] :].sum(dtype=np.float64))
+                sums[i] = float(row[-text.scored_tokens[i] :].sum(dtype=np.float64))
             done += len(chosen)
             progress(done, len(sums), "windows")
     return sums

@@ -9,18 +9,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from smelt.runtime.backends.backend import Graph, Graphs
+from smelt.runtime.backends.backend import GraphInterface, ModelGraphs
 from smelt.runtime.batch import Batch, Logits
 from smelt.runtime.runner import Runner
 
-MODEL = "model"
+MODEL_GRAPH = "model"
 
 
-class Classifier(Runner):
-    """A `Runner` of texts that go through a model as a whole."""
+class ClassifierRunner(Runner):
+    """A `Runner` that classifies texts."""
 
-    graphs: ClassVar[Graphs] = Graphs(
-        Graph(MODEL, frozenset({"input_ids", "attention_mask"}), frozenset({"logits"})), caches=False
+    graphs: ClassVar[ModelGraphs] = ModelGraphs(
+        GraphInterface(MODEL_GRAPH, frozenset({"input_ids", "attention_mask"}), frozenset({"logits"})),
+        uses_cache=False,
     )
 
     def forward(self, batch: Batch) -> Logits:
@@ -31,5 +32,5 @@ class Classifier(Runner):
             "attention_mask": batch.attention_mask,
             "token_type_ids": np.zeros_like(batch.input_ids) if types is None else types,
         }
-        logits: Logits = self.backend.call(MODEL, feeds)["logits"]
+        logits: Logits = self.backend.call(MODEL_GRAPH, feeds)["logits"]
         return logits

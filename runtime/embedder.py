@@ -1,29 +1,32 @@
 """Sentence embedders: one call of one graph for a batch of texts.
 
-Shapes: B = batch, D = numbers of a text's vector.
+Shapes: B = batch, D = dimension of a text's vector.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from smelt.runtime.backends.backend import Graph, Graphs
+from smelt.runtime.backends.backend import GraphInterface, ModelGraphs
 from smelt.runtime.batch import Batch, Logits
-from smelt.runtime.classifier import MODEL
+from smelt.runtime.classifier import MODEL_GRAPH
 from smelt.runtime.runner import Runner
 
-VECTOR = "sentence_embedding"
+EMBEDDING_OUTPUT = "sentence_embedding"
 
 
-class Embedder(Runner):
-    """A `Runner` of texts that become vectors."""
+class EmbedderRunner(Runner):
+    """A `Runner` that returns vectors of texts."""
 
-    graphs: ClassVar[Graphs] = Graphs(
-        Graph(MODEL, frozenset({"input_ids", "attention_mask"}), frozenset({VECTOR})), caches=False
+    graphs: ClassVar[ModelGraphs] = ModelGraphs(
+        GraphInterface(
+            MODEL_GRAPH, frozenset({"input_ids", "attention_mask"}), frozenset({EMBEDDING_OUTPUT})
+        ),
+        uses_cache=False,
     )
 
     def forward(self, batch: Batch) -> Logits:
         """Return the vectors of texts, float32 [B, D]."""
         feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        vectors: Logits = self.backend.call(MODEL, feeds)[VECTOR]
+        vectors: Logits = self.backend.call(MODEL_GRAPH, feeds)[EMBEDDING_OUTPUT]
         return vectors

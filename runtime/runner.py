@@ -1,7 +1,7 @@
-"""What runs a model, whatever lies underneath.
+"""The interface of loaded models, for every runtime.
 
-Shapes: B = batch, L = tokens of the longest row, R = rows, S = tokens fed at once, V = vocabulary,
-C = classes, D = numbers of a text's vector.
+Shapes: B = batch, L = tokens of the longest row, R = rows, S = input tokens of one call, V = vocabulary,
+C = classes, D = dimension of a text's vector.
 """
 
 from __future__ import annotations
@@ -12,132 +12,142 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 from smelt.core.errors import InputError
-from smelt.core.files import read_json
+from smelt.core.files import read_json_object
 from smelt.runtime.backends.backend import Backend, Feeds
 from smelt.runtime.batch import Batch, Logits, Tokens
-from smelt.runtime.generate.decoding import Decoding
-from smelt.runtime.text.limits import NO_LIMIT, lower_position_limit
-from smelt.runtime.text.tools import TextTools
+from smelt.runtime.generate.generation_config import GenerationConfig
+from smelt.runtime.text.length_limits import NO_LIMIT, lower_position_limit
+from smelt.runtime.text.text_tools import TextTools
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder and what its two config files say, as dicts."""
+    """A model's folder and its two config files, as dicts."""
 
     folder: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
 
 
-def read_files(folder: Path) -> ModelFiles:
-    """Read the config files in `folder`; a file that is not there says nothing.
+def read_model_files(folder: Path) -> ModelFiles:
+    """Read the config files in `folder`; a missing file is an empty dict.
 
     Raises:
-        InputError: one of them is no JSON.
+        InputError: one of them is not JSON.
     """
-    return ModelFiles(folder, read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+    return ModelFiles(
+        folder, read_json_object(folder / "config.json"), read_json_object(folder / "generation_config.json")
+    )
 
 
-class Generator(Protocol):
-    """Makes texts of a batch of encoded ones, wherever the loop over their tokens runs.
+class TokenGenerator(Protocol):
+    """Generates texts for a batch of encoded ones, wherever the loop over their tokens runs.
 
-    `generate_with` (`runtime/generate/loop.py`) asks `runner` for step after step; `generate_in_graph`
-    (`runtime/generate/in_graph.py`) asks once, for a graph that holds the whole loop.
+    `generate_resolved` (`runtime/generate/generation_loop.py`) calls `runner` step by step;
+    `generate_in_graph` (`runtime/generate/graph_generation.py`) calls a graph with the generation loop once.
     """
 
-    def __call__(self, runner: Runner, batch: Batch, decoding: Decoding, part: int = 0) -> list[list[int]]:
-        """Return each row's new tokens, the one that ends it too; `part` is the number of the batch."""
+    def __call__(
+        self, runner: Runner, batch: Batch, decoding: GenerationConfig, part: int = 0
+    ) -> list[list[int]]:
+        """Return each row's new tokens, including the final one; `part` is the number of the batch."""
 
 
 class Runner(Protocol):
     """A loaded model: its files, and the backend that has opened its graphs. A context manager.
 
-    What is fed when is said by those that implement it: `Classifier`, `Embedder`,
-    `EncoderDecoder`, `DecoderOnly`.
+    Implementations: `ClassifierRunner`, `EmbedderRunner`, `EncoderDecoderRunner`, `DecoderOnlyRunner`.
 
-    config: the model's Hugging Face config as a dict; generation_config likewise. text: what turns texts
-    into batches and tokens into texts. generator: what `smelt.load(...).generate` calls.
-    searches: what a generator wants to keep from call to call.
+    config: the model's Hugging Face config as a dict; generation_config likewise. text: converts texts
+    to batches and tokens to texts. generator: called by `smelt.load(...).generate`.
+    generation_cache: values that a generator keeps between calls.
     """
 
-    in_pieces: ClassVar[bool] = False
-    """Whether a text that is longer than what one call takes is fed in several."""
+    chunked_prefill: ClassVar[bool] = False
+    """Whether a text longer than one call's limit is processed in several calls."""
     folder: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
     text: TextTools
     backend: Backend
-    generator: Generator
-    searches: dict[Any, Any]
+    generator: TokenGenerator
+    generation_cache: dict[Any, Any]
 
-    def __init__(self, files: ModelFiles, backend: Backend, generator: Generator) -> None:
+    def __init__(self, files: ModelFiles, backend: Backend, generator: TokenGenerator) -> None:
         self.folder, self.config = files.folder, files.config
         self.generation_config = files.generation_config
         self.backend, self.generator = backend, generator
-        self.searches = {}
-        most = backend.at_once
-        if self.in_pieces:
+        self.generation_cache = {}
+        most = backend.max_tokens_per_call
+        if self.chunked_prefill:
             most = None
-            if backend.in_all is not None:  # a text may be as long as model and runtime both allow
-                lower_position_limit(self.config, backend.in_all)
-        # where texts are longer than one call takes, they are cut, and counted, where all others are
+            if backend.max_total_tokens is not None:  # the limit is the smaller one of model and runtime
+                lower_position_limit(self.config, backend.max_total_tokens)
+        # texts longer than one call's limit are truncated, and counted, like those beyond the model's limit
         self.text = TextTools(self.folder, self.config, self.generation_config, most or NO_LIMIT)
 
     @property
     def name(self) -> str:
-        """The runtime's name; with `version` and `device` part of every score's key."""
+        """Return the runtime's name; with `version` and `device` part of every score's key."""
         return self.backend.name
 
     @property
     def version(self) -> str:
-        """The runtime's version."""
+        """Return the runtime's version."""
         return self.backend.version
 
     @property
     def device(self) -> str:
-        """Where it runs: cpu or cuda."""
+        """Return the device: cpu or cuda."""
         return self.backend.device
 
     def forward(self, batch: Batch) -> Logits:
-        """Return class logits, float32 [B, C]; of a decoder-only model those of all tokens, [B, L, V].
+        """Return class logits, float32 [B, C]; for a decoder-only model those of all tokens, [B, L, V].
 
-        Of a sentence embedder the vectors of texts, [B, D].
+        For a sentence embedder the vectors of texts, [B, D].
         """
         raise InputError(
-            f"{self.folder}: this model generates text; it does not classify.", code="does-not-classify"
+            f"{self.folder}: this model generates text and cannot classify. Use a classifier.",
+            code="does-not-classify",
         )
 
     def encode(self, batch: Batch) -> Any:
-        """Take in a batch; return the state that `decode_step` continues from."""
+        """Run the encoder or prompt of a batch; return the state that `decode_step` continues from."""
         raise InputError(
-            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
+            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
+            " generates text.",
+            code="does-not-generate",
         )
 
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
-        """Feed one token per row (int64 [R]), advance `state` in place, return float32 [R, V]."""
+        """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V]."""
         raise InputError(
-            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
+            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
+            " generates text.",
+            code="does-not-generate",
         )
 
-    def sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
-        """Run a graph that holds the whole loop; return int64 [B, T], each row's prompt and new tokens.
+    def generate_sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
+        """Run a graph with the generation loop; return int64 [B, T], each row's prompt and new tokens.
 
         Args:
-            graph: one of the backend's `whole`.
-            batch: what to begin with.
-            feeds: how to search, see `runtime/generate/in_graph.py`.
+            graph: one of the backend's `generation_graphs`.
+            batch: the prompts or source texts.
+            feeds: search settings, see `runtime/generate/graph_generation.py`.
         """
         source = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         found: Tokens = self.backend.call(graph, {**source, **feeds})["sequences"]
         return found
 
-    def reorder(self, state: Any, rows: Tokens) -> Any:
-        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up.
+    def reorder_cache(self, state: Any, rows: Tokens) -> Any:
+        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which becomes invalid.
 
-        Beam search repeats and drops beams with it; so R may differ from the rows before.
+        Beam search repeats and drops beams with it; so R may differ from the previous number of rows.
         """
         raise InputError(
-            f"{self.folder}: this model classifies; it does not generate text.", code="does-not-generate"
+            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
+            " generates text.",
+            code="does-not-generate",
         )
 
     def close(self) -> None:

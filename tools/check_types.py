@@ -1,9 +1,8 @@
 """Check the types of the whole project with mypy.
 
-Type checkers do not read setuptools' `package-dir`, so the folders are linked under build/types in
-the shape that they are imported in (`smelt`, `smelt.core`, ...) and mypy checks that tree. A checker
-that finds no file says "success"; so the number of files that mypy reports must be the number of
-files there are.
+Type checkers do not read setuptools' `package-dir`, so the folders are linked to build/types in the layout of
+their import names (`smelt`, `smelt.core`, ...) and mypy checks that tree. mypy also succeeds without any
+files, so the number of files that it reports is compared with the number of files in the project.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CHECKED_BESIDE = ("tools", "benchmarks")
 
 
 def link_tree(packages: dict[str, str]) -> None:
-    """Make `TREE` anew: for each dotted package a folder with links to the files of its source folder.
+    """Create `TREE`: for each package a folder with links to the files of its source folder.
 
     Args:
         packages: setuptools' `package-dir`, dotted package name to source folder.
@@ -37,7 +36,7 @@ def link_tree(packages: dict[str, str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run mypy; return its exit status, or 1 where it did not look at every file."""
+    """Run mypy; return its exit status, or 1 if it did not check every file."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     link_tree(settings["tool"]["setuptools"]["package-dir"])
     beside = [str(path) for folder in CHECKED_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> int:
     checked = re.search(r"(?:in|checked) (\d+) source files?", result.stdout)
     if checked is None or int(checked[1]) != expected:
         got = checked[1] if checked else "an unknown number of"
-        print(f"mypy looked at {got} files, the project has {expected}: see build/types.", file=sys.stderr)
+        print(f"mypy checked {got} files, the project has {expected}. See build/types.", file=sys.stderr)
         return 1
     return result.returncode
 

@@ -18,20 +18,20 @@ PAGES = ROOT / "tests" / "house" / "messages"
 PACKAGES = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
 ERRORS = (
     *("SmeltError", "InputError", "RunError", "ParityError", "MissingDependencyError", "SettingError"),
-    "ValueError",
+    *("ValueError", "GraphFileError"),
 )
-# what makes a message: by the name of the function, its severity and the place of code and text
+# functions that create messages: severity, and positions of code and text
 MAKERS = {
     "warn": ("warning", 0, 1),
     "warning": ("warning", 0, 1),
-    "mistake": ("mistake", 0, 1),
+    "error_message": ("error", 0, 1),
     "info": ("info", 0, 1),
 }
-COLLECTORS = ("add", "say")  # of `smelt.recipe.errors.Mistakes`
+COLLECTORS = ("add", "say")  # of `smelt.recipe.mistakes.Mistakes`
 
 
 class Found(NamedTuple):
-    """A message in the source: where it is made, its code (None where it has none), its text."""
+    """A message in the source: place, kind, code (None if it has none) and text."""
 
     place: str
     kind: str
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 
 
 def messages_in(path: Path) -> Iterator[Found]:
-    """Yield what the file makes of warnings and errors."""
+    """Yield the warnings and errors in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -60,13 +60,13 @@ def messages_in(path: Path) -> Iterator[Found]:
 
 
 def _owner(call: ast.Call) -> str:
-    """Return the last name of what a method is called on."""
+    """Return the last name of the object that a method is called on."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
 
 
 def _code(node: ast.expr | None) -> str | None:
-    """Return a code as it is written; `{}` where it is decided while the program runs."""
+    """Return a literal code; `{}` if it is computed."""
     if node is None:
         return None
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
@@ -84,7 +84,7 @@ def _text(node: ast.expr) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its file's name."""
+    """Return the text of each page by file name."""
     out = {}
     for package in PACKAGES:
         files = sorted((ROOT / package).rglob("*.py"))

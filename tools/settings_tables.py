@@ -1,13 +1,13 @@
-"""Fill the settings tables of the documentation from the settings classes.
+"""Generate the settings tables of the documentation from the settings classes.
 
-`make docs` writes what is between these lines in the pages of docs/:
+`make docs` writes the text between these lines in the pages of docs/:
 
     <!-- settings: NAME -->
     <!-- end of settings -->
 
 NAME is a stage or a key of `RECIPE_TABLES`. Nested settings are rows with dotted names. Three rules keep the
-tables short: a nested class is listed once in a table; a setting whose class has a table of its own links to
-it; inherited settings that an earlier stage has too are one sentence with a link to that stage.
+tables short: a nested class is listed once per table; a setting whose class has its own table links to it;
+inherited settings of an earlier stage are replaced by a link to that stage.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from pydantic import BaseModel
 from smelt.commands.stage_help import Setting, settings_of
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
-from smelt.recipe.inputs import Data
-from smelt.recipe.recipe import Gate, RecipeKeys, ScoreSettings
-from smelt.recipe.stage_table import stages
-from smelt.runtime.generate.settings import Generation
+from smelt.recipe.model_and_data import DataSettings
+from smelt.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
+from smelt.recipe.stage_table import all_stages
+from smelt.runtime.generate.settings import GenerationSettings
 
 Model = type[BaseModel]
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPE_TABLES: dict[str, Model] = {
     "recipe": RecipeKeys,
-    "data": Data,
+    "data": DataSettings,
     "score": ScoreSettings,
     "score.latency": LatencySettings,
-    "generation": Generation,
-    "gates": Gate,
+    "generation": GenerationSettings,
+    "gates": GateSettings,
 }
-TABLES = {name: stage.settings_type for name, stage in stages().items()} | RECIPE_TABLES
+TABLES = {name: stage.settings_type for name, stage in all_stages().items()} | RECIPE_TABLES
 _MARKED = re.compile(r"(<!-- settings: (\S+) -->\n).*?(<!-- end of settings -->)", flags=re.S)
 
 
 def fill(page: Path) -> str:
-    """Return the text of a page with its tables as the classes are now."""
+    """Return the text of a page with updated tables."""
     text = page.read_text(encoding="utf-8")
     return _MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}", text)
 
 
 @cache
 def places() -> dict[str, str]:
-    """Return where each table is: its page, relative to docs/, and the heading above it."""
+    """Return the link of each table: its page, relative to docs/, with the heading as anchor."""
     found = {}
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def places() -> dict[str, str]:
 
 
 def rows(name: str) -> Iterator[tuple[str, Setting, Model]]:
-    """Yield the settings of a table: dotted name, setting, class that it belongs to."""
+    """Yield the settings of a table: dotted name, setting, class."""
     _, base = inherited(name) or ("", BaseModel)
     for row in _rows(TABLES[name], "", set()):
         if row[0].partition(".")[0] not in base.model_fields:
@@ -81,7 +81,7 @@ def _rows(model: Model, prefix: str, seen: set[Model]) -> Iterator[tuple[str, Se
 
 
 def inherited(name: str) -> tuple[str, Model] | None:
-    """Return the earlier stage that has the settings which this one inherits, and their class."""
+    """Return the earlier stage with the same inherited settings, and the class of these; or None."""
     base = TABLES[name].__bases__[0]
     for other, model in TABLES.items():
         if other == name or base in (Settings, BaseModel):

@@ -7,7 +7,7 @@ import subprocess
 import time
 from typing import Any
 
-from peer_systems.process import command_of, environment_of, set_up
+from peer_systems.process import command_of, create_environment, environment_of
 from peer_systems.systems import System, systems_of
 
 # that smelt compares and scores on; others do neither
@@ -36,7 +36,7 @@ def cost(bench: Any, system: System) -> tuple[float, float, float]:
     """Make a system's files anew; return wall seconds, processor seconds and the most memory, in MB."""
     import resource
 
-    set_up(bench.envs, system.environment, bench.options.minutes)
+    create_environment(bench.envs, system.environment, bench.options.minutes)
     folder = bench.files(system.work, "cost") / system.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 SEED = 20
-OPUS_WORDS, BERT_WORDS, LLAMA_WORDS = 58_101, 30_522, 32_000
+OPUS_VOCABULARY, BERT_VOCABULARY, LLAMA_VOCABULARY = 58_101, 30_522, 32_000
 
 
 def token_rows(count: int, length: int, words: int, seed: int = SEED) -> list[list[int]]:
@@ -31,9 +31,9 @@ def opus(folder: Path, tokenizer: Path) -> None:
     import torch
     from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
-    pad = OPUS_WORDS - 1
+    pad = OPUS_VOCABULARY - 1
     config = MarianConfig(
-        vocab_size=OPUS_WORDS,
+        vocab_size=OPUS_VOCABULARY,
         d_model=512,
         encoder_layers=6,
         decoder_layers=6,
@@ -77,16 +77,16 @@ def bert(folder: Path, _: Path) -> None:
     import torch
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-    model = BertForSequenceClassification(BertConfig(vocab_size=BERT_WORDS, num_labels=2)).eval()
+    model = BertForSequenceClassification(BertConfig(vocab_size=BERT_VOCABULARY, num_labels=2)).eval()
     with torch.inference_mode():
-        rows = torch.tensor(token_rows(64, 64, BERT_WORDS, SEED + 1))
+        rows = torch.tensor(token_rows(64, 64, BERT_VOCABULARY, SEED + 1))
         shift = model(rows, attention_mask=torch.ones_like(rows)).logits.mean(0)
     with torch.no_grad():
         model.classifier.bias -= shift
     model.save_pretrained(folder)
     letters = [mark + chr(code) for mark in ("", "##") for code in range(ord("a"), ord("z") + 1)]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    filler = [f"filler{number}" for number in range(BERT_WORDS - len(special) - len(letters))]
+    filler = [f"filler{number}" for number in range(BERT_VOCABULARY - len(special) - len(letters))]
     words = folder / "vocab.txt"
     words.write_text("\n".join([*special, *letters, *filler]) + "\n", encoding="utf-8")
     BertTokenizerFast(str(words), model_max_length=512).save_pretrained(folder)
@@ -98,7 +98,7 @@ def llama(folder: Path, texts: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
-        vocab_size=LLAMA_WORDS,
+        vocab_size=LLAMA_VOCABULARY,
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=12,
@@ -114,7 +114,7 @@ def llama(folder: Path, texts: Path) -> None:
     reader = tokenizers.Tokenizer(tokenizers.models.BPE())
     reader.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     reader.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=LLAMA_WORDS, special_tokens=["<s>", "</s>"])
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=LLAMA_VOCABULARY, special_tokens=["<s>", "</s>"])
     with gzip.open(texts, "rt", encoding="utf-8") as lines:
         reader.train_from_iterator(lines, trainer)
     kept: Any = PreTrainedTokenizerFast(tokenizer_object=reader, bos_token="<s>", eos_token="</s>")

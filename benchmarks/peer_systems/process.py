@@ -16,10 +16,10 @@ from typing import Any
 from peer_systems.systems import ENVIRONMENTS, TORCH, System
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-MADE, MISSING = "made.json", "missing.txt"
+MADE_FILE, MISSING_FILE = "made.json", "missing.txt"
 
 
-class NotThereError(Exception):
+class SystemUnavailableError(Exception):
     """A system that cannot be set beside the others, and why."""
 
 
@@ -35,7 +35,7 @@ def _reason(output: str) -> str:
     return errors[-1][:300]
 
 
-def set_up(envs: Path, environment: str, minutes: float) -> None:
+def create_environment(envs: Path, environment: str, minutes: float) -> None:
     """Make an environment with the packages of the table, once.
 
     Raises:
@@ -44,12 +44,12 @@ def set_up(envs: Path, environment: str, minutes: float) -> None:
     if environment == "smelt":
         return
     folder = envs / environment
-    mark, missing = folder / MADE, folder / MISSING
+    mark, missing = folder / MADE_FILE, folder / MISSING_FILE
     wanted = list(ENVIRONMENTS[environment])
     if mark.exists() and json.loads(mark.read_text()) == wanted:
         return
     if missing.exists():
-        raise NotThereError(f"not installed: {missing.read_text()}")
+        raise SystemUnavailableError(f"not installed: {missing.read_text()}")
     if not Path(python_of(envs, environment)).exists():
         venv.create(folder, with_pip=True, symlinks=True)
     constraint = folder / "constraint.txt"
@@ -62,7 +62,7 @@ def set_up(envs: Path, environment: str, minutes: float) -> None:
         failed = f"pip did not end within {minutes:g} minutes"
     if failed:
         missing.write_text(failed)
-        raise NotThereError(f"not installed: {failed}")
+        raise SystemUnavailableError(f"not installed: {failed}")
     mark.write_text(json.dumps(wanted))
 
 
@@ -86,13 +86,13 @@ def make(envs: Path, system: System, job: dict[str, Any], minutes: float) -> flo
         NotThereError: its worker failed, now or in an earlier call; remove its folder to try again.
     """
     files = Path(job["files"])
-    mark, missing = files / MADE, files / MISSING
+    mark, missing = files / MADE_FILE, files / MISSING_FILE
     if system.artifact is not None:
         return 0.0
     if mark.exists():
         return float(json.loads(mark.read_text())["seconds"])
     if missing.exists():
-        raise NotThereError(f"not made: {missing.read_text()}")
+        raise SystemUnavailableError(f"not made: {missing.read_text()}")
     files.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     try:
@@ -109,7 +109,7 @@ def make(envs: Path, system: System, job: dict[str, Any], minutes: float) -> flo
         failed = f"it did not end within {minutes:g} minutes"
     if failed:
         missing.write_text(failed)
-        raise NotThereError(f"not made: {failed}")
+        raise SystemUnavailableError(f"not made: {failed}")
     seconds = time.perf_counter() - began
     mark.write_text(json.dumps({"seconds": seconds}))
     return seconds
@@ -147,7 +147,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            raise NotThereError(f"does not run: {_reason(self._log.read_text(errors='replace'))}")
+            raise SystemUnavailableError(f"does not run: {_reason(self._log.read_text(errors='replace'))}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

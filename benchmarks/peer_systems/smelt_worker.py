@@ -67,8 +67,8 @@ def serve(job: Job) -> Opened:
     from smelt.core.artifact import read_artifact
     from smelt.runtime.backends.open_runner import open_runner
     from smelt.runtime.batch import Batch
-    from smelt.runtime.generate.decoding import settle
-    from smelt.runtime.generate.settings import Generation
+    from smelt.runtime.generate.generation_config import resolve_generation
+    from smelt.runtime.generate.settings import GenerationSettings
 
     version = f"smelt, ONNX Runtime {onnxruntime.__version__}"
     if job["work"] == "marian":
@@ -89,9 +89,10 @@ def serve(job: Job) -> Opened:
         if job["work"] == "bert":
             return list(runner.forward(batch).tolist())
         count = case["new_tokens"]
-        wanted = Generation(num_beams=case["beams"], max_new_tokens=count, min_new_tokens=count)
+        wanted = GenerationSettings(num_beams=case["beams"], max_new_tokens=count, min_new_tokens=count)
         return [
-            [int(token) for token in row] for row in runner.generator(runner, batch, settle(wanted, runner))
+            [int(token) for token in row]
+            for row in runner.generator(runner, batch, resolve_generation(wanted, runner))
         ]
 
     return run, version

@@ -46,7 +46,7 @@ class System:
     artifact: Path | None = None
 
     @property
-    def ours(self) -> bool:
+    def is_smelt(self) -> bool:
         return self.environment == "smelt"
 
 

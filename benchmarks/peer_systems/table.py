@@ -42,7 +42,7 @@ def reference_of(result: Result, results: Sequence[Result]) -> str | None:
     return min(same, key=lambda one: one.ms()).system if same else None
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def median_and_range(values: Sequence[float], digits: int = 2) -> str:
     """Return the median and all that the values range over."""
     if not values:
         return "-"
@@ -54,15 +54,15 @@ def _row(result: Result, results: Sequence[Result]) -> str:
     if not result.rounds:
         return f"| {result.system} | {result.precision} | - | - | - | - | {result.missing} |"
     reference = reference_of(result, results)
-    against = "-" if reference is None else f"{spread(ratios(result, reference))} of {reference}"
+    against = "-" if reference is None else f"{median_and_range(ratios(result, reference))} of {reference}"
     cpu = [1000 * one["cpu_s"] / result.texts for one in result.rounds]
     wall = f"{result.ms('wall_s'):.2f}"
     name = f"**{result.system}**" if result.ours else result.system
-    cells = [name, result.precision, spread(cpu), wall, against, str(len(cpu)), result.quality]
+    cells = [name, result.precision, median_and_range(cpu), wall, against, str(len(cpu)), result.quality]
     return f"| {' | '.join(cells)} |"
 
 
-def best(results: Sequence[Result]) -> str:
+def fastest_text(results: Sequence[Result]) -> str:
     """Return a sentence on the fastest of the peers and of smelt, by precision and altogether."""
     sentences = []
     for kind in ("fp32", "int8", "int4", "any"):
@@ -72,7 +72,7 @@ def best(results: Sequence[Result]) -> str:
         if not ours or not theirs:
             continue
         us, them = (min(side, key=lambda one: one.ms()) for side in (ours, theirs))
-        times = spread(ratios(them, us.system))
+        times = median_and_range(ratios(them, us.system))
         label = "in any precision" if kind == "any" else f"in {kind}"
         verb = "wins" if statistics.median(ratios(them, us.system) or [1]) > 1 else "loses"
         sentences.append(f"{label} smelt {verb}: {them.system} takes {times} of {us.system}'s time")
@@ -80,7 +80,7 @@ def best(results: Sequence[Result]) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else "Nothing to compare."
 
 
-def draw(cases: Mapping[str, Sequence[Result]], note: Mapping[str, str]) -> str:
+def draw_tables(cases: Mapping[str, Sequence[Result]], note: Mapping[str, str]) -> str:
     """Return a table for each case.
 
     Args:
@@ -100,13 +100,13 @@ def draw(cases: Mapping[str, Sequence[Result]], note: Mapping[str, str]) -> str:
             "|:--|:--|--:|--:|--:|--:|:--|",
             *rows,
             "",
-            best(results),
+            fastest_text(results),
         ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
-def versions(cases: Mapping[str, Sequence[Result]]) -> str:
+def version_list(cases: Mapping[str, Sequence[Result]]) -> str:
     """Return a list of what ran, a line for each system."""
     found = {one.system: one.version for results in cases.values() for one in results if one.version}
     return "\n".join(f"- {name}: {version}" for name, version in found.items()) + "\n"

@@ -29,7 +29,7 @@ Opened = tuple[Run, str]
 """What runs a batch, and the versions of what runs it."""
 
 
-def answer(run: Run, request: Case) -> dict[str, Any]:
+def run_request(run: Run, request: Case) -> dict[str, Any]:
     """Run the request's batches; return processor and wall seconds of all, and the results."""
     found: Rows = []
     processor, wall = time.process_time(), time.perf_counter()
@@ -53,7 +53,7 @@ def main(make: Callable[[Job], None], serve: Callable[[Job], Opened]) -> None:
     run, version = serve(job)
     print(json.dumps({"version": version}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(run, json.loads(line))), file=answers, flush=True)
+        print(json.dumps(run_request(run, json.loads(line))), file=answers, flush=True)
 
 
 def nothing_to_make(job: Job) -> None:

@@ -1,1 +1,1 @@
-"""Calibration: looking at what a model computes on a few rows, and going through it block by block."""
+"""Calibration: run a model on samples, collect statistics, process it block by block."""

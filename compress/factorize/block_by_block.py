@@ -1,8 +1,8 @@
-"""A large model is factorized from file to file, one block at a time.
+"""Factorize a large model from file to file, one block at a time.
 
-Each block is looked at and run as it was, and its pairs are made when it is not run any more: so they are
-those of the whole model, looked at at once. In memory are one block, what it is fed, and second moments of
-its inputs, of which products of one input (queries, keys and values; up and gate) have one.
+Each block is calibrated and run with its original weights, and factorized when it is not run any more: so
+the result equals that of the whole model. Memory holds one block, its inputs, and second moments of the
+inputs; linear layers with the same input (queries, keys and values; up and gate) share one.
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ from typing import Any
 
 from torch import nn
 
-from smelt.compress.calibration.blocks import DrivenBlock, drive
-from smelt.compress.calibration.rows import calibration_rows
-from smelt.compress.calibration.statistics import Collector, InputStatistics, width_of
-from smelt.compress.factorize.metrics import Metrics, few_of, require_finite, warn_of_few
-from smelt.compress.factorize.ranks import rank_alone
+from smelt.compress.calibration.run_blocks import RunningBlock, run_blocks
+from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.calibration.statistics import InputStatistics, StatisticsCollector, input_width
+from smelt.compress.factorize.layer_metrics import (
+    LayerMetrics,
+    layers_with_few_tokens,
+    require_finite_inputs,
+    warn_of_few_tokens,
+)
+from smelt.compress.factorize.ranks import choose_layer_rank
 from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.factorize.svd import thin_pair
+from smelt.compress.factorize.svd import low_rank_layer
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.families.walk import Block, blocks_of
-from smelt.runtime.models.streamed import StreamedModel
+from smelt.families.model_blocks import Block, blocks_of
+from smelt.runtime.models.streamed_model import StreamedModel
 from smelt.runtime.models.structure import replace_layer
 
 
-def can_stream(settings: FactorizeSettings) -> bool:
-    """Say whether each layer's pair follows from that layer and its inputs alone."""
+def can_factorize_blockwise(settings: FactorizeSettings) -> bool:
+    """Return whether the factors of each layer depend on that layer and its inputs only."""
     return settings.targets == "layers" and settings.parameter_budget is None and settings.method != "fwsvd"
 
 
-def all_inside(model: Any, names: Sequence[str]) -> bool:
-    """Say whether all of these layers are in blocks."""
-    places = tuple(f"{block.place}." for block in blocks_of(model))
+def are_all_in_blocks(model: Any, names: Sequence[str]) -> bool:
+    """Return whether all of these layers are in blocks."""
+    places = tuple(f"{block.module_path}." for block in blocks_of(model))
     return all(name.startswith(places) for name in names)
 
 
@@ -49,56 +54,61 @@ def factorize_blocks(
     """Factorize the layers `names` of `streamed`; every block is written, the rest is not yet.
 
     Args:
-        streamed: whose blocks lie in a file.
+        streamed: the model with its blocks in a file.
         names: of layers in its blocks.
-        limits: see `limits_of`.
-        src: what is read; its rows are those of `ctx`.
-        settings: without a budget.
-        ctx: its details get ranks and errors.
+        limits: see `rank_limits`.
+        src: the step's input; the samples are those of `ctx`.
+        settings: without a parameter budget.
+        ctx: its details receive ranks and errors.
 
     Returns:
-        The rank of each layer, that which is asked for, and the layers that no row reaches.
+        The chosen rank of each layer, and the layers that no sample reaches.
 
     Raises:
-        InputError: there are no rows, or a layer is fed what is not finite.
+        InputError: there are no samples, or the inputs of a layer are not finite.
     """
-    work = _Work(streamed, frozenset(names), limits, settings)
-    if settings.reads_rows:
-        rows = calibration_rows(
+    work = _BlockwiseState(streamed, frozenset(names), limits, settings)
+    if settings.needs_calibration:
+        rows = load_calibration_samples(
             streamed.model, src, settings.calibration_samples, ctx, "factorize", padded=True
         )
-        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
-        for step in drive(
-            streamed.model, rows, ctx, stage="factorize", enter=streamed.enter, leave=work.leave
+        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+        for step in run_blocks(
+            streamed.model,
+            rows,
+            ctx,
+            stage="factorize",
+            enter=streamed.load_block,
+            leave=work.factorize_block,
         ):
-            work.look(step)
-            require_finite(work.inputs, rows)
-        warn_of_few(work.few, rows, ctx)
+            work.collect_statistics(step)
+            require_finite_inputs(work.inputs, rows)
+        warn_of_few_tokens(work.few_tokens, rows, ctx)
     else:
         for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
-            streamed.enter(block)
-            work.leave(block)
-            ctx.progress(done, len(blocks), block.place)
-    ctx.details.update(ranks=work.pairs, relative_error=work.errors)
-    return work.ranks, work.unseen
+            streamed.load_block(block)
+            work.factorize_block(block)
+            ctx.progress(done, len(blocks), block.module_path)
+    ctx.details.update(ranks=work.factorized, relative_error=work.errors)
+    return work.ranks, work.uncalibrated
 
 
-def _first_readers(block: Block) -> dict[str, str]:
-    """Return by product the first one of the block that is fed the very same states."""
+def _first_layer_by_input(block: Block) -> dict[str, str]:
+    """Return, by linear layer, the first one of the block with the same input tensor."""
     found: dict[str, str] = {}
     for part in block.attentions:
         own = (part.key, part.value) if part.cross else (part.query, part.key, part.value)
         found |= dict.fromkeys(own, own[0])
     feed = block.feed_forward
-    return found if feed is None else found | dict.fromkeys(feed.inputs, feed.inputs[0])
+    return found if feed is None else found | dict.fromkeys(feed.input_layers, feed.input_layers[0])
 
 
 @dataclass
-class _Work:
-    """What was made so far.
+class _BlockwiseState:
+    """Results so far.
 
-    inputs: what the layers of the current block are fed. ranks: of all layers; pairs: of those that became
-    one; errors: theirs, relative. few: see `few_of`.
+    inputs: input statistics of the layers of the current block. ranks: of all layers. pairs: of factorized
+    layers. errors: their relative errors. few_tokens: see `layers_with_few_tokens`.
     """
 
     streamed: StreamedModel
@@ -107,43 +117,45 @@ class _Work:
     settings: FactorizeSettings
     inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    pairs: dict[str, int] = field(default_factory=dict)
+    factorized: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
-    unseen: list[str] = field(default_factory=list)
-    few: dict[str, tuple[int, int]] = field(default_factory=dict)
+    uncalibrated: list[str] = field(default_factory=list)
+    few_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def _layers(self, block: Block) -> dict[str, nn.Linear]:
-        found = {f"{block.place}.{name}": module for name, module in block.module.named_modules()}
+        found = {f"{block.module_path}.{name}": module for name, module in block.module.named_modules()}
         return {name: module for name, module in found.items() if name in self.names}
 
-    def look(self, step: DrivenBlock) -> None:
-        """Look at what the layers of a block are fed; those of one input share what was seen."""
-        first, layers = _first_readers(step.block), self._layers(step.block)
+    def collect_statistics(self, step: RunningBlock) -> None:
+        """Collect input statistics of the layers of a block; layers with the same input share them."""
+        first, layers = _first_layer_by_input(step.block), self._layers(step.block)
         keys = {name: first.get(name, name) for name in layers}
         observed = {key: self.streamed.model.get_submodule(key) for key in dict.fromkeys(keys.values())}
         second = self.settings.method != "asvd"
-        collector = Collector({key: width_of(module) for key, module in observed.items()}, second=second)
-        step.observe({key: [module] for key, module in observed.items()}, collector.see)
-        self.inputs = {name: collector.found[key] for name, key in keys.items()}
-        self.few |= few_of(self.inputs)
+        collector = StatisticsCollector(
+            {key: input_width(module) for key, module in observed.items()}, second=second
+        )
+        step.observe({key: [module] for key, module in observed.items()}, collector.update)
+        self.inputs = {name: collector.statistics[key] for name, key in keys.items()}
+        self.few_tokens |= layers_with_few_tokens(self.inputs)
 
-    def leave(self, block: Block) -> None:
-        """Put pairs into `block`, which is not run any more, write it and forget it."""
+    def factorize_block(self, block: Block) -> None:
+        """Factorize the layers of `block`, which is not run any more, write it and free its memory."""
         for name, layer in self._layers(block).items():
-            metrics = Metrics(self.settings, inputs={name: self.inputs[name]} if self.inputs else {})
-            if metrics.unseen:
-                self.unseen.append(name)
+            metrics = LayerMetrics(self.settings, inputs={name: self.inputs[name]} if self.inputs else {})
+            if metrics.uncalibrated:
+                self.uncalibrated.append(name)
                 continue
-            rank = self.ranks[name] = rank_alone(name, layer, metrics, self.settings)
+            rank = self.ranks[name] = choose_layer_rank(name, layer, metrics, self.settings)
             if rank < self.limits[name]:
-                self._pair(name, layer, rank, metrics)
+                self._factorize_layer(name, layer, rank, metrics)
         self.inputs = {}
-        self.streamed.leave(block)
+        self.streamed.save_block(block)
 
-    def _pair(self, name: str, layer: nn.Linear, rank: int, metrics: Metrics) -> None:
-        known = metrics.decomposed(name, layer)
-        pair, error = thin_pair(layer, rank, metrics.of(name, layer), known)
+    def _factorize_layer(self, name: str, layer: nn.Linear, rank: int, metrics: LayerMetrics) -> None:
+        known = metrics.decompose(name, layer)
+        pair, error = low_rank_layer(layer, rank, metrics.metric_of(name, layer), known)
         edit = {"op": "low_rank", "module": name, "rank": rank}
         replace_layer(self.streamed.model, self.streamed.edits, name, pair, edit)
-        self.pairs[name], self.errors[name] = rank, round(error, 4)
-        layer.to("meta")  # whoever still holds the layer holds no weights
+        self.factorized[name], self.errors[name] = rank, round(error, 4)
+        layer.to("meta")  # frees the weights even if the layer is still referenced

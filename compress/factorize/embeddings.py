@@ -1,12 +1,13 @@
-"""The word embedding as a thin table and a product, and the output layer with it where both are one matrix.
+"""Factorize the token embedding into a thin table and a linear layer, with a tied output layer.
 
-ALBERT (Lan et al. 2020, arXiv:1909.11942, section 3.1) trains V x r and r x D instead of V x D. Of a trained
-table E [V, D] the best pair of rank r is its projection on r directions, the first right singular vectors P
-[D, r] (Eckart & Young 1936): rows E P and the product P^T. By frequency, they are those of diag(sqrt f) E:
-then it is sum_v f_v |e_v - P P^T e_v|^2 that is least, and tokens that are never met lose most. A head with
-the same matrix gives h (E P P^T)^T = (h P) (E P)^T, with a matrix P of its own, as ALBERT has one there.
+ALBERT (Lan et al. 2020, arXiv:1909.11942, section 3.1) trains V x r and r x D instead of V x D. For a trained
+table E [V, D] the best factors of rank r are its projection on r directions, the first right singular vectors
+P [D, r] (Eckart & Young 1936): the table E P and the linear layer P^T. With frequency_weighted, the vectors
+are those of diag(sqrt f) E: this minimizes sum_v f_v |e_v - P P^T e_v|^2, and unused tokens have the largest
+error. An output layer with the same matrix computes h (E P P^T)^T = (h P) (E P)^T, with its own matrix P, as
+in ALBERT.
 
-Shapes: V = words, D = width, r = rank.
+Shapes: V = vocabulary, D = width, r = rank.
 """
 
 from __future__ import annotations
@@ -17,53 +18,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.calibration.samples import load_calibration_samples
 from smelt.compress.factorize.ranks import rank_of_energy
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
-from smelt.compress.quantize.planned import input_tables
-from smelt.compress.train.data import IGNORE
+from smelt.compress.quantize.plan_layers import token_lookup_modules
+from smelt.compress.train.encoded_samples import IGNORE_INDEX
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.core.text import article
-from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
-from smelt.runtime.layers.quantized import is_table, keep_scale
-from smelt.runtime.models.edits.tie import tie
-from smelt.runtime.models.structure import Edit, names_of, replace_layer, replace_module
+from smelt.core.text import with_article
+from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
+from smelt.runtime.layers.quantized import copy_embed_scale, is_embedding_table
+from smelt.runtime.models.edits.tie_linear import tie_linear
+from smelt.runtime.models.structure import Edit, module_names, replace_layer, replace_module
 
 
-def factorize_tables(
+def factorize_embeddings(
     model: Any, edits: list[Edit], src: Artifact, settings: FactorizeSettings, ctx: Context
 ) -> None:
-    """Make every word embedding of `model` a pair where that has fewer values; the details say what was done.
+    """Factorize every token embedding of `model` where that saves weights; report in the details.
 
     Args:
         model: float32, on the CPU; changed in place.
-        edits: its structure, to which the new one is appended.
-        src: where the tokenizer lies.
-        settings: rank, ratio or energy, and whether rows of data are counted.
-        ctx: rows, details, warnings.
+        edits: its edits; the new ones are appended.
+        src: the artifact with the tokenizer.
+        settings: rank, keep_ratio or energy, and whether tokens are counted.
+        ctx: samples, details, warnings.
 
     Raises:
-        InputError: an embedding is no plain table; there are no rows to count.
+        InputError: an embedding is no plain table, or there are no samples to count.
     """
-    counts = _counted(model, src, settings, ctx) if _counts(settings, ctx) else None
+    counts = _count_tokens(model, src, settings, ctx) if _uses_token_counts(settings, ctx) else None
     ranks: dict[str, int] = {}
     errors: dict[str, float] = {}
     alone: dict[str, str] = {}
-    thin = [names[0] for module, names in names_of(model).items() if isinstance(module, LowRankEmbedding)]
-    for tables, heads in _found(model):
+    thin = [names[0] for module, names in module_names(model).items() if isinstance(module, LowRankEmbedding)]
+    for tables, heads in _embedding_groups(model):
         weight = model.get_submodule(tables[0]).weight.detach()
-        directions, sigma = _directions(weight, counts)
+        directions, sigma = _principal_directions(weight, counts)
         limit = weight.numel() / (len(weight) + weight.shape[1] * (2 if heads else 1))
         rank = _rank(weight, sigma, limit, settings)
         if rank >= limit:
             alone[tables[0]] = (
-                f"rank {rank} of {len(weight)} x {weight.shape[1]} saves nothing; it would have to be below"
+                f"rank {rank} of {len(weight)} x {weight.shape[1]} saves no weights; the rank must be below"
                 f" {limit:.1f}"
             )
             continue
-        _replace(model, edits, tables, heads, directions[:, :rank])
+        _replace_embeddings(model, edits, tables, heads, directions[:, :rank])
         ranks[tables[0]] = rank
         squares = sigma.square()
         errors[tables[0]] = round(float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt()), 4)
@@ -71,18 +72,18 @@ def factorize_tables(
     if thin:
         ctx.warn(
             "already-factorized",
-            f"{', '.join(thin)} is not factorized again: it has low rank already.",
+            f"{', '.join(thin)} is already factorized and is not factorized again.",
         )
     if alone and not ranks:
         ctx.warn(
             "no-rank-saves",
-            "The embeddings are not factorized: no rank saves weights with these settings: "
-            + "; ".join(f"{name}: {why}" for name, why in alone.items()),
+            "The embeddings are not factorized, because this would not save weights. Lower rank,"
+            " keep_ratio or energy: " + "; ".join(f"{name}: {why}" for name, why in alone.items()),
         )
 
 
-def _counts(settings: FactorizeSettings, ctx: Context) -> bool:
-    """Say whether tokens are counted: where it is asked for, or nothing is said and there are rows."""
+def _uses_token_counts(settings: FactorizeSettings, ctx: Context) -> bool:
+    """Return whether tokens are counted: if set, or by default if there are samples."""
     if settings.frequency_weighted is not None:
         return settings.frequency_weighted
     split = ctx.data.get("calibration") or ctx.data.get("train")
@@ -96,18 +97,18 @@ def _counts(settings: FactorizeSettings, ctx: Context) -> bool:
     return True
 
 
-def _found(model: Any) -> list[tuple[list[str], list[str]]]:
-    """Return for each matrix of words the names of the embeddings, and of the output layers, that have it."""
+def _embedding_groups(model: Any) -> list[tuple[list[str], list[str]]]:
+    """Return the names of the embeddings and output layers that use each embedding matrix."""
     matrices: dict[int, tuple[list[str], list[str]]] = {}
-    names = names_of(model)
-    for table in input_tables(model):
+    names = module_names(model)
+    for table in token_lookup_modules(model):
         if isinstance(table, LowRankEmbedding):
             continue
-        if not is_table(table):
+        if not is_embedding_table(table):
             raise InputError(
-                f"factorize: targets: embeddings: {names[table][0]} is {article(type(table).__name__)},"
-                f" which is"
-                " no table of the model's width any more.",
+                f"factorize: targets: embeddings: {names[table][0]} is"
+                f" {with_article(type(table).__name__)}, not an unmodified embedding. Factorize"
+                " the embeddings before other stages that change them.",
                 code="embedding-changed",
                 setting="targets",
             )
@@ -118,8 +119,8 @@ def _found(model: Any) -> list[tuple[list[str], list[str]]]:
     return list(matrices.values())
 
 
-def _directions(weight: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the right singular vectors [D, min(V, D)] and values of the table, rows weighed by `counts`."""
+def _principal_directions(weight: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the right singular vectors [D, min(V, D)] and values of the table, rows weighted by `counts`."""
     rows = weight.double()
     if counts is not None:
         rows = rows * counts.sqrt().unsqueeze(1)
@@ -128,7 +129,7 @@ def _directions(weight: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _rank(weight: Tensor, sigma: Tensor, limit: float, settings: FactorizeSettings) -> int:
-    if isinstance(settings.rank, int):  # vbmf is for convolutions, and settings refuse it here
+    if isinstance(settings.rank, int):  # vbmf is for convolutions only; settings reject it here
         return min(settings.rank, weight.shape[0], weight.shape[1])
     if settings.keep_ratio is not None:
         return max(1, int(settings.keep_ratio * limit))
@@ -136,15 +137,17 @@ def _rank(weight: Tensor, sigma: Tensor, limit: float, settings: FactorizeSettin
 
 
 @torch.no_grad()
-def _replace(model: Any, edits: list[Edit], tables: list[str], heads: list[str], basis: Tensor) -> None:
-    """Put pairs in the place of all modules with one matrix; `basis` is P, float64 [D, r]."""
+def _replace_embeddings(
+    model: Any, edits: list[Edit], tables: list[str], heads: list[str], basis: Tensor
+) -> None:
+    """Replace all modules with one matrix by factors; `basis` is P, float64 [D, r]."""
     rank = basis.shape[1]
     first = tables[0]
     thin = (model.get_submodule(first).weight.double() @ basis).float()
     for name in tables:
         old = model.get_submodule(name)
         new = LowRankEmbedding(old.num_embeddings, old.embedding_dim, rank, old.padding_idx).eval()
-        keep_scale(new, old)
+        copy_embed_scale(new, old)
         replace_layer(model, edits, name, new, {"op": "low_rank_table", "module": name, "rank": rank})
         if name == first:
             new.table.weight.copy_(thin)
@@ -160,22 +163,22 @@ def _replace(model: Any, edits: list[Edit], tables: list[str], heads: list[str],
         if old.bias is not None:
             pair.up.bias.copy_(old.bias)
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
-        edits.append(tie(model, f"{name}.up", f"{first}.table"))
+        edits.append(tie_linear(model, f"{name}.up", f"{first}.table"))
 
 
-def _counted(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Context) -> Tensor:
-    """Return how often each token is met on rows, read or written, and once more, float64 [V]."""
-    # to count tokens costs no pass of the model, so all rows are counted unless the recipe says how many
+def _count_tokens(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Context) -> Tensor:
+    """Return one plus the occurrences of each token in inputs and targets of samples, float64 [V]."""
+    # counting needs no pass of the model, so all samples are counted unless calibration_samples is set
     wanted = (
         settings.calibration_samples if "calibration_samples" in settings.model_fields_set else sys.maxsize
     )
-    rows = calibration_rows(model, src, wanted, ctx, "factorize", padded=True)
+    rows = load_calibration_samples(model, src, wanted, ctx, "factorize", padded=True)
     counts = torch.ones(model.get_input_embeddings().num_embeddings, dtype=torch.float64)
     for batch in rows.batches:
         found = [batch["input_ids"][batch["attention_mask"].bool()]]
         if "decoder_input_ids" in batch:
-            found.append(batch["labels"][batch["labels"] != IGNORE])
+            found.append(batch["labels"][batch["labels"] != IGNORE_INDEX])
         ids = torch.cat([part.flatten() for part in found])
         counts += torch.bincount(ids, minlength=len(counts))
-    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
     return counts

@@ -9,15 +9,15 @@ from pydantic import Field, model_validator
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
-Method = Literal["whitened-svd", "svd", "asvd", "fwsvd", "tucker", "cp"]
+FactorizeMethod = Literal["whitened-svd", "svd", "asvd", "fwsvd", "tucker", "cp"]
 # Methods for convolutions; the others are for linear layers.
-CONVOLUTIONS: frozenset[Method] = frozenset({"tucker", "cp"})
+CONVOLUTION_METHODS: frozenset[FactorizeMethod] = frozenset({"tucker", "cp"})
 VBMF: Literal["vbmf"] = "vbmf"
 # Methods that use the inputs of layers, or gradients of the loss on labelled samples.
-READ_ROWS: frozenset[Method] = frozenset({"whitened-svd", "asvd", "fwsvd"})
+CALIBRATED_METHODS: frozenset[FactorizeMethod] = frozenset({"whitened-svd", "asvd", "fwsvd"})
 DEFAULT_ENERGY = 0.95
 # Settings without effect on an embedding: it has no input activations, and a factorization saves no time.
-_OF_LAYERS = ("method", "parameter_budget", "objective", "alpha", "include", "exclude", "optimize_for")
+_LAYER_SETTINGS = ("method", "parameter_budget", "objective", "alpha", "include", "exclude", "optimize_for")
 
 
 class FactorizeSettings(Settings):
@@ -29,11 +29,11 @@ class FactorizeSettings(Settings):
     )
     frequency_weighted: bool | None = Field(
         default=None,
-        description="embeddings: weight rows by token frequency; default if there are samples",
+        description="embeddings: weight rows by token frequency; default: true if there are samples",
     )
-    method: Method = Field(
+    method: FactorizeMethod = Field(
         default="whitened-svd",
-        description="error that is minimized; tucker and cp: convolutions",
+        description="which error is minimized; tucker and cp are for convolutions",
     )
     energy: float | None = Field(
         default=None,
@@ -50,34 +50,35 @@ class FactorizeSettings(Settings):
         default=None,
         gt=0,
         lt=1,
-        description="kept fraction of each layer's parameters; of a convolution's multiply-adds",
+        description="kept fraction of each layer's parameters; for convolutions, of its multiply-adds",
     )
     parameter_budget: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="kept fraction of all these layers' parameters, distributed by objective",
+        description="kept fraction of the total parameters of these layers, distributed by objective",
     )
     objective: Literal["error", "sensitivity"] = Field(
         default="sensitivity",
-        description="error: relative squared errors; sensitivity: weighted by their effect on the outputs",
+        description="for parameter_budget; error: relative squared errors; sensitivity: weighted by"
+        " their effect on the outputs",
     )
     alpha: float = Field(default=0.5, gt=0, le=1, description="asvd: exponent of the inputs' mean magnitude")
     calibration_samples: int = Field(
         default=256,
         ge=1,
-        description="from calibration data, else train; embeddings: default all",
+        description="samples from calibration data, else train; embeddings: default: all",
     )
     include: list[str] = Field(
-        default=["*"], min_length=1, description="name patterns of layers, as in a shell"
+        default=["*"], min_length=1, description="patterns of layer names, as in a shell"
     )
     exclude: list[str] = Field(
         default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
-        description="name patterns of layers to keep whole",
+        description="patterns of layer names that are not factorized",
     )
     optimize_for: Literal["latency", "size"] = Field(
         default="latency",
-        description="a layer is factorized only if this improves",
+        description="a layer is factorized only if this is expected to improve",
     )
     dtype: StoredDtype = "keep"
 
@@ -88,20 +89,22 @@ class FactorizeSettings(Settings):
         ]
         if len(given) > 1:
             raise SettingError(
-                f"give one of energy, rank, keep_ratio and parameter_budget, not {' and '.join(given)}",
+                f"set only one of energy, rank, keep_ratio and parameter_budget; {' and '.join(given)}"
+                " are set",
                 code="settings-conflict",
             )
-        if self.rank == VBMF and not self.of_convolutions:
+        if self.rank == VBMF and not self.for_convolutions:
             raise SettingError(
-                "rank: vbmf is for convolutions, method: tucker or cp", code="settings-conflict"
+                "rank: vbmf applies only to convolutions; set method: tucker or cp", code="settings-conflict"
             )
         if "objective" in self.model_fields_set and self.parameter_budget is None:
             raise SettingError(
                 "objective has no effect without parameter_budget; remove it", code="unused-setting"
             )
-        if self.parameter_budget is not None and self.of_convolutions:
+        if self.parameter_budget is not None and self.for_convolutions:
             raise SettingError(
-                "parameter_budget is for linear layers; give convolutions energy, rank or keep_ratio",
+                "parameter_budget applies only to linear layers; for convolutions set energy, rank or"
+                " keep_ratio",
                 code="unused-setting",
             )
         return self
@@ -110,38 +113,41 @@ class FactorizeSettings(Settings):
     def _of_targets(self) -> FactorizeSettings:
         if self.targets == "layers" and self.frequency_weighted is not None:
             raise SettingError(
-                "frequency_weighted is for targets: embeddings; remove it",
+                "frequency_weighted has no effect without targets: embeddings; remove it",
                 code="unused-setting",
             )
-        odd = sorted(self.model_fields_set.intersection(_OF_LAYERS)) if self.targets == "embeddings" else []
+        odd = (
+            sorted(self.model_fields_set.intersection(_LAYER_SETTINGS))
+            if self.targets == "embeddings"
+            else []
+        )
         if odd:
             raise SettingError(
-                f"{' and '.join(odd)}: only for linear layers; for embeddings give rank, keep_ratio or"
-                " energy. Remove"
-                " it, or factorize layers in a step of their own",
+                f"{' and '.join(odd)}: applies only to linear layers; for embeddings set rank,"
+                " keep_ratio or energy. Remove it, or factorize the layers in a separate step",
                 code="unused-setting",
             )
         return self
 
     def meant(self) -> dict[str, Any]:
-        """Return what a report shows: no setting that these targets, or no parameter_budget, make unused.
+        """Return the settings for a report, without those that targets, or no parameter_budget, make unused.
 
         As settings in a recipe they are accepted and give the same model.
         """
         embeddings = self.targets == "embeddings"
-        idle = _OF_LAYERS if embeddings else ("objective",) if self.parameter_budget is None else ()
-        return {name: value for name, value in super().meant().items() if name not in idle}
+        idle = _LAYER_SETTINGS if embeddings else ("objective",) if self.parameter_budget is None else ()
+        return {name: value for name, value in super().to_report().items() if name not in idle}
 
     @property
-    def of_convolutions(self) -> bool:
-        """Whether the method is for convolutions."""
-        return self.method in CONVOLUTIONS
+    def for_convolutions(self) -> bool:
+        """Whether the method factorizes convolutions."""
+        return self.method in CONVOLUTION_METHODS
 
     @property
-    def reads_rows(self) -> bool:
-        """Whether it needs calibration samples."""
+    def needs_calibration(self) -> bool:
+        """Whether the method needs calibration samples."""
         if self.targets == "embeddings":
             return bool(self.frequency_weighted)
-        return self.method in READ_ROWS or (
+        return self.method in CALIBRATED_METHODS or (
             self.parameter_budget is not None and self.objective == "sensitivity"
         )

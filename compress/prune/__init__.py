@@ -1,1 +1,1 @@
-"""Pruning."""
+"""The stage `prune`: structured pruning of heads, neurons, hidden width and channels."""

@@ -10,13 +10,13 @@ from smelt.core.errors import SettingError
 from smelt.core.stage import Settings, StoredDtype
 
 # Importance by gradients of the loss.
-LOOK = ("taylor", "fisher")
+GRADIENT_IMPORTANCES = ("taylor", "fisher")
 # Importance that needs calibration samples, with labels or without.
-ROWS = (*LOOK, "activation")
+CALIBRATED_IMPORTANCES = (*GRADIENT_IMPORTANCES, "activation")
 # Settings that a budget replaces.
-_INSTEAD = ("keep_ratio", "scope")
+_REPLACED_BY_BUDGET = ("keep_ratio", "scope")
 Ratio = Annotated[float, Field(gt=0, le=1)]
-MEASURES = ("parameters", "flops", "latency")
+BUDGET_MEASURES = ("parameters", "flops", "latency")
 
 
 class Budget(Settings):
@@ -37,19 +37,19 @@ class Budget(Settings):
     sequence_length: int | None = Field(
         default=None,
         ge=1,
-        description="for flops and latency: tokens; default the data's mean",
+        description="for flops and latency: tokens; default: the mean of the data",
     )
     measure_on: Literal["ort-cpu", "ort-cpu-int8", "torch"] | None = Field(
-        default=None, description="runtime of the timings; default ort-cpu"
+        default=None, description="runtime of the timings; default: ort-cpu"
     )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        given = [name for name in MEASURES if getattr(self, name) is not None]
+        given = [name for name in BUDGET_MEASURES if getattr(self, name) is not None]
         if len(given) != 1:
             read = " and ".join(given) or "none"
             raise SettingError(
-                f"give one of {', '.join(MEASURES)}, read {read}",
+                f"expected one of {', '.join(BUDGET_MEASURES)}, got {read}",
                 code="settings-conflict" if given else "missing-setting",
             )
         if self.sequence_length is not None and given == ["parameters"]:
@@ -57,16 +57,18 @@ class Budget(Settings):
                 "sequence_length has no effect on a budget of parameters; remove it", code="unused-setting"
             )
         if self.measure_on is not None and given != ["latency"]:
-            raise SettingError("measure_on needs a budget of latency; remove it", code="unused-setting")
+            raise SettingError(
+                "measure_on has no effect without a budget of latency; remove it", code="unused-setting"
+            )
         return self
 
     @property
     def measure(self) -> str:
         """The measure that the budget limits."""
-        return next(name for name in MEASURES if getattr(self, name) is not None)
+        return next(name for name in BUDGET_MEASURES if getattr(self, name) is not None)
 
     @property
-    def share(self) -> float:
+    def keep_ratio(self) -> float:
         """The fraction that may remain."""
         return float(getattr(self, self.measure))
 
@@ -81,7 +83,7 @@ class PruneSettings(Settings):
         default=["ffn"],
         min_length=1,
         description="heads and ffn (default with a budget), or width (hidden states) or channels"
-        " (convolutions) alone; default those of keep_ratio",
+        " (convolutions) alone; default: those of keep_ratio",
     )
     keep_ratio: Ratio | dict[Literal["heads", "ffn"], Ratio] = Field(
         default=0.75,
@@ -113,14 +115,14 @@ class PruneSettings(Settings):
     multiple_of: int = Field(default=8, ge=1, description="kept neurons or channels are a multiple of this")
     dtype: StoredDtype = "keep"
 
-    def ratio(self, target: str) -> float:
+    def keep_ratio_of(self, target: str) -> float:
         """Return the fraction of the units of one kind that is kept."""
         return self.keep_ratio[target] if isinstance(self.keep_ratio, dict) else self.keep_ratio  # type: ignore[index]
 
-    def meant(self) -> dict[str, Any]:
+    def to_report(self) -> dict[str, Any]:
         """Return what a report shows: with a budget, no setting that the budget replaces."""
-        replaced = _INSTEAD if self.budget is not None else ()
-        return {name: value for name, value in super().meant().items() if name not in replaced}
+        replaced = _REPLACED_BY_BUDGET if self.budget is not None else ()
+        return {name: value for name, value in super().to_report().items() if name not in replaced}
 
     @model_validator(mode="before")
     @classmethod
@@ -143,8 +145,8 @@ class PruneSettings(Settings):
     def _ratio_of_each(self) -> Self:
         if isinstance(self.keep_ratio, dict) and set(self.keep_ratio) != set(self.targets):
             raise SettingError(
-                f"keep_ratio has {', '.join(self.keep_ratio) or 'nothing'}, and targets are"
-                f" [{', '.join(self.targets)}]. Give keep_ratio a value for each target, or one number",
+                f"keep_ratio has values for {', '.join(self.keep_ratio) or 'nothing'}, but targets are"
+                f" [{', '.join(self.targets)}]. Set keep_ratio for each target, or to one number",
                 code="settings-conflict",
             )
         return self
@@ -154,19 +156,20 @@ class PruneSettings(Settings):
         if "width" not in self.targets:
             if self.importance == "activation":
                 raise SettingError(
-                    "importance: activation is for targets: [width]; use taylor, fisher, magnitude or random",
+                    "importance: activation applies only to targets: [width]; use taylor, fisher,"
+                    " magnitude or random",
                     code="wrong-importance",
                 )
             return self
         if len(set(self.targets)) > 1:
             raise SettingError(
-                "prune width in a step of its own, before or after heads and ffn",
+                "width cannot be combined with other targets; prune it in a separate step",
                 code="settings-conflict",
             )
         if self.budget is not None or self.scope == "global":
             word = "a budget" if self.budget is not None else "scope: global"
             raise SettingError(
-                f"{word} chooses among heads and neurons; for width give keep_ratio", code="unused-setting"
+                f"{word} applies only to heads and neurons; for width set keep_ratio", code="unused-setting"
             )
         return self
 
@@ -176,16 +179,17 @@ class PruneSettings(Settings):
             return self
         if len(set(self.targets)) > 1:
             raise SettingError(
-                "prune channels of convolutions in a step of their own", code="settings-conflict"
+                "channels cannot be combined with other targets; prune them in a separate step",
+                code="settings-conflict",
             )
         if self.budget is not None:
             raise SettingError(
-                "a budget chooses among heads and neurons; for channels give keep_ratio and scope",
+                "a budget applies only to heads and neurons; for channels set keep_ratio and scope",
                 code="unused-setting",
             )
         if self.reconstruct and "reconstruct" in self.model_fields_set:
             raise SettingError(
-                "reconstruct refits linear layers, and channels belong to convolutions; remove it",
+                "reconstruct applies only to linear layers, not to channels of convolutions; remove it",
                 code="unused-setting",
             )
         return self
@@ -194,7 +198,7 @@ class PruneSettings(Settings):
     def _one_size(self) -> Self:
         if self.budget is None:
             return self
-        both = sorted(self.model_fields_set.intersection(_INSTEAD))
+        both = sorted(self.model_fields_set.intersection(_REPLACED_BY_BUDGET))
         if both:
             raise SettingError(
                 f"a budget decides how many units are kept; remove {' and '.join(both)}",
@@ -202,8 +206,8 @@ class PruneSettings(Settings):
             )
         if self.importance == "magnitude" and len(set(self.targets)) > 1:
             raise SettingError(
-                "importance: magnitude cannot compare heads with neurons, as a budget needs; use importance:"
-                " taylor or fisher, or one target",
+                "importance: magnitude cannot compare heads with neurons, which a budget requires;"
+                " use importance: taylor or fisher, or one target",
                 code="wrong-importance",
             )
         return self

@@ -1,1 +1,1 @@
-"""Quantization: a method decides codes and scales, the layer knows the rest."""
+"""The stage `quantize`: methods, calibration and training of quantized weights."""

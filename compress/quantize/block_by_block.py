@@ -1,8 +1,8 @@
-"""A large model is quantized from file to file, one block at a time.
+"""Quantization of a large model from file to file, one block at a time.
 
-Each code is the one that the whole model would get: a method that looks at no rows decides matrix by matrix,
-and GPTQ goes through the blocks one by one anyway. In memory are one block, what it is fed, the embedding,
-and at the end the output head.
+The result is the same as for the whole model: methods without calibration treat each matrix alone, and GPTQ
+processes the blocks one by one anyway. Memory holds one block, its inputs, the embedding, and at the end the
+output head.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.calibration.blocks import Observe, drive
-from smelt.compress.calibration.rows import calibration_rows
-from smelt.compress.quantize.decided import coders, fit_of
-from smelt.compress.quantize.from_schemes.faint import faint, faint_warnings
-from smelt.compress.quantize.methods.gptq import GptqWork
-from smelt.compress.quantize.planned import (
-    Planned,
+from smelt.compress.calibration.run_blocks import ObserveInputs, run_blocks
+from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.quantize.calibrate_layers import grid_finder, quantizer_factory
+from smelt.compress.quantize.methods.gptq import GptqRunner
+from smelt.compress.quantize.plan_layers import (
+    PlannedLayer,
     output_layer,
     plan_layers,
     quantize_layers,
-    require_weights,
+    require_finite_layers,
 )
+from smelt.compress.quantize.scheme_options.scale_underflow import scale_underflow_warnings, small_weights
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.messages import Message
 from smelt.core.stage import Context
-from smelt.families.walk import Block, blocks_of
+from smelt.families.model_blocks import Block, blocks_of
 from smelt.runtime.backends.device import torch_device
-from smelt.runtime.models.streamed import StreamedModel, open_streamed
+from smelt.runtime.models.streamed_model import StreamedModel, open_streamed
 from smelt.runtime.models.structure import Edit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:
-    """Return a large model to be quantized block by block; None where it has to be loaded whole.
+def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be quantized block by block; None if it has to be loaded whole.
 
-    That is where layers are compared with each other, scales are moved between them, or ranges of activations
-    are found, and with GPTQ where other products than the output layer are outside of all blocks.
+    It has to be loaded whole if layers are compared, scales are moved between them, or activation ranges are
+    calibrated; and for GPTQ if linear layers other than the output layer are outside of all blocks.
     """
     whole = (
         settings.mixed_precision
@@ -48,7 +48,7 @@ def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> Strea
         or settings.smoothquant_alpha is not None
         or AUTO in settings.exclude
     )
-    if whole or settings.observes or settings.scales_inputs:
+    if whole or settings.needs_activation_ranges or settings.scales_inputs:
         return None
     if settings.method == "gptq" and torch_device(ctx.device) != "cpu":
         return None
@@ -56,8 +56,8 @@ def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> Strea
     if streamed is None:
         return None
     layers = plan_layers(streamed.model, settings)
-    places, head = tuple(f"{b.place}." for b in blocks_of(streamed.model)), output_layer(streamed.model)
-    outside = [one for one in layers if one.product and not one.name.startswith(places)]
+    places, head = tuple(f"{b.module_path}." for b in blocks_of(streamed.model)), output_layer(streamed.model)
+    outside = [one for one in layers if one.multiplies and not one.name.startswith(places)]
     if settings.method == "gptq" and any(one.module is not head for one in outside):
         return None
     return streamed
@@ -65,97 +65,107 @@ def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> Strea
 
 def quantize_blocks(
     streamed: StreamedModel,
-    layers: Sequence[Planned],
+    layers: Sequence[PlannedLayer],
     src: Artifact,
     settings: QuantizeSettings,
     ctx: Context,
 ) -> list[Edit]:
-    """Quantize `layers` of `streamed`; every block is written, the rest is not yet.
+    """Quantize `layers` of `streamed`; write every block, but not the rest.
 
     Args:
-        streamed: whose blocks lie in a file.
-        layers: of it, as planned.
-        src: what is read; its rows are those of `ctx`.
-        settings: of `open_large`.
-        ctx: its details get what GPTQ says.
+        streamed: the model with blocks in a file.
+        layers: its planned layers.
+        src: the artifact of the model.
+        settings: settings of `open_large_model`.
+        ctx: data, and the details of GPTQ.
 
     Returns:
-        The edits that make room for the result, in the order of `layers`.
+        The edits of the result, in the order of `layers`.
 
     Raises:
-        InputError: weights are not finite, there are no rows, or GPTQ cannot invert what a layer is fed.
+        InputError: weights are not finite, there are no samples, or GPTQ cannot invert a Hessian.
     """
-    work = _Work(streamed, layers, settings, ctx.warnings)
+    work = _BlockwiseState(streamed, layers, settings, ctx.warnings)
     if settings.method == "gptq":
-        work.by_gptq(src, ctx)
+        work.run_gptq(src, ctx)
     else:
         for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
-            streamed.enter(block)
-            work.leave(block)
-            ctx.progress(done, len(blocks), block.place)
-        streamed.enter_head()
-    work.quantize(work.outside)
+            streamed.load_block(block)
+            work.finish_block(block)
+            ctx.progress(done, len(blocks), block.module_path)
+        streamed.load_head()
+    work.quantize(work.layers_outside_blocks)
     order = {layer.name: number for number, layer in enumerate(layers)}
     return sorted(work.edits, key=lambda edit: order[str(edit["module"]).removesuffix(".matrix")])
 
 
 @dataclass
-class _Work:
-    """What was made so far."""
+class _BlockwiseState:
+    """State of a block-by-block quantization."""
 
     streamed: StreamedModel
-    layers: Sequence[Planned]
+    layers: Sequence[PlannedLayer]
     settings: QuantizeSettings
     warnings: list[Message]
     edits: list[dict[str, Any]] = field(default_factory=list)
-    gptq: GptqWork | None = None
-    faint: dict[str, Tensor] = field(default_factory=dict)
+    gptq: GptqRunner | None = None
+    small_weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def of(self, block: Block) -> list[Planned]:
+    def layers_in(self, block: Block) -> list[PlannedLayer]:
         """Return the layers of `block`."""
-        return [layer for layer in self.layers if layer.name.startswith(f"{block.place}.")]
+        return [layer for layer in self.layers if layer.name.startswith(f"{block.module_path}.")]
 
     @property
-    def outside(self) -> list[Planned]:
-        """The layers that are in no block."""
-        places = tuple(f"{block.place}." for block in blocks_of(self.streamed.model))
+    def layers_outside_blocks(self) -> list[PlannedLayer]:
+        """Return the layers that are in no block."""
+        places = tuple(f"{block.module_path}." for block in blocks_of(self.streamed.model))
         return [layer for layer in self.layers if not layer.name.startswith(places)]
 
-    def by_gptq(self, src: Artifact, ctx: Context) -> None:
-        """Let GPTQ decide the codes of products, block by block, and of the head on what they give."""
+    def run_gptq(self, src: Artifact, ctx: Context) -> None:
+        """Run GPTQ on the linear layers block by block, and on the head with their outputs."""
         model, settings = self.streamed.model, self.settings
-        rows = calibration_rows(model, src, settings.calibration_samples, ctx, "quantize")
-        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
-        self.gptq = work = GptqWork(rows, fit_of(settings), ctx)
-        tables = {layer.weight for layer in self.layers if not layer.product}
+        rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "quantize")
+        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+        self.gptq = work = GptqRunner(rows, grid_finder(settings), ctx)
+        tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
 
-        def behind(observe: Observe) -> None:
-            self.streamed.enter_head()
-            products = [one for one in self.outside if one.product and one.weight not in tables]
-            require_weights(products)
-            self.faint |= faint(products)
-            work.look(products, observe)
+        def behind(observe: ObserveInputs) -> None:
+            self.streamed.load_head()
+            products = [
+                one for one in self.layers_outside_blocks if one.multiplies and one.weight_id not in tables
+            ]
+            require_finite_layers(products)
+            self.small_weights |= small_weights(products)
+            work.calibrate(products, observe)
 
-        driven = drive(
-            model, rows, ctx, stage="quantize", enter=self.streamed.enter, leave=self.leave, behind=behind
+        driven = run_blocks(
+            model,
+            rows,
+            ctx,
+            stage="quantize",
+            enter=self.streamed.load_block,
+            leave=self.finish_block,
+            behind=behind,
         )
         for step in driven:
-            inside = self.of(step.block)
-            require_weights(inside)
-            self.faint |= faint(inside)
-            work.look(inside, step.observe)
-        work.tell()
+            inside = self.layers_in(step.block)
+            require_finite_layers(inside)
+            self.small_weights |= small_weights(inside)
+            work.calibrate(inside, step.observe)
+        work.report()
 
-    def leave(self, block: Block) -> None:
-        """Make codes of the layers of a block that is not run any more, and write it."""
-        self.quantize(self.of(block))
-        self.streamed.leave(block)
+    def finish_block(self, block: Block) -> None:
+        """Quantize the layers of a block that is not run again, and write it."""
+        self.quantize(self.layers_in(block))
+        self.streamed.save_block(block)
 
-    def quantize(self, layers: Sequence[Planned]) -> None:
-        """Make codes of `layers`, whose weights are there; what was decided of them is done with."""
+    def quantize(self, layers: Sequence[PlannedLayer]) -> None:
+        """Quantize `layers`, whose weights are loaded; their calibration results are released."""
         codes = {} if self.gptq is None else self.gptq.codes
-        self.warnings += faint_warnings(layers, faint(layers) | self.faint)
-        self.edits += quantize_layers(self.streamed.model, layers, {}, coders(self.settings, codes))
-        for layer in layers:  # they are held by the plan
+        self.warnings += scale_underflow_warnings(layers, small_weights(layers) | self.small_weights)
+        self.edits += quantize_layers(
+            self.streamed.model, layers, {}, quantizer_factory(self.settings, codes)
+        )
+        for layer in layers:  # the plan holds references to the float weights
             layer.module.to("meta")
-        codes.clear()  # by the identity of weights, whose memory others take now
+        codes.clear()  # keys are ids of weights, which new tensors may reuse

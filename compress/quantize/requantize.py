@@ -1,23 +1,23 @@
-"""A quantized model as floats, for stages that take weights or units away, and back into the same codes.
+"""Dequantization of a model for stages that remove weights or units, and requantization afterwards.
 
-    model, edits, codes = load_changeable(src, ctx, "prune")
+    model, edits, codes = load_dequantized(src, ctx, "prune")
     ...                                     # change the float layers of `model`
-    edits = codes.put_back(model, edits, ctx)
+    edits = codes.requantize(model, edits, ctx)
 
-Float weights are what the codes stand for, so that what GPTQ, AWQ or a training put into the codes is there.
-Afterwards each layer is of the same scheme and options again. A row that goes takes its codes and scales with
-it. A column that goes takes its codes; a group of inputs that share a scale is formed anew where it is cut.
-So of each group of the result:
+The float weights are the dequantized ones, so the results of GPTQ, AWQ or training are preserved. Afterwards
+each layer has the same scheme and options again. A removed row is removed with its quantized weights and
+scales, a removed column with its quantized weights; a group of inputs with one scale is regrouped if it was
+cut. For each group of the result:
 
-- its weights all come from one group of before, and none has changed: codes and scales are those of before;
-- its grid is to stay (zeros are put into it): weights that changed get the nearest code on it;
-- else: the grid is fitted again as the step `quantize` did, and codes are decided by rounding to nearest, or
-  by GPTQ where that step did and what the layer is fed was collected.
+- all its weights come from one old group and none has changed: quantized weights and scales are kept;
+- its grid has to be kept (zeros were inserted): changed weights are rounded to the nearest value of the grid;
+- else: the grid is fitted again as in the step `quantize`, and weights are rounded to nearest, or by GPTQ if
+  that step used it and input statistics of the layer were collected.
 
-What is rounded again starts from the float weights behind the codes where they are known: kept by a training,
-or those of the step before a `quantize` that rounded to nearest. What the stage changed is added to them.
+Weights that are rounded again start from the original float weights if these are known: stored by a training,
+or those of the step before a `quantize` that rounded to nearest. The changes of the stage are added to them.
 
-Shapes: N = outputs, K = inputs, n and k = those that are left, g = inputs that share a scale, G = groups.
+Shapes: N = outputs, K = inputs, n and k = the kept ones, g = inputs that share a scale, G = groups.
 """
 
 from __future__ import annotations
@@ -29,96 +29,97 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.behind_codes import BEHIND_QUANTIZE, CodesBefore
-from smelt.compress.calibration.inverse import NotInvertibleError
+from smelt.compress.calibration.inverse_hessian import NotInvertibleError
 from smelt.compress.calibration.statistics import InputStatistics
-from smelt.compress.float_model import places_left
-from smelt.compress.quantize.coding import Fit, nearest_on, plain_fit
-from smelt.compress.quantize.decided import fit_of
-from smelt.compress.quantize.methods.gptq import gptq_codes
+from smelt.compress.float_model import kept_indices
+from smelt.compress.quantize.calibrate_layers import grid_finder
+from smelt.compress.quantize.methods.gptq import gptq_quantize
+from smelt.compress.quantize.qat import find_master_weights
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.through_codes import float_weights
-from smelt.compress.quantize.training.kept import write_latents
+from smelt.compress.quantize.training.master_weights import write_master_weights
+from smelt.compress.quantize.weight_quantizer import GridFinder, round_on_grid, scheme_grid
+from smelt.compress.quantized_input import AFTER_QUANTIZE, QuantizedInput
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.families.walk import blocks_of
-from smelt.runtime.layers.adapted import AdaptedLinear, adapted
-from smelt.runtime.layers.binary_inputs import BinaryInputs
-from smelt.runtime.layers.matrix import Matrix
+from smelt.families.model_blocks import blocks_of
+from smelt.runtime.layers.binary_input_linear import BinaryInputs
+from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear, with_low_rank_correction
 from smelt.runtime.layers.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
+    copy_embed_scale,
     empty_quantized,
     is_quantized,
-    keep_scale,
 )
-from smelt.runtime.layers.scaled import ScaledLinear
-from smelt.runtime.layers.split import SplitLinear
+from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
+from smelt.runtime.layers.scaled_linear import ScaledLinear
+from smelt.runtime.layers.split_linear import SplitLinear
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import (
     Edit,
-    keep_zeros,
-    keeps_zeros,
-    names_of,
+    is_masked,
+    mark_masked,
+    module_names,
     replace_layer,
     replace_module,
 )
-from smelt.runtime.schemes.parts.groups import groups_of
-from smelt.runtime.schemes.scheme import Codes, Grid
+from smelt.runtime.schemes.common.groupwise import split_into_groups
+from smelt.runtime.schemes.scheme import QuantParams, UnpackedWeights
 
-# Rounds weights, float [N, k], of a layer that is fed `InputStatistics`; returns what their codes stand for.
-Round: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]
-_AGAIN = ("rtn", "hqq")  # methods whose codes the float weights of before say as well
-_OPS = ("quantize", "adapter", "scale")
+# Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.
+RoundWeights: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]
+_WEIGHT_ONLY_METHODS = ("rtn", "hqq")  # methods whose result can be repeated from the float weights
+_QUANTIZE_OPS = ("quantize", "adapter", "scale")
 
 
-class _Decided(NamedTuple):
-    """Codes of a layer, the floats [n, k] that they come from, and whether some are on another grid now."""
+class _RequantizedCodes(NamedTuple):
+    """Quantized weights of a layer, their float source [n, k], and whether some have a new grid."""
 
-    codes: Codes
+    codes: UnpackedWeights
     floats: Tensor
-    again: bool
+    changed_grid: bool
 
 
 @dataclass
-class _Layer:
-    """A layer of codes that is floats now.
+class _DequantizedLayer:
+    """A dequantized layer.
 
-    name: of the float layer. coded: as it was. before: what the float layer multiplied by, float32 [N, K].
-    base: what codes are decided from where they are decided again, float32 [N, K]: without factors and pair.
-    factors: before its inputs, float32 [K]. pair: beside its codes. rounded: weights that codes were decided
-    for already, with these.
+    name: of the float layer. quantized: the quantized layer. old_weight: the effective float weight, float32
+    [N, K]. source_weight: the source when it is quantized again, float32 [N, K], without factors and
+    correction.
+    factors: input scales, float32 [K]. pair: the low-rank correction. cache: weights that were quantized
+    before, with their results.
     """
 
     name: str
-    coded: QuantizedLinear | QuantizedEmbedding
-    before: Tensor
-    base: Tensor
+    quantized: QuantizedLinear | QuantizedEmbedding
+    old_weight: Tensor
+    source_weight: Tensor
     factors: Tensor | None = None
     pair: tuple[Tensor, Tensor] | None = None
-    rounded: list[tuple[Tensor, _Decided]] = field(default_factory=list)
+    cache: list[tuple[Tensor, _RequantizedCodes]] = field(default_factory=list)
 
     @property
-    def matrix(self) -> Matrix:
-        return self.coded.matrix
+    def matrix(self) -> QuantizedMatrix:
+        return self.quantized.matrix
 
 
-class CodesAside:
-    """What is needed to make a float model one of codes again.
+class Requantizer:
+    """The state to quantize a dequantized model again.
 
     Args:
-        settings: of the `quantize` that made the codes; None where nobody knows it.
-        grids_stay: whether scales are those of before also where weights change; not where inputs go.
-        stage: the word of what changes the model, for messages.
+        settings: settings of the original `quantize`; None if unknown.
+        grids_stay: whether scales are kept where weights change; not if inputs are removed.
+        stage: the name of the stage that changes the model, for messages.
     """
 
     def __init__(self, settings: QuantizeSettings | None, grids_stay: bool, stage: str) -> None:
         self._stage = stage
-        self._fit: Fit = plain_fit if settings is None else fit_of(settings)
-        self._by_gptq = settings is not None and settings.makes_up
+        self._fit: GridFinder = scheme_grid if settings is None else grid_finder(settings)
+        self._by_gptq = settings is not None and settings.compensates_rounding
         self._grids_stay = grids_stay
-        self._layers: list[_Layer] = []
+        self._layers: list[_DequantizedLayer] = []
         self._others: dict[int, Tensor] | None = None
         self._floats: dict[int, Tensor] = {}
         self._channels: Tensor | None = None
@@ -126,17 +127,17 @@ class CodesAside:
         self._again: list[str] = []
 
     @property
-    def before(self) -> CodesBefore:
-        """What the layers were that are floats now."""
+    def quantized_input(self) -> QuantizedInput:
+        """A description of the dequantized layers."""
         schemes = tuple(dict.fromkeys(layer.matrix.scheme.name for layer in self._layers))
-        return CodesBefore(schemes, pairs=any(layer.pair is not None for layer in self._layers))
+        return QuantizedInput(schemes, has_corrections=any(layer.pair is not None for layer in self._layers))
 
-    def narrowed(self, keep: list[int]) -> None:
-        """Note that axes as wide as the hidden states have the channels `keep` alone now."""
+    def record_kept_channels(self, keep: list[int]) -> None:
+        """Record that only the channels `keep` of the hidden states are left."""
         self._channels = torch.tensor(keep)
 
-    def rounding(self, model: nn.Module, name: str) -> Round | None:
-        """Return what rounds weights for the layer called `name`; None where it has no codes."""
+    def rounder_of(self, model: nn.Module, name: str) -> RoundWeights | None:
+        """Return the function that rounds weights of the layer `name`; None if it was not quantized."""
         layer = next((one for one in self._layers if one.name == name), None)
         if layer is None:
             return None
@@ -144,25 +145,25 @@ class CodesAside:
         def rounded(weight: Tensor, seen: InputStatistics) -> Tensor:
             new = weight.detach().float()
             module = model.get_submodule(name)
-            decided = self._decide(layer, new, module, seen)
-            values = self._composed(layer, decided.codes, *self._places(layer, module))
-            layer.rounded.append((values, decided))
+            decided = self._decide_codes(layer, new, module, seen)
+            values = self._effective_weight(layer, decided.codes, *self._kept_indices(layer, module))
+            layer.cache.append((values, decided))
             return values
 
         return rounded
 
     @torch.no_grad()
-    def put_back(self, model: nn.Module, edits: list[Edit], ctx: Context) -> list[Edit]:
-        """Give the layers of `model` their codes back, in place; return the edits of the result.
+    def requantize(self, model: nn.Module, edits: list[Edit], ctx: Context) -> list[Edit]:
+        """Quantize the dequantized layers of `model` again, in place; return the edits of the result.
 
-        `ctx.details["codes_kept"]` says which fraction of the codes that are left stand for what they did,
-        `ctx.details["requantized_layers"]` which layers got scales again.
+        `ctx.details["codes_kept"]` is the fraction of the remaining quantized weights with unchanged values,
+        `ctx.details["requantized_layers"]` lists the layers with new scales.
         """
         edits = list(edits)
-        done: dict[int, tuple[str, Matrix]] = {}
+        done: dict[int, tuple[str, QuantizedMatrix]] = {}
         floats: dict[int, Tensor] = {}
         for layer in self._layers:
-            edits += self._one(model, layer, done, floats)
+            edits += self._requantize_layer(model, layer, done, floats)
         if self._count:
             ctx.details["codes_kept"] = round(self._same / self._count, 4)
         if self._again:
@@ -170,66 +171,72 @@ class CodesAside:
         self._floats = floats
         return edits
 
-    def write_floats(self, model: nn.Module, ctx: Context) -> None:
-        """Keep the float weights behind the codes beside the model in `ctx.out`, where they are known."""
+    def write_master_weights(self, model: nn.Module, ctx: Context) -> None:
+        """Store the master weights with the model in `ctx.out`, if they are known."""
         if self._others is None:
             return
         known = self._others | self._floats
-        found: dict[str, tuple[Tensor, Matrix]] = {}
+        found: dict[str, tuple[Tensor, QuantizedMatrix]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             if is_quantized(module) and id(module.matrix) not in {id(m) for _, m in found.values()}:
                 found[name] = (known[id(module.matrix)], module.matrix)
-        ctx.details["latent_bytes"] = write_latents({n: weight for n, (weight, _) in found.items()}, ctx.out)
+        ctx.details["latent_bytes"] = write_master_weights(
+            {n: weight for n, (weight, _) in found.items()}, ctx.out
+        )
 
-    def take(self, model: nn.Module, everywhere: bool, base: Mapping[int, Tensor] | None) -> None:
-        """Let layers of codes be floats, in place.
+    def dequantize(self, model: nn.Module, everywhere: bool, base: Mapping[int, Tensor] | None) -> None:
+        """Dequantize layers in place.
 
         Args:
-            model: quantized.
-            everywhere: or only in the products of blocks.
-            base: by the identity of a matrix the float weights behind it; None where they are not known.
+            model: the quantized model.
+            everywhere: whether to include all layers instead of only the linear layers of blocks.
+            base: the original float weights by the identity of the matrix; None if unknown.
         """
         self._others = None if base is None else dict(base)
-        inside = tuple(n for b in blocks_of(model) for part in b.parts for n in part.products)
+        inside = tuple(n for b in blocks_of(model) for part in b.parts for n in part.linear_layers)
         weights: dict[int, nn.Parameter] = {}
         starts = tuple(f"{name}." for name in inside)
         found = [
             (module, names, [n for n in names if n in inside or n.startswith(starts)])
-            for module, names in names_of(model).items()
+            for module, names in module_names(model).items()
         ]
-        found = [(m, n, w) for m, n, w in found if (everywhere or w) and _whole(model, m, n[0], self._stage)]
+        found = [
+            (m, n, w)
+            for m, n, w in found
+            if (everywhere or w) and _is_complete_layer(model, m, n[0], self._stage)
+        ]
         for module, names, within in found:
             name = (within or names)[0]
-            layer = _as_floats(name, module, base)
-            weight = weights.setdefault(id(layer.matrix), nn.Parameter(layer.before.clone()))
+            layer = _dequantize_layer(name, module, base)
+            weight = weights.setdefault(id(layer.matrix), nn.Parameter(layer.old_weight.clone()))
             new = _float_layer(layer, weight).train(module.training)
             for other in names:
                 replace_module(model, other, new)
             self._layers.append(layer)
 
-    def edits_without(self, edits: list[Edit]) -> list[Edit]:
-        """Return `edits` without those that made codes of the layers that are floats now."""
+    def edits_without_quantization(self, edits: list[Edit]) -> list[Edit]:
+        """Return `edits` without those that quantized the dequantized layers."""
         names = {f"{layer.name}{end}" for layer in self._layers for end in ("", ".linear", ".matrix")}
         names |= {f"{layer.name}{end}" for layer in self._layers for end in (".coded", ".linear.coded")}
-        first = next((i for i, edit in enumerate(edits) if edit["op"] in _OPS), len(edits))
+        first = next((i for i, edit in enumerate(edits) if edit["op"] in _QUANTIZE_OPS), len(edits))
 
         def made_codes(place: int, edit: Edit) -> bool:
-            if edit["op"] in _OPS:
+            if edit["op"] in _QUANTIZE_OPS:
                 return edit["module"] in names
             return edit["op"] == "share" and place > first and edit["with"] in names
 
         return [edit for place, edit in enumerate(edits) if not made_codes(place, edit)]
 
-    def _one(
+    def _requantize_layer(
         self,
         model: nn.Module,
-        layer: _Layer,
-        done: dict[int, tuple[str, Matrix]],
+        layer: _DequantizedLayer,
+        done: dict[int, tuple[str, QuantizedMatrix]],
         floats: dict[int, Tensor],
     ) -> Iterator[Edit]:
-        """Put one layer back; yield the edits that make room for it."""
+        """Quantize one layer again; yield its edits."""
         old: Any = model.get_submodule(layer.name)
-        rows, columns = self._places(layer, old)
+        rows, columns = self._kept_indices(layer, old)
         matrix = layer.matrix
         inner = f"{layer.name}.linear" if layer.factors is not None else layer.name
         edits: list[Edit] = []
@@ -242,8 +249,8 @@ class CodesAside:
         new = empty_quantized(old, matrix.scheme.name, matrix.options)
         if isinstance(new, QuantizedLinear) and new.bias is not None:
             new.bias.data = old.bias.detach().clone()
-        if keeps_zeros(old):
-            keep_zeros(new)
+        if is_masked(old):
+            mark_masked(new)
         told = dict(matrix.options)
         edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **told}
         replace_layer(model, edits, inner, new.train(old.training), edit)
@@ -252,120 +259,127 @@ class CodesAside:
             new.matrix = shared
             edits.append({"op": "share", "module": f"{inner}.matrix", "with": f"{first}.matrix"})
         else:
-            codes, floats[id(new.matrix)] = self._codes(layer, old)
-            new.matrix.set_(codes)
-            self._measured(matrix, new.matrix)
+            codes, floats[id(new.matrix)] = self._layer_codes(layer, old)
+            new.matrix.set_weight_(codes)
+            self._copy_ranges(matrix, new.matrix)
             done[id(matrix)] = (inner, new.matrix)
         if layer.pair is not None:
             assert isinstance(new, QuantizedLinear)
             up, down = layer.pair[0][rows], layer.pair[1][:, columns]
             edit = {"op": "adapter", "module": inner, "rank": len(down)}
-            replace_layer(model, edits, inner, adapted(new, up, down), edit)
+            replace_layer(model, edits, inner, with_low_rank_correction(new, up, down), edit)
         return iter(edits)
 
-    def _measured(self, old: Matrix, new: Matrix) -> None:
-        """Take over what was found on rows of data: it is of the matrix as a whole."""
-        stored = old.scheme.storage(len(old.codes), old.width, old.options)
-        for name in (name for name, one in stored.items() if one.measured):
+    def _copy_ranges(self, old: QuantizedMatrix, new: QuantizedMatrix) -> None:
+        """Copy the activation ranges, which apply to the whole matrix."""
+        stored = old.scheme.stored_tensors(len(old.codes), old.width, old.options)
+        for name in (name for name, one in stored.items() if one.calibrated):
             new.get_parameter(name).data = old.tensor(name).detach().clone()
 
-    def _places(self, layer: _Layer, module: Any) -> tuple[Tensor, Tensor]:
-        """Return which rows and columns of a layer are left, int64, rising."""
+    def _kept_indices(self, layer: _DequantizedLayer, module: Any) -> tuple[Tensor, Tensor]:
+        """Return the kept rows and columns of a layer, int64, ascending."""
         found = []
         size = module.weight.shape
-        for dim, places in enumerate(places_left(module)):
-            whole = torch.arange(layer.before.shape[dim]) if places is None else places
+        for dim, places in enumerate(kept_indices(module)):
+            whole = torch.arange(layer.old_weight.shape[dim]) if places is None else places
             if len(whole) != size[dim] and self._channels is not None:
                 whole = whole[self._channels]
             found.append(whole)
         return found[0], found[1]
 
-    def _codes(self, layer: _Layer, module: Any) -> tuple[Codes, Tensor]:
-        """Return the codes of a layer that is `module` now, and the floats behind them; count them."""
-        weight, (rows, columns) = module.weight.detach().float(), self._places(layer, module)
-        known = next((one for values, one in layer.rounded if torch.equal(values, weight)), None)
-        codes, floats, again = known or self._decide(layer, weight, module, None)
+    def _layer_codes(self, layer: _DequantizedLayer, module: Any) -> tuple[UnpackedWeights, Tensor]:
+        """Return the quantized weights of the changed layer `module`, and their float source; count them."""
+        weight, (rows, columns) = module.weight.detach().float(), self._kept_indices(layer, module)
+        known = next((one for values, one in layer.cache if torch.equal(values, weight)), None)
+        codes, floats, again = known or self._decide_codes(layer, weight, module, None)
         self._again += [layer.name] if again else []
         scheme, options, width = layer.matrix.scheme, layer.matrix.options, len(columns)
-        was = layer.matrix.decided()
-        values, before = (scheme.values(one.codes, one.grid, options).flatten(1) for one in (codes, was))
-        same = codes.codes.flatten(1)[:, :width] == was.codes.flatten(1)[rows][:, columns]
-        same &= values[:, :width] == before[rows][:, columns]  # the same code in another scale is another
+        was = layer.matrix.unpack()
+        values, before = (
+            scheme.dequantize(one.q_weight, one.qparams, options).flatten(1) for one in (codes, was)
+        )
+        same = codes.q_weight.flatten(1)[:, :width] == was.q_weight.flatten(1)[rows][:, columns]
+        # the same integer with another scale is another value
+        same &= values[:, :width] == before[rows][:, columns]
         self._same += int(same.sum())
         self._count += same.numel()
         return codes, floats
 
-    def _composed(self, layer: _Layer, codes: Codes, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return what a layer of `codes` multiplies by, with its pair and its factors, float32 [n, k]."""
+    def _effective_weight(
+        self, layer: _DequantizedLayer, codes: UnpackedWeights, rows: Tensor, columns: Tensor
+    ) -> Tensor:
+        """Return the effective weight of a layer, with correction and factors, float32 [n, k]."""
         scheme, options = layer.matrix.scheme, layer.matrix.options
-        values = scheme.values(codes.codes, codes.grid, options).flatten(1)[:, : len(columns)]
+        values = scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : len(columns)]
         return _with_pair_and_factors(layer, values, rows, columns)
 
-    def _decide(
-        self, layer: _Layer, weight: Tensor, module: nn.Module, seen: InputStatistics | None
-    ) -> _Decided:
-        """Return codes for `weight`, float32 [n, k], of `module`."""
-        rows, columns = self._places(layer, module)
+    def _decide_codes(
+        self, layer: _DequantizedLayer, weight: Tensor, module: nn.Module, seen: InputStatistics | None
+    ) -> _RequantizedCodes:
+        """Return the quantized weights for `weight`, float32 [n, k], of `module`."""
+        rows, columns = self._kept_indices(layer, module)
         scheme, options = layer.matrix.scheme, layer.matrix.options
-        before = layer.before[rows][:, columns]
+        before = layer.old_weight[rows][:, columns]
         same = weight == before
         moved = weight - before
         if layer.factors is not None:
             moved = moved / layer.factors[columns].where(layer.factors[columns] != 0, 1.0)
-        floats = layer.base[rows][:, columns] + moved
-        gone = weight == 0 if keeps_zeros(module) else (weight == 0) & ~same
+        floats = layer.source_weight[rows][:, columns] + moved
+        gone = weight == 0 if is_masked(module) else (weight == 0) & ~same
         if layer.pair is None:
             floats = floats.masked_fill(gone, 0.0)  # exactly
-        old, grid = layer.matrix.decided()
-        size = scheme.group(len(columns), options)
-        origin, whole = _origins(columns, scheme.group(layer.matrix.width, options), size)
-        in_groups = groups_of((~same).float(), size).sum(dim=(0, 2)) == 0
+        old, grid = layer.matrix.unpack()
+        size = scheme.group_size(len(columns), options)
+        origin, whole = _group_origins(columns, scheme.group_size(layer.matrix.width, options), size)
+        in_groups = split_into_groups((~same).float(), size).sum(dim=(0, 2)) == 0
         if not self._grids_stay:
             whole &= in_groups
-        if scheme.whole(options) and not bool(whole.all()):
-            whole[:] = False  # one scale for all weights: of all or of none
-        taken = _cut_grid(grid, layer.before.shape[0], old.shape[1], rows, origin)
-        codes = scheme.nearest(groups_of(floats, size), taken, options)
-        kept = groups_of(old.flatten(1)[rows][:, columns].int(), size).to(codes.dtype)
-        real = groups_of(torch.ones(1, len(columns)), size) > 0
-        codes = kept.where(groups_of(same.float(), size).bool() & real, codes)
+        if scheme.is_per_tensor(options) and not bool(whole.all()):
+            whole[:] = False  # one scale for all weights: keep it for all or for none
+        taken = _cut_grid(grid, layer.old_weight.shape[0], old.shape[1], rows, origin)
+        codes = scheme.quantize(split_into_groups(floats, size), taken, options)
+        kept = split_into_groups(old.flatten(1)[rows][:, columns].int(), size).to(codes.dtype)
+        real = split_into_groups(torch.ones(1, len(columns)), size) > 0
+        codes = kept.where(split_into_groups(same.float(), size).bool() & real, codes)
         if bool(whole.all()):
-            return _Decided(Codes(codes, taken), floats, False)
-        fresh = self._fresh(layer, floats, seen, gone if keeps_zeros(module) else None)
+            return _RequantizedCodes(UnpackedWeights(codes, taken), floats, False)
+        fresh = self._refit_codes(layer, floats, seen, gone if is_masked(module) else None)
         if not bool(whole.any()):
-            return _Decided(fresh, floats, True)
-        codes = codes.where(whole[None, :, None], fresh.codes)
-        merged = Codes(codes, {name: _merged(taken[name], fresh.grid[name], whole) for name in taken})
-        return _Decided(merged, floats, True)
+            return _RequantizedCodes(fresh, floats, True)
+        codes = codes.where(whole[None, :, None], fresh.q_weight)
+        merged = UnpackedWeights(
+            codes, {name: _merged(taken[name], fresh.qparams[name], whole) for name in taken}
+        )
+        return _RequantizedCodes(merged, floats, True)
 
-    def _fresh(
-        self, layer: _Layer, floats: Tensor, seen: InputStatistics | None, held: Tensor | None
-    ) -> Codes:
-        """Return codes on a grid that is fitted to `floats`."""
+    def _refit_codes(
+        self, layer: _DequantizedLayer, floats: Tensor, seen: InputStatistics | None, held: Tensor | None
+    ) -> UnpackedWeights:
+        """Return the quantized weights on a grid that is fitted to `floats`."""
         scheme, options = layer.matrix.scheme, layer.matrix.options
         if self._by_gptq and seen is not None and seen.tokens and layer.factors is None and not layer.pair:
             try:
-                return gptq_codes(floats, seen, scheme, options, self._fit, held)
-            except NotInvertibleError:  # what is rounded to nearest is no worse than before
+                return gptq_quantize(floats, seen, scheme, options, self._fit, held)
+            except NotInvertibleError:  # keep the rounding to nearest
                 pass
-        return nearest_on(self._fit, floats, scheme, options)
+        return round_on_grid(self._fit, floats, scheme, options)
 
 
-def _origins(columns: Tensor, old: int, new: int) -> tuple[Tensor, Tensor]:
-    """Return for each group of `new` columns that of `old` ones which its first is from, and whether all are.
+def _group_origins(columns: Tensor, old: int, new: int) -> tuple[Tensor, Tensor]:
+    """Return the old group of the first column of each new group, int64 [G], and whether all come from it.
 
-    columns: int64 [k], which are left. Returns: int64 [G], bool [G].
+    columns: the kept columns, int64 [k]. old, new: group sizes. The second result is bool [G].
     """
     of = columns // old
     filled = torch.cat([of, of[-1:].expand(-len(of) % new)]).unflatten(0, (-1, new))
     return filled[:, 0], (filled == filled[:, :1]).all(dim=1)
 
 
-def _cut_grid(grid: Grid, rows: int, groups: int, stay: Tensor, origin: Tensor) -> dict[str, Tensor]:
-    """Return a grid of `rows` and `groups` for the rows `stay` and groups from those at `origin`."""
+def _cut_grid(grid: QuantParams, rows: int, groups: int, kept: Tensor, origin: Tensor) -> dict[str, Tensor]:
+    """Return the grid of the rows `kept` and the groups at `origin` of a grid of `rows` and `groups`."""
     found = {}
     for name, tensor in grid.items():
-        part = tensor[stay] if tensor.shape[0] == rows else tensor
+        part = tensor[kept] if tensor.shape[0] == rows else tensor
         if part.dim() > 1 and part.shape[1] == groups:
             part = part.index_select(1, origin)
         found[name] = part.contiguous()
@@ -373,95 +387,98 @@ def _cut_grid(grid: Grid, rows: int, groups: int, stay: Tensor, origin: Tensor) 
 
 
 def _merged(old: Tensor, new: Tensor, whole: Tensor) -> Tensor:
-    """Return `old` of the groups that are `whole`, bool [G], and `new` of all others."""
+    """Return `old` for the groups that are `whole`, bool [G], and `new` for all others."""
     shape = (1, len(whole), *[1] * (new.dim() - 2))
     return old.where(whole.view(shape), new.to(old.dtype))
 
 
-def _with_pair_and_factors(layer: _Layer, values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _with_pair_and_factors(layer: _DequantizedLayer, values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     if layer.pair is not None:
         values = values + layer.pair[0][rows] @ layer.pair[1][:, columns]
     return values if layer.factors is None else values * layer.factors[columns]
 
 
-def _whole(model: nn.Module, module: nn.Module, name: str, stage: str) -> bool:
-    """Say whether `module` is a layer of codes with all that belongs to it, not one inside of another."""
+def _is_complete_layer(model: nn.Module, module: nn.Module, name: str, stage: str) -> bool:
+    """Return whether `module` is a complete quantized layer, not a part of another one."""
     owner, _, last = name.rpartition(".")
     inside = model.get_submodule(owner) if owner else None
     if isinstance(module, SplitLinear | BinaryInputs):
         split = isinstance(module, SplitLinear)
-        why = CodesBefore((), split=split, one_bit=not split).units_held(stage)
-        raise InputError(f"{stage}: {why}", code=BEHIND_QUANTIZE)
-    if last in ("coded", "linear") and isinstance(inside, AdaptedLinear | ScaledLinear):
+        why = QuantizedInput((), is_split=split, has_binary_inputs=not split).unit_pruning_error(stage)
+        raise InputError(f"{stage}: {why}", code=AFTER_QUANTIZE)
+    if last in ("coded", "linear") and isinstance(inside, LowRankCorrectedLinear | ScaledLinear):
         return False
     core = module.linear if isinstance(module, ScaledLinear) else module
-    return is_quantized(core) or isinstance(core, AdaptedLinear)
+    return is_quantized(core) or isinstance(core, LowRankCorrectedLinear)
 
 
 @torch.no_grad()
-def _as_floats(name: str, module: Any, base: Mapping[int, Tensor] | None) -> _Layer:
+def _dequantize_layer(name: str, module: Any, base: Mapping[int, Tensor] | None) -> _DequantizedLayer:
     core: Any = module.linear if isinstance(module, ScaledLinear) else module
-    coded = core.coded if isinstance(core, AdaptedLinear) else core
+    coded = core.coded if isinstance(core, LowRankCorrectedLinear) else core
     values = coded.matrix.dequantize()
-    layer = _Layer(name, coded, values, values if base is None else base[id(coded.matrix)])
+    layer = _DequantizedLayer(name, coded, values, values if base is None else base[id(coded.matrix)])
     if isinstance(module, ScaledLinear):
         layer.factors = module.factors.detach().clone()
-    if isinstance(core, AdaptedLinear):
+    if isinstance(core, LowRankCorrectedLinear):
         layer.pair = (core.adapter.up.weight.detach().clone(), core.adapter.down.weight.detach().clone())
     rows, columns = (torch.arange(size) for size in values.shape)
-    layer.before = _with_pair_and_factors(layer, values, rows, columns)
+    layer.old_weight = _with_pair_and_factors(layer, values, rows, columns)
     return layer
 
 
-def _float_layer(layer: _Layer, weight: nn.Parameter) -> nn.Module:
-    coded = layer.coded
+def _float_layer(layer: _DequantizedLayer, weight: nn.Parameter) -> nn.Module:
+    coded = layer.quantized
     if isinstance(coded, QuantizedEmbedding):
         table = nn.Embedding(weight.shape[0], weight.shape[1], coded.padding_idx, device="meta")
         table.weight = weight
-        keep_scale(table, coded)
+        copy_embed_scale(table, coded)
         return table
     new = nn.Linear(coded.in_features, coded.out_features, coded.bias is not None, device="meta")
     new.weight = weight
     if coded.bias is not None:
         new.bias = nn.Parameter(coded.bias.detach().clone())
-    if keeps_zeros(coded):
-        keep_zeros(new)
+    if is_masked(coded):
+        mark_masked(new)
     return new
 
 
-def load_changeable(
-    src: Artifact, ctx: Context, stage: str, everywhere: bool = False, grids_stay: bool = False
-) -> tuple[Any, list[Edit], CodesAside | None]:
-    """Return the model of `src` with float layers (float32, CPU, eval mode), its edits, and its codes.
+def load_dequantized(
+    src: Artifact, ctx: Context, stage: str, everywhere: bool = False, keep_grids: bool = False
+) -> tuple[Any, list[Edit], Requantizer | None]:
+    """Return the dequantized model of `src` (float32, CPU, eval mode), its edits, and its requantizer.
 
     Args:
-        src: a model of floats or of codes.
-        ctx: the stage's.
-        stage: its word.
-        everywhere: whether word embeddings and heads are to be floats too, or only the products of blocks.
-        grids_stay: whether scales stay where weights change.
+        src: a float or quantized model.
+        ctx: the context of the stage.
+        stage: the name of the stage.
+        everywhere: whether to dequantize token embeddings and heads too, not only the linear layers of
+        blocks.
+        keep_grids: whether scales are kept where weights change.
 
     Returns:
-        The codes are None where the model has none.
+        The model, its edits, and the requantizer; the last is None for a float model.
 
     Raises:
-        InputError: the model has layers of codes that cannot be made again.
+        InputError: the model has quantized layers that cannot be quantized again.
     """
     model, edits = load_model(src.path)
     if not any(edit.get("op") == "quantize" for edit in edits):
         return model, edits, None
-    settings = _quantized_by(src, ctx.ancestors.values())
-    aside = CodesAside(settings, grids_stay, stage)
-    aside.take(
-        model, everywhere, float_weights(model, src, ctx, settings is None or settings.method in _AGAIN)
+    settings = _find_quantize_settings(src, ctx.ancestors.values())
+    aside = Requantizer(settings, keep_grids, stage)
+    aside.dequantize(
+        model,
+        everywhere,
+        find_master_weights(model, src, ctx, settings is None or settings.method in _WEIGHT_ONLY_METHODS),
     )
-    return model, aside.edits_without(edits), aside
+    return model, aside.edits_without_quantization(edits), aside
 
 
-def _quantized_by(src: Artifact, ancestors: Collection[Artifact]) -> QuantizeSettings | None:
-    """Return the settings of the step that made the codes of `src`, as its manifest has them: all of them.
+def _find_quantize_settings(src: Artifact, ancestors: Collection[Artifact]) -> QuantizeSettings | None:
+    """Return the settings of the step that quantized `src`, from its manifest, without validation.
 
-    They were checked then, and some do not go with others once all are named.
+    They were validated then, and the validation rejects some combinations if all settings are explicit.
     """
     by_key = {artifact.key: artifact for artifact in ancestors}
     current: Artifact | None = src

@@ -6,33 +6,37 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.quantize.from_schemes.meant import (
-    check_options,
-    options_for,
-    taken_by,
-    unused_by,
+from smelt.compress.quantize.scheme_options.resolve_options import (
+    check_scheme_options,
+    resolve_options,
+    shared_options,
+    unused_options,
 )
-from smelt.compress.quantize.from_schemes.options import EMBEDDING_SCHEME, FromSchemes, TableScheme
+from smelt.compress.quantize.scheme_options.scheme_settings import (
+    EMBEDDING_SCHEME,
+    EmbeddingScheme,
+    SchemeSettings,
+)
 from smelt.compress.quantize.sensitivity.settings import MaxExcluded, MixedPrecision
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight
-from smelt.runtime.schemes.scheme import Value
+from smelt.runtime.schemes.registry import SCHEMES, SCHEMES_BY_BITS, bits_per_weight
+from smelt.runtime.schemes.scheme import OptionValue
 
-# among the patterns of `exclude`: the most sensitive layers
+# special pattern of `exclude`: the most sensitive layers
 AUTO = "auto"
-_OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observes)
-_SMOOTHED = ", ".join(name for name, scheme in SCHEMES.items() if scheme.one_scale)
-Method = Literal["minmax", "percentile", "entropy", "mse"]
+_RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
+_SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
+CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
 # methods that rescale channels of the float model before they quantize it
-SCALING = ("awq", "awq-gptq")
-_READING = ("gptq", *SCALING)  # methods that use calibration samples
+AWQ_METHODS = ("awq", "awq-gptq")
+_CALIBRATED_METHODS = ("gptq", *AWQ_METHODS)  # methods that use calibration samples
 
 
 class LowRankCorrection(Settings):
     """Two thin float matrices next to each quantized linear layer, the output layer excepted."""
 
-    rank: int = Field(default=32, ge=0, description="at most the smaller side of a layer; 0: none")
+    rank: int = Field(default=32, ge=0, description="at most the smaller dimension of a layer; 0: none")
     iterations: int = Field(
         default=1,
         ge=1,
@@ -50,7 +54,7 @@ class LowRankCorrection(Settings):
     )
 
 
-class QuantizeSettings(FromSchemes):
+class QuantizeSettings(SchemeSettings):
     """Settings of `quantize`.
 
     The output layer is the projection to the vocabulary, or a classifier's last layer.
@@ -68,7 +72,7 @@ class QuantizeSettings(FromSchemes):
     )
     mixed_precision: MixedPrecision | None = Field(
         default=None,
-        description="instead of scheme: bits for each layer by sensitivity",
+        description="instead of scheme: choose the bits of each layer by sensitivity",
     )
     low_rank_correction: LowRankCorrection | None = Field(
         default=None,
@@ -76,25 +80,25 @@ class QuantizeSettings(FromSchemes):
     )
     exclude: list[str] = Field(
         default_factory=list,
-        description="name patterns of modules kept in float; auto: the most sensitive layers",
+        description="patterns of names of modules kept in float; auto: the most sensitive layers",
     )
     max_excluded: MaxExcluded | None = Field(default=None, description="limits of `exclude: auto`")
-    calibration_method: Method = Field(
+    calibration_method: CalibrationMethod = Field(
         default="percentile",
-        description=f"{_OBSERVING}: how activation ranges are found",
+        description=f"{_RANGE_SCHEMES}: how activation ranges are found",
     )
     calibration_percentile: float = Field(
         default=99.99,
         gt=50,
         le=100,
-        description=f"{_OBSERVING}, and clip: percentile",
+        description=f"{_RANGE_SCHEMES}, and clip: percentile",
     )
     smoothquant_alpha: float | None = Field(
         default=None,
         ge=0,
         le=1,
         strict=True,
-        description=f"{_SMOOTHED}: SmoothQuant's strength; 0.5 is usual",
+        description=f"{_SMOOTHQUANT_SCHEMES}: SmoothQuant's strength; 0.5 is usual",
     )
     calibration_samples: int = Field(
         default=128,
@@ -108,7 +112,7 @@ class QuantizeSettings(FromSchemes):
     )
     embeddings: bool = Field(default=True, description="quantize token embeddings")
     output_layer: bool = Field(default=True, description="quantize the output layer")
-    embedding_scheme: TableScheme | None = Field(default=None, description=EMBEDDING_SCHEME)
+    embedding_scheme: EmbeddingScheme | None = Field(default=None, description=EMBEDDING_SCHEME)
 
     @field_validator("exclude", mode="before")
     @classmethod
@@ -116,7 +120,7 @@ class QuantizeSettings(FromSchemes):
         return [value] if value == AUTO else value
 
     @property
-    def _who(self) -> str:
+    def _scheme_description(self) -> str:
         return f"scheme {self.scheme}" if self.mixed_precision is None else "the schemes of mixed_precision"
 
     @model_validator(mode="after")
@@ -124,7 +128,9 @@ class QuantizeSettings(FromSchemes):
         self._check_bits()
         self._check_rows()
         self._check_clip()
-        check_options(self.schemes(), self, self._who, mixed=self.mixed_precision is not None)
+        check_scheme_options(
+            self.used_schemes(), self, self._scheme_description, mixed=self.mixed_precision is not None
+        )
         return self
 
     def _check_bits(self) -> None:
@@ -144,7 +150,7 @@ class QuantizeSettings(FromSchemes):
                 raise SettingError(f"mixed_precision chooses {why}; remove {name}", code="settings-conflict")
         if AUTO in self.exclude:
             raise SettingError(
-                "mixed_precision and exclude: auto both choose by sensitivity; remove one",
+                "mixed_precision and exclude: auto both choose by sensitivity; remove one of them",
                 code="settings-conflict",
             )
         if not self.sensitivity_samples:
@@ -153,7 +159,7 @@ class QuantizeSettings(FromSchemes):
                 code="too-few-rows",
             )
         taken = {
-            b: bits_per_weight(WIDTHS[b], self.options(WIDTHS[b].name))
+            b: bits_per_weight(SCHEMES_BY_BITS[b], self.scheme_options(SCHEMES_BY_BITS[b].name))
             for b in self.mixed_precision.bit_widths
         }
         least, most = min(taken.values()), max(taken.values())
@@ -162,9 +168,9 @@ class QuantizeSettings(FromSchemes):
             and not least <= self.mixed_precision.target_bits < most
         ):
             raise SettingError(
-                f"mixed_precision: target_bits {self.mixed_precision.target_bits:g}: scales included, the"
-                " bit widths"
-                f" take {least:g} to {most:g} bits per weight; expected a number between",
+                f"mixed_precision: expected target_bits of at least {least:g} and less than {most:g},"
+                " the bits per weight of these bit_widths including scales, got"
+                f" {self.mixed_precision.target_bits:g}",
                 code="budget-out-of-range",
             )
 
@@ -176,25 +182,27 @@ class QuantizeSettings(FromSchemes):
         """
         given = self.model_fields_set
         counted = {
-            "calibration_method": self.observes,
-            "calibration_percentile": self.observes or self.clip == "percentile",
+            "calibration_method": self.needs_activation_ranges,
+            "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
         for name, means in counted.items():
             if name in given and not means:
-                raise SettingError(f"{name} has no effect on {self._who}; remove it", code="unused-setting")
-        if self.smoothquant_alpha is not None and not SCHEMES[self.scheme].one_scale:
+                raise SettingError(
+                    f"{name} has no effect on {self._scheme_description}; remove it", code="unused-setting"
+                )
+        if self.smoothquant_alpha is not None and not SCHEMES[self.scheme].per_tensor_activations:
             raise SettingError(
-                f"smoothquant_alpha is for {_SMOOTHED}, whose activations share one scale, and scheme is"
-                f" {self.scheme}; remove it",
+                f"smoothquant_alpha applies only to {_SMOOTHQUANT_SCHEMES}, which have one scale for"
+                f" all activations of a layer, and scheme is {self.scheme}; remove it",
                 code="unused-setting",
             )
         for name, reads in (
-            ("calibration_samples", self.reads_rows),
-            ("sensitivity_samples", self._measures),
+            ("calibration_samples", self.needs_calibration),
+            ("sensitivity_samples", self._measures_sensitivity),
         ):
             if name in given and not reads:
                 raise SettingError(
-                    f"{name}: scheme {self.scheme} is not calibrated on samples; remove it",
+                    f"{name} has no effect: scheme {self.scheme} is not calibrated on samples; remove it",
                     code="unused-setting",
                 )
         if "calibration_percentile" in given and "percentile" not in (self.calibration_method, self.clip):
@@ -206,12 +214,14 @@ class QuantizeSettings(FromSchemes):
         if self.correction is not None and (self.scales_inputs or self.mixed_precision is not None):
             other = "mixed_precision" if self.mixed_precision is not None else f"method: {self.method}"
             raise SettingError(
-                f"low_rank_correction needs one scheme and method rtn, gptq or hqq; remove {other}, or it",
+                "low_rank_correction requires a single scheme and method rtn, gptq or hqq; remove"
+                f" {other} or low_rank_correction",
                 code="settings-conflict",
             )
         if "max_excluded" in given and AUTO not in self.exclude:
             raise SettingError(
-                "max_excluded is for exclude: auto; add that, or remove it", code="unused-setting"
+                "max_excluded has no effect without exclude: auto; set exclude: auto, or remove max_excluded",
+                code="unused-setting",
             )
         if AUTO in self.exclude and not self.sensitivity_samples:
             raise SettingError(
@@ -226,17 +236,16 @@ class QuantizeSettings(FromSchemes):
             ValueError: there is one.
         """
         if self.clip == "awq" and self.method != "awq":
-            ways = "that method, or clip: mse or percentile" if self.makes_up else "both"
+            ways = "method: awq, or clip: mse or percentile" if self.compensates_rounding else "method: awq"
             raise SettingError(
-                f"clip: awq is part of method: awq, and method is {self.method}; use {ways}",
+                f"clip: awq requires method: awq, and method is {self.method}; use {ways}",
                 code="settings-conflict",
             )
-        fitted = [name for name in self.schemes() if not SCHEMES[name].ranges]
+        fitted = [name for name in self.used_schemes() if not SCHEMES[name].supports_clipping]
         if self.clip in ("mse", "percentile") and fitted:
             raise SettingError(
-                f"clip: {self.clip} clips ranges, and {fitted[0]} has none: its values are fitted to all"
-                " weights of"
-                " a group; remove clip",
+                f"clip: {self.clip} has no effect on {fitted[0]}, whose values are fitted to all"
+                " weights of a group; remove clip",
                 code="settings-conflict",
             )
         if self.clip != "none" and self.method == "hqq":
@@ -245,24 +254,29 @@ class QuantizeSettings(FromSchemes):
             )
 
     @property
-    def observes(self) -> bool:
+    def needs_activation_ranges(self) -> bool:
         """Whether a scheme needs the range of activations."""
-        return any(SCHEMES[name].observes for name in self.schemes())
+        return any(SCHEMES[name].requires_calibration for name in self.used_schemes())
 
     @property
     def scales_inputs(self) -> bool:
         """Whether channels with large activations are scaled up."""
-        return self.method in SCALING
+        return self.method in AWQ_METHODS
 
     @property
-    def makes_up(self) -> bool:
+    def compensates_rounding(self) -> bool:
         """Whether remaining columns compensate the rounding error."""
         return self.method in ("gptq", "awq-gptq")
 
     @property
-    def reads_rows(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether calibration samples are used."""
-        return self.observes or self.method in _READING or self._measures or self.weighs
+        return (
+            self.needs_activation_ranges
+            or self.method in _CALIBRATED_METHODS
+            or self._measures_sensitivity
+            or self.calibrates_correction
+        )
 
     @property
     def correction(self) -> LowRankCorrection | None:
@@ -274,75 +288,75 @@ class QuantizeSettings(FromSchemes):
         )
 
     @property
-    def weighs(self) -> bool:
+    def calibrates_correction(self) -> bool:
         """Whether the low-rank correction uses calibration samples."""
         return self.correction is not None and self.correction.objective != "weights"
 
     @property
-    def _measures(self) -> bool:
+    def _measures_sensitivity(self) -> bool:
         return (
-            self.observes
+            self.needs_activation_ranges
             or self.smoothquant_alpha is not None
             or AUTO in self.exclude
             or self.mixed_precision is not None
         )
 
     @property
-    def patterns(self) -> list[str]:
+    def exclude_patterns(self) -> list[str]:
         """The patterns of names in `exclude`."""
         return [pattern for pattern in self.exclude if pattern != AUTO]
 
     @property
-    def table_scheme(self) -> str:
+    def resolved_embedding_scheme(self) -> str:
         """The scheme of embeddings and output layer."""
         return self.embedding_scheme or self._own_table_scheme
 
     @property
     def _own_table_scheme(self) -> str:
-        return SCHEMES[self.scheme].vocabulary or self.scheme
+        return SCHEMES[self.scheme].embedding_scheme or self.scheme
 
-    def schemes(self) -> tuple[str, ...]:
+    def used_schemes(self) -> tuple[str, ...]:
         """Return the schemes that are used, the one of the linear layers first."""
         if self.mixed_precision is not None:
-            return tuple(WIDTHS[width].name for width in self.mixed_precision.bit_widths)
-        tables = [self.table_scheme] if self.embeddings or self.output_layer else []
+            return tuple(SCHEMES_BY_BITS[width].name for width in self.mixed_precision.bit_widths)
+        tables = [self.resolved_embedding_scheme] if self.embeddings or self.output_layer else []
         return tuple(dict.fromkeys((self.scheme, *tables)))
 
-    def meant(self) -> dict[str, Any]:
+    def to_report(self) -> dict[str, Any]:
         """Return what a report shows: options as the schemes take them, without unused ones.
 
         As settings in a recipe they give the same quantized weights.
         """
-        dumped = self.model_dump(mode="json") | taken_by(self.schemes(), self)
+        dumped = self.model_dump(mode="json") | shared_options(self.used_schemes(), self)
         if self.mixed_precision is None:
-            dumped["embedding_scheme"] = self.table_scheme
-        idle = {name for name, means in self._uses().items() if not means}
-        idle |= unused_by(self.schemes(), self)
+            dumped["embedding_scheme"] = self.resolved_embedding_scheme
+        idle = {name for name, means in self._effective_settings().items() if not means}
+        idle |= unused_options(self.used_schemes(), self)
         return {name: value for name, value in dumped.items() if name not in idle}
 
-    def _uses(self) -> dict[str, bool]:
+    def _effective_settings(self) -> dict[str, bool]:
         """Return which settings have an effect, of those that others may switch off."""
         uniform = self.mixed_precision is None
-        ends = "percentile" in (self.calibration_method if self.observes else "", self.clip)
+        ends = "percentile" in (self.calibration_method if self.needs_activation_ranges else "", self.clip)
         uniform = self.mixed_precision is None
         return {
             "scheme": uniform,
             "embedding_scheme": uniform and (self.embeddings or self.output_layer),
-            "calibration_method": self.observes,
+            "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": ends,
-            "calibration_samples": self.reads_rows,
-            "sensitivity_samples": self._measures,
+            "calibration_samples": self.needs_calibration,
+            "sensitivity_samples": self._measures_sensitivity,
             "max_excluded": AUTO in self.exclude,
             "smoothquant_alpha": self.smoothquant_alpha is not None,
         }
 
-    def packages(self) -> dict[str, str]:
+    def required_packages(self) -> dict[str, str]:
         """Return what the schemes need."""
         found: dict[str, str] = {}
-        for name in self.schemes():
+        for name in self.used_schemes():
             found |= SCHEMES[name].packages
         return found
 
-    def options(self, scheme: str) -> dict[str, Value]:
+    def scheme_options(self, scheme: str) -> dict[str, OptionValue]:
         """Return the options of `scheme`, as a quantized layer takes them."""
-        return options_for(scheme, self)
+        return resolve_options(scheme, self)

@@ -1,34 +1,33 @@
-"""The stage `quantize`: one scheme for the linear layers, one for the matrices of the vocabulary."""
+"""The stage `quantize`: one scheme for linear layers, one for embeddings and the output layer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.quantize.from_schemes.table import scheme_table
+from smelt.compress.quantize.scheme_options.scheme_table import scheme_table
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, mistake, warning
+from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need, Settings
-from smelt.families.registry import CODED_CONVOLUTIONS, blockless
+from smelt.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
-    from smelt.compress.quantize.planned import Planned
+    from smelt.compress.quantize.plan_layers import PlannedLayer
     from smelt.runtime.models.structure import Edit
 
-_NAMED = 3  # layers that a warning tells by name
+_MAX_LISTED = 3  # layers that a warning lists
 
 
 class Quantize:
-    """Turn linear layers and word embeddings into integer codes and scales.
+    """Quantize linear layers, convolutions and token embeddings.
 
-    torch then computes what the runtime will compute. An embedding and an output head that are one matrix
-    stay one. Where a scheme needs training afterwards, put `distill` after this step: it trains through the
-    codes.
+    The torch model then computes like the exported one. A tied embedding and output layer stay tied. If a
+    scheme needs training afterwards, put `distill` after this step: it runs quantization-aware training.
 
         - quantize: {scheme: int8-dynamic, exclude: ["*.lm_head"]}
         - quantize: {scheme: int8-dynamic, granularity: tensor}
@@ -70,20 +69,20 @@ class Quantize:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
-    def more_help(cls) -> str:
-        """Return what `smelt stages quantize` says of the schemes."""
-        return "\n\n".join([scheme_table(), *(_help_of(scheme) for scheme in SCHEMES.values())])
+    def extra_help(cls) -> str:
+        """Return the description of the schemes for `smelt stages quantize`."""
+        return "\n\n".join([scheme_table(), *(_scheme_help(scheme) for scheme in SCHEMES.values())])
 
     @classmethod
-    def leaves(cls, settings: QuantizeSettings) -> frozenset[str]:
-        """Return what later steps may lose: codes that are not the nearest."""
+    def provides(cls, settings: QuantizeSettings) -> frozenset[str]:
+        """Return the properties of the result that later steps may destroy: optimized quantized weights."""
         plain = settings.method == "rtn" and settings.clip == "none"
         return frozenset() if plain else frozenset({"codes"})
 
     @classmethod
     def needs_with(cls, settings: QuantizeSettings, given: Collection[str]) -> frozenset[Need]:
-        """Return what it needs: rows where activations are looked at, for calibration if there are any."""
-        if not settings.reads_rows:
+        """Return the data that the settings need: calibration data if given, else train."""
+        if not settings.needs_calibration:
             return frozenset()
         scored: set[Need] = (
             {"validation"}
@@ -93,8 +92,8 @@ class Quantize:
         return frozenset(scored | ({"calibration"} if "calibration" in given else {"train"}))
 
     @classmethod
-    def metrics_named(cls, settings: QuantizeSettings) -> list[tuple[str, str]]:
-        """Return the metrics that are asked for by name, with the setting: the recipe must score them."""
+    def required_metrics(cls, settings: QuantizeSettings) -> list[tuple[str, str]]:
+        """Return the settings that name a metric, with the metric, which the recipe has to score."""
         mixed = settings.mixed_precision
         metric = mixed.metric if mixed is not None else None
         return [("mixed_precision.metric", metric)] if metric is not None else []
@@ -103,42 +102,49 @@ class Quantize:
     def check_model(
         cls, settings: QuantizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return what does not fit a model of this config, by setting, and the config of the result."""
-        lack = blockless(config)
+        """Return the settings that do not fit a model of this config, and the config of the result."""
+        lack = no_blocks_reason(config)
         if lack is None:
             return [], config
-        found = unfit_for_convolutions(settings, lack)
-        return found, config if found else {**config, CODED_CONVOLUTIONS: True}
+        found = convolution_setting_errors(settings, lack)
+        return found, config if found else {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
-        """Quantize `src` into `ctx.out`; a large model block by block, where each code is the same so."""
-        from smelt.compress.quantize.block_by_block import open_large, quantize_blocks
-        from smelt.compress.quantize.from_schemes.two_bits import two_bits
-        from smelt.compress.quantize.planned import of_convolutions, plan_layers, separated, unused_patterns
-        from smelt.compress.train.state import threads
+        """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
+        from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
+        from smelt.compress.quantize.plan_layers import (
+            cp_convolutions,
+            is_convolutional,
+            plan_layers,
+            unused_patterns,
+        )
+        from smelt.compress.quantize.scheme_options.two_bit_warnings import two_bit_warnings
+        from smelt.compress.train.training_state import torch_threads
         from smelt.runtime.models.checkpoint import load_model, save_model
-        from smelt.runtime.models.edits.fold_norms import fold_batch_norms
-        from smelt.runtime.models.stored_dtype import stored_types, weight_bytes
+        from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
+        from smelt.runtime.models.stored_dtype import stored_dtypes, weight_files_size
 
-        streamed = open_large(src, settings, ctx)
+        streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
         for one in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"quantize: {one.message}", code=one.code, setting=one.setting)
         if any(edit["op"] == "quantize" for edit in edits):
             raise InputError(
-                f"{src.path}: this model is already quantized; quantize it once, after all other steps.",
+                f"{src.path}: this model is already quantized, and a model can be quantized only once."
+                " Remove one of the quantize steps, or start from a float model.",
                 code="already-quantized",
             )
-        if of_convolutions(model):
+        if is_convolutional(model):
             edits += fold_batch_norms(model)
-            if floats := len(separated(model)):
+            if floats := len(cp_convolutions(model)):
                 ctx.warn(
                     "convolutions-kept-float",
-                    f"{floats} convolutions that `factorize: {{method: cp}}` made stay float: one scale does"
-                    " not fit their channels. With method: tucker some become int8.",
+                    f"{floats} convolutions from `factorize: {{method: cp}}` are kept in float,"
+                    " because their channels cannot share one scale. With factorize:"
+                    f" {{method: tucker}}, some of them are quantized.",
                 )
         layers = plan_layers(model, settings)
-        with threads(ctx.threads):
+        with torch_threads(ctx.threads):
             new = (
                 quantize_blocks(streamed, layers, src, settings, ctx)
                 if streamed
@@ -146,85 +152,94 @@ class Quantize:
             )
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(
-                f"quantize: the patterns in exclude {settings.exclude} leave no layer to quantize.",
+                f"quantize: exclude {settings.exclude} excludes all layers, so there is nothing to"
+                " quantize. Remove some of the patterns.",
                 code="no-layer-selected",
                 setting="exclude",
             )
-        kept = unused_patterns(model, settings.patterns)
+        kept = unused_patterns(model, settings.exclude_patterns)
         if kept:
-            ctx.warn("unknown-layer", f"exclude: no layer matches {', '.join(kept)}.")
+            ctx.warn("unknown-layer", f"exclude: no layer matches {', '.join(kept)}. Check the patterns.")
         used = {edit["scheme"] for edit in new if edit["op"] == "quantize"}
-        ctx.warnings.extend(two_bits(used) if settings.method == "hqq" else [])
-        stored = stored_types(src.path).common.itemsize
-        ctx.details.update(facts_of(model, stored), bytes_before=weight_bytes(src.path))
-        ctx.warnings.extend(codes_that_save_nothing(model, stored))
+        ctx.warnings.extend(two_bit_warnings(used) if settings.method == "hqq" else [])
+        stored = stored_dtypes(src.path).default.itemsize
+        ctx.details.update(quantization_details(model, stored), bytes_before=weight_files_size(src.path))
+        ctx.warnings.extend(oversized_weight_warnings(model, stored))
         written = (
             streamed.finish(edits + new) if streamed else save_model(model, edits + new, ctx.out, src.path)
         )
         ctx.warnings.extend(written)
-        ctx.details["bytes_after"] = weight_bytes(ctx.out)
+        ctx.details["bytes_after"] = weight_files_size(ctx.out)
 
 
 def _quantize_whole(
-    model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
+    model: Any, layers: list[PlannedLayer], src: Artifact, settings: QuantizeSettings, ctx: Context
 ) -> list[Edit]:
-    """Quantize `layers` of a model that is in memory; return the edits that make room for the result."""
-    from smelt.compress.quantize.convolutions import round_between
-    from smelt.compress.quantize.decided import coders, decide, tell_of_pairs
-    from smelt.compress.quantize.from_schemes.faint import faint, faint_warnings
-    from smelt.compress.quantize.planned import quantize_layers
+    """Quantize `layers` of a model in memory; return the edits."""
+    from smelt.compress.quantize.calibrate_layers import (
+        calibrate_layers,
+        quantizer_factory,
+        report_corrections,
+    )
+    from smelt.compress.quantize.convolution_rounding import insert_rounding
+    from smelt.compress.quantize.plan_layers import quantize_layers
+    from smelt.compress.quantize.scheme_options.scale_underflow import scale_underflow_warnings, small_weights
 
-    small = faint(layers)
-    found = decide(model, layers, src, settings, ctx)
-    ctx.warnings.extend(faint_warnings(found.layers, small))
-    codes = found.codes | {weight: pair.codes for weight, pair in found.pairs.items()}
-    products = {weight: (pair.up, pair.down) for weight, pair in found.pairs.items()}
-    new = quantize_layers(model, found.layers, found.ranges, coders(settings, codes), products)
-    if found.pairs:
-        tell_of_pairs(found, src, settings, ctx)
-    between = round_between(model, found.between) if found.between else []
+    small = small_weights(layers)
+    found = calibrate_layers(model, layers, src, settings, ctx)
+    ctx.warnings.extend(scale_underflow_warnings(found.layers, small))
+    codes = found.codes | {weight: pair.codes for weight, pair in found.corrections.items()}
+    products = {weight: (pair.up, pair.down) for weight, pair in found.corrections.items()}
+    new = quantize_layers(model, found.layers, found.ranges, quantizer_factory(settings, codes), products)
+    if found.corrections:
+        report_corrections(found, src, settings, ctx)
+    between = insert_rounding(model, found.rounding_ranges) if found.rounding_ranges else []
     return found.edits + new + between
 
 
-def unfit_for_convolutions(settings: QuantizeSettings, lack: str) -> list[Message]:
-    """Return what of the settings no network of convolutions can have, by setting; lack: what it has not."""
-    fit = [name for name, scheme in SCHEMES.items() if scheme.convolutions]
-    take = f"{lack}; take scheme: {' or '.join(fit)}, which codes convolutions."
+def convolution_setting_errors(settings: QuantizeSettings, lack: str) -> list[Message]:
+    """Return errors about settings that convolutional networks do not support; lack: the reason."""
+    fit = [name for name, scheme in SCHEMES.items() if scheme.supports_conv]
+    take = f"{lack}. Use scheme: {' or '.join(fit)}, which quantizes convolutions."
     if settings.mixed_precision is not None:
-        return [mistake("does-not-fit-model", take, setting="mixed_precision")]
+        return [error_message("does-not-fit-model", take, setting="mixed_precision")]
     if settings.scheme not in fit:
-        return [mistake("unsupported-scheme", take, setting="scheme")]
-    alone = f"{lack}, and this is of linear layers; leave it out."
+        return [error_message("unsupported-scheme", take, setting="scheme")]
+    alone = f"{lack}, and this setting applies only to linear layers. Remove it."
     asked = {
         "method": settings.method != "rtn",
         "smoothquant_alpha": settings.smoothquant_alpha is not None,
         "low_rank_correction": settings.correction is not None,
     }
-    return [mistake("does-not-fit-model", alone, setting=name) for name, found in asked.items() if found]
+    return [
+        error_message("does-not-fit-model", alone, setting=name) for name, found in asked.items() if found
+    ]
 
 
-def _help_of(scheme: Scheme) -> str:
-    other = scheme.vocabulary
-    tables = f"; embeddings and output layer become {other} unless embedding_scheme is given" if other else ""
+def _scheme_help(scheme: Scheme) -> str:
+    other = scheme.embedding_scheme
+    tables = f"; embeddings and output layer use {other} unless embedding_scheme is set" if other else ""
     packages = " and ".join(f"{name} {oldest}" for name, oldest in scheme.packages.items())
     needs = f"; needs the package {packages} or later" if packages else ""
     return f"{scheme.name}: {scheme.summary}{tables}{needs}."
 
 
-def facts_of(model: Any, stored: int) -> dict[str, Any]:
-    """Return what the report should tell of a quantized model, of which a float weight takes `stored` bytes.
+def quantization_details(model: Any, stored: int) -> dict[str, Any]:
+    """Return the report's details of a quantized model with `stored` bytes per float weight.
 
-    `bits_per_weight` counts codes, scales, zero points and pairs of low rank of the quantized matrices, each
-    once; `padded_layers` are those whose last group is filled up, their inputs being no multiple of it.
+    `bits_per_weight` includes quantized weights, scales, zero points and low-rank corrections, each matrix
+    once; `padded_layers` lists layers whose inputs are not a multiple of the group size.
     """
     from torch import nn
 
-    from smelt.compress.quantize.coding import coded_bits
-    from smelt.runtime.layers.adapted import AdaptedLinear
+    from smelt.compress.quantize.weight_quantizer import quantized_weight_bits
+    from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
     from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
     from smelt.runtime.layers.quantized_conv import QuantizedConv2d
 
-    beside = {id(h) for m in model.modules() if isinstance(m, AdaptedLinear) for h in m.adapter.modules()}
+    beside = {
+        id(h) for m in model.modules() if isinstance(m, LowRankCorrectedLinear) for h in m.adapter.modules()
+    }
     layers = [(name, m) for name, m in model.named_modules() if is_quantized(m)]
     linears = [(name, m) for name, m in layers if isinstance(m, QuantizedLinear)]
     convolutions = sum(isinstance(m, QuantizedConv2d) for _, m in layers)
@@ -236,29 +251,31 @@ def facts_of(model: Any, stored: int) -> dict[str, Any]:
             n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in beside
         ],
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
-        "bits_per_weight": coded_bits(model, stored),
+        "bits_per_weight": quantized_weight_bits(model, stored),
     }
 
 
-def codes_that_save_nothing(model: Any, stored: int) -> list[Message]:
-    """Return a warning where codes and scales of a matrix take what its weights took.
+def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
+    """Return a warning about matrices that do not become smaller by quantization.
 
-    That is where rows are much shorter than the group that each of them fills up.
+    Their rows are much shorter than the group size, so most of each group is padding.
 
     Args:
-        model: quantized.
+        model: the quantized model.
         stored: bytes of a float weight in the file.
     """
     from torch import nn
 
-    from smelt.runtime.layers.quantized import is_quantized, matrix_bytes
+    from smelt.runtime.layers.quantized import is_quantized, quantized_bytes
 
     places: dict[int, tuple[str, Any]] = {}
     for name, m in model.named_modules():
         if is_quantized(m):
             places.setdefault(id(m.matrix), (name, m.matrix))
     vain = [
-        n for n, m in places.values() if matrix_bytes(nn.ModuleList([m])) >= stored * len(m.codes) * m.width
+        n
+        for n, m in places.values()
+        if quantized_bytes(nn.ModuleList([m])) >= stored * len(m.codes) * m.width
     ]
     if not vain:
         return []
@@ -266,12 +283,12 @@ def codes_that_save_nothing(model: Any, stored: int) -> list[Message]:
         warning(
             "no-size-reduction",
             f"Quantizing {len(vain)} of {len(places)} matrices saves nothing, because their rows are shorter"
-            f" than a group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}). Use smaller"
-            " groups or another scheme, or keep them float with exclude.",
+            f" than a group ({', '.join(vain[:_MAX_LISTED])}{', ...' if len(vain) > _MAX_LISTED else ''})."
+            " Use smaller groups or another scheme, or keep them in float with exclude.",
         )
     ]
 
 
 def _is_padded(matrix: Any) -> bool:
-    """Say whether the last group of a matrix is filled up."""
-    return bool(matrix.width % matrix.scheme.group(matrix.width, matrix.options))
+    """Return whether the last group of a matrix is padded."""
+    return bool(matrix.width % matrix.scheme.group_size(matrix.width, matrix.options))

@@ -1,1 +1,1 @@
-"""The words that may come in a text, by the words of its source."""
+"""Lexical shortlists: the target tokens that a source text allows."""

@@ -1,1 +1,1 @@
-"""Weights without structure become zero."""
+"""Unstructured and n:m sparsity of single weights."""

@@ -1,4 +1,4 @@
-"""What a method of sparsification is given and gives."""
+"""The interface of a sparsity method."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import ClassVar, Literal, Protocol
 from torch import Generator, Tensor
 
 from smelt.compress.calibration.statistics import InputStatistics
-from smelt.compress.sparsify.pattern import Pattern
+from smelt.compress.sparsify.pattern import SparsityPattern
 
-# What a method asks of a layer's inputs: nothing, their norms, their second moments.
-Looks = Literal["nothing", "norms", "moments"]
+# Statistics of a layer's inputs that a method needs: none, norms, second moments.
+RequiredStatistics = Literal["nothing", "norms", "moments"]
 
 
-class Method(Protocol):
-    """One way to choose the weights that become zero, and to change those that stay."""
+class SparsityMethod(Protocol):
+    """Chooses the weights to set to zero, and may update the kept ones."""
 
     name: ClassVar[str]
     source: ClassVar[str]
-    looks: ClassVar[Looks]
+    statistics: ClassVar[RequiredStatistics]
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: Pattern, draw: Generator
+        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
     ) -> Tensor:
         """Return the new weight, float32 [N, K], with zeros as `pattern` says.
 
         Args:
             weight: float32 [N, K].
-            found: what the layer is fed; None where `looks` is nothing.
-            pattern: which zeros.
-            draw: for what is drawn.
+            found: statistics of the layer's inputs; None if the method needs none.
+            pattern: number and positions of zeros.
+            draw: generator of random numbers.
         """

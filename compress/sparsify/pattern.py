@@ -1,4 +1,4 @@
-"""Which weights of a matrix become zero, given how much each matters: a fraction, or n of each m.
+"""The weights of a matrix to set to zero, by their scores: a fraction, or n of each m.
 
 Shapes: N = outputs, K = inputs.
 """
@@ -13,16 +13,16 @@ from smelt.core.errors import SettingError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Among which weights a fraction is taken: the whole matrix, or each row of it.
-Within = Literal["matrix", "row"]
+# The weights that are compared for a fraction: the whole matrix, or each row.
+ComparisonScope = Literal["matrix", "row"]
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """How many weights become zero.
+class SparsityPattern:
+    """The fraction of weights to set to zero.
 
-    sparsity: a fraction of them. kept, group: of each `group` inputs in a row of the matrix `kept` stay;
-    where there is a group, `sparsity` follows from it.
+    sparsity: the fraction. kept, group: `kept` of each `group` neighbouring inputs in a row are kept; they
+    determine `sparsity`.
     """
 
     sparsity: float
@@ -30,40 +30,40 @@ class Pattern:
     group: int | None = None
 
     def fits(self, inputs: int) -> bool:
-        """Say whether rows of so many inputs can be divided so."""
+        """Return whether rows of so many inputs can be divided into groups."""
         return self.group is None or inputs % self.group == 0
 
-    def gone(self, scores: Tensor, within: Within) -> Tensor:
-        """Return which weights become zero, bool [N, K]: those of the least scores.
+    def zero_mask(self, scores: Tensor, within: ComparisonScope) -> Tensor:
+        """Return the weights to set to zero, bool [N, K]: those with the smallest scores.
 
         Args:
             scores: float [N, K].
-            within: what is compared, where the pattern is a fraction; the count is rounded down.
+            within: weights that are compared if the pattern is a fraction; the count is rounded down.
         """
         if self.group is not None and self.kept is not None:
             parts = scores.reshape(len(scores), -1, self.group)
-            return _least(parts, self.group - self.kept).view_as(scores)
+            return _smallest(parts, self.group - self.kept).view_as(scores)
         if within == "row":
-            return _least(scores, int(scores.shape[1] * self.sparsity))
-        return _least(scores.flatten(), int(scores.numel() * self.sparsity)).view_as(scores)
+            return _smallest(scores, int(scores.shape[1] * self.sparsity))
+        return _smallest(scores.flatten(), int(scores.numel() * self.sparsity)).view_as(scores)
 
 
-def read_pattern(text: str) -> tuple[int, int]:
-    """Return n and m of "n:m".
+def parse_pattern(text: str) -> tuple[int, int]:
+    """Return n and m of the text "n:m".
 
     Raises:
-        ValueError: it is no such text, or not 1 <= n < m.
+        ValueError: the text has another form, or not 1 <= n < m.
     """
     kept, _, group = text.partition(":")
     if not (kept.isdecimal() and group.isdecimal() and 1 <= int(kept) < int(group)):
         raise SettingError(
-            f'expected "n:m" with 1 <= n < m, as "2:4", read {text[:40]!r}', code="wrong-pattern"
+            f'expected "n:m" with 1 <= n < m, such as "2:4", got {text[:40]!r}', code="wrong-pattern"
         )
     return int(kept), int(group)
 
 
-def _least(scores: Tensor, count: int) -> Tensor:
-    """Return where the `count` least of the last axis are, bool; of equal ones any."""
+def _smallest(scores: Tensor, count: int) -> Tensor:
+    """Return the positions of the `count` smallest along the last axis, bool; ties are arbitrary."""
     import torch
 
     least = scores.topk(count, dim=-1, largest=False, sorted=False).indices

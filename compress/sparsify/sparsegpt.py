@@ -1,4 +1,4 @@
-"""SparseGPT: each weight that goes is made up for by those to the right of it.
+"""SparseGPT: set weights to zero column by column and compensate the error in the columns to the right.
 
 Shapes: N = outputs, K = inputs.
 """
@@ -10,59 +10,60 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
-from smelt.compress.calibration.inverse import inverse_factor
+from smelt.compress.calibration.inverse_hessian import inverse_cholesky
 from smelt.compress.calibration.statistics import InputStatistics
-from smelt.compress.sparsify.method import Looks
-from smelt.compress.sparsify.pattern import Pattern
+from smelt.compress.sparsify.method import RequiredStatistics
+from smelt.compress.sparsify.pattern import SparsityPattern
 
-_COLUMNS = 128  # that are masked at once
+_BLOCK_COLUMNS = 128  # per mask
 
 
 class SparseGpt:
-    """Goes through the columns from left to right, as the published code does (sparsegpt.py).
+    """Processes the columns from left to right, as the published code does (sparsegpt.py).
 
     Frantar & Alistarh 2023, SparseGPT, arXiv:2301.00774. With H = 2 X X^T / tokens (an input that is always 0
     has 1 on the diagonal and loses its weights; 1 % of the mean diagonal is added) and U the upper Cholesky
-    factor of its inverse, a weight matters by w^2 / U_jj^2. In blocks of 128 columns those of the least are
-    chosen, over all rows (n of m: inside each group, when it is reached); then for each column the error of
-    what went, divided by U_jj, is taken off the columns to its right along U's row.
+    factor of its inverse, the importance of a weight is w^2 / U_jj^2. In blocks of 128 columns the least
+    important weights are chosen, over all rows (n of m: inside each group, when it is reached); then for each
+    column the error of the removed weights, divided by U_jj, is compensated in the columns to its right along
+    U's row.
     """
 
     name: ClassVar[str] = "sparsegpt"
     source: ClassVar[str] = "sparsegpt: Frantar & Alistarh 2023, arXiv:2301.00774"
-    looks: ClassVar[Looks] = "moments"
+    statistics: ClassVar[RequiredStatistics] = "moments"
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: Pattern, draw: Generator
+        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
     ) -> Tensor:
-        """Return the weight with zeros, and what stays changed to make up for them."""
+        """Return the weight with zeros and with compensated kept weights."""
         assert found is not None
-        assert found.second is not None
-        dead = found.second.diagonal() == 0
-        factor = inverse_factor(found)[0].to(weight)
+        assert found.second_moment is not None
+        dead = found.second_moment.diagonal() == 0
+        factor = inverse_cholesky(found)[0].to(weight)
         new = weight.clone()
         new[:, dead] = 0.0
-        at_once = max(1, _COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
+        at_once = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
         for start in range(0, new.shape[1], at_once):
             end = min(start + at_once, new.shape[1])
-            errors = _block(new[:, start:end], factor[start:end, start:end], pattern)
+            errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern)
             new[:, end:] -= errors @ factor[start:end, end:]
         return new
 
 
-def _block(columns: Tensor, factor: Tensor, pattern: Pattern) -> Tensor:
-    """Sparsify some columns, float [N, C], in place; return the errors [N, C] that are to be made up for."""
+def _sparsify_columns(columns: Tensor, factor: Tensor, pattern: SparsityPattern) -> Tensor:
+    """Sparsify some columns, float [N, C], in place; return the errors [N, C] to compensate."""
     weighing = factor.diagonal().square()
     errors = torch.zeros_like(columns)
     gone = torch.zeros_like(columns, dtype=torch.bool)
     if pattern.group is None:
-        gone = pattern.gone(columns.square() / weighing, "matrix")
+        gone = pattern.zero_mask(columns.square() / weighing, "matrix")
     for at in range(columns.shape[1]):
         if pattern.group is not None and at % pattern.group == 0:
             part = slice(at, at + pattern.group)
-            gone[:, part] = pattern.gone(columns[:, part].square() / weighing[part], "row")
+            gone[:, part] = pattern.zero_mask(columns[:, part].square() / weighing[part], "row")
         lost = columns[:, at].where(gone[:, at], torch.zeros(()))
         errors[:, at] = lost / factor[at, at]
         columns[:, at:] -= errors[:, at : at + 1] * factor[at, at:]
-        columns[:, at].masked_fill_(gone[:, at], 0.0)  # and not what rounding left of it
+        columns[:, at].masked_fill_(gone[:, at], 0.0)  # exactly zero, without rounding errors
     return errors

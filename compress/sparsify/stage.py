@@ -1,4 +1,4 @@
-"""The stage `sparsify`: weights without structure, or n of each m, become zero and stay zero."""
+"""The stage `sparsify`: set single weights, or n of each m, to zero."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.behind_codes import BEHIND_QUANTIZE, CodesBefore
-from smelt.compress.sparsify.pattern import Pattern, read_pattern
+from smelt.compress.quantized_input import AFTER_QUANTIZE, QuantizedInput
+from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, SettingError
-from smelt.core.messages import Message, mistake
+from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.families.registry import FAMILIES, blockless, find_family
+from smelt.families.registry import FAMILIES, find_family, no_blocks_reason
 
 if TYPE_CHECKING:
-    from smelt.compress.calibration.rows import CalibrationRows
-    from smelt.compress.sparsify.method import Method
-    from smelt.runtime.models.streamed import StreamedModel
+    from smelt.compress.calibration.samples import CalibrationSamples
+    from smelt.compress.sparsify.method import SparsityMethod
+    from smelt.runtime.models.streamed_model import StreamedModel
 
 _DEFAULT_SPARSITY = 0.5
 
@@ -55,38 +55,38 @@ class SparsifySettings(Settings):
     @classmethod
     def _reads(cls, value: str | None) -> str | None:
         if value is not None:
-            read_pattern(value)
+            parse_pattern(value)
         return value
 
     @model_validator(mode="after")
     def _one(self) -> SparsifySettings:
         if self.sparsity is not None and self.pattern is not None:
-            raise SettingError("give one of sparsity and pattern, not both", code="settings-conflict")
+            raise SettingError("set either sparsity or pattern, not both", code="settings-conflict")
         return self
 
     @property
-    def zeros(self) -> Pattern:
+    def sparsity_pattern(self) -> SparsityPattern:
         """The pattern of the zeros."""
         if self.pattern is None:
-            return Pattern(self.sparsity or _DEFAULT_SPARSITY)
-        kept, group = read_pattern(self.pattern)
-        return Pattern(1 - kept / group, kept, group)
+            return SparsityPattern(self.sparsity or _DEFAULT_SPARSITY)
+        kept, group = parse_pattern(self.pattern)
+        return SparsityPattern(1 - kept / group, kept, group)
 
     @property
-    def reads_rows(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether the method uses the inputs of layers."""
         return self.method in ("wanda", "sparsegpt")
 
 
 class Sparsify:
-    """Set the weights of each linear layer of the blocks to zero that matter least.
+    """Set the least important weights of linear layers to zero.
 
-    Nothing gets smaller or faster by that on the runtimes that smelt exports to: zeros are stored and
-    multiplied as other weights are, and a compressed file is what becomes smaller. It is there for hardware
-    and kernels that skip zeros (2:4), and to be compared with. Embeddings, norms, biases and output heads
-    stay whole. The blocks are gone through one by one, each on what the sparse ones before it give. The zeros
-    last: finetune and distill keep them, prune cuts around them; factorize and quantize make other matrices,
-    which have none. Behind `quantize` weights become the code of zero.
+    No runtime that smelt exports to becomes smaller or faster by it: zeros are stored and multiplied
+    like other weights; only a compressed file becomes smaller. It is meant for hardware and kernels
+    that skip zeros (2:4), and for comparison. Embeddings, norms, biases and output layers are
+    unchanged. Blocks are processed one by one, each calibrated on the outputs of the sparse blocks
+    before it. finetune and distill keep the zeros, prune removes units around them; factorize and
+    quantize make new matrices without them. After `quantize`, weights become the quantized zero.
 
         - sparsify: {method: sparsegpt, sparsity: 0.5}
         - sparsify: {method: wanda, pattern: "2:4"}
@@ -106,19 +106,19 @@ class Sparsify:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
-    def leaves(cls, settings: SparsifySettings) -> frozenset[str]:
-        """Return what later steps may lose: zeros, and n of each m neighbouring inputs."""
+    def provides(cls, settings: SparsifySettings) -> frozenset[str]:
+        """Return what later steps may lose: zeros, and the n:m pattern."""
         return frozenset({"zeros"} if settings.pattern is None else {"zeros", "pattern"})
 
     @classmethod
-    def unfit_for_codes(cls, settings: SparsifySettings, codes: CodesBefore) -> str | None:
-        """Return why weights of a quantized model cannot become zero, and what to do; None where they can."""
-        return codes.units_held(cls.name) or codes.zeros_lacking()
+    def quantized_input_error(cls, settings: SparsifySettings, codes: QuantizedInput) -> str | None:
+        """Return why weights of a quantized model cannot be set to zero, and what to do; None if they can."""
+        return codes.unit_pruning_error(cls.name) or codes.sparsity_error()
 
     @classmethod
     def needs_with(cls, settings: SparsifySettings, given: Collection[str]) -> frozenset[Need]:
-        """Return what it needs: wanda and sparsegpt look at rows, those for calibration if there are any."""
-        if not settings.reads_rows:
+        """Return the data that the step needs: calibration or training data for wanda and sparsegpt."""
+        if not settings.needs_calibration:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
@@ -126,94 +126,103 @@ class Sparsify:
     def check_model(
         cls, settings: SparsifySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return what does not fit a model of this config, by setting, and the config of the result."""
-        if (lack := blockless(config)) is not None:
-            return [mistake("does-not-fit-model", f"{lack}, whose matrices it thins out.")], config
+        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        if (lack := no_blocks_reason(config)) is not None:
+            return [error_message("does-not-fit-model", f"{lack}; remove sparsify.")], config
         if find_family(config) is not None:
             return [], config
         known = ", ".join(FAMILIES)
         return [
-            mistake(
+            error_message(
                 "unsupported-family",
-                f"the blocks of a {config.get('model_type')} model are not known. Known: {known}.",
+                f"{config.get('model_type')} models are not supported. Supported: {known}.",
             )
         ], config
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
-        """Write the sparse model into `ctx.out`."""
-        from smelt.compress.calibration.rows import calibration_rows
-        from smelt.compress.quantize.requantize import load_changeable
-        from smelt.compress.train.state import threads
+        """Make the model of `src` sparse and write it to `ctx.out`."""
+        from smelt.compress.calibration.samples import load_calibration_samples
+        from smelt.compress.quantize.requantize import load_dequantized
+        from smelt.compress.train.training_state import torch_threads
         from smelt.runtime.models.checkpoint import save_model
-        from smelt.runtime.models.streamed import open_streamed
+        from smelt.runtime.models.streamed_model import open_streamed
 
-        streamed = open_streamed(src.path, ctx.out, settings.dtype) if _streams(ctx) else None
+        streamed = open_streamed(src.path, ctx.out, settings.dtype) if _can_stream(ctx) else None
         codes = None
         if streamed is not None:
             model, edits = streamed.model, streamed.edits
         else:
-            model, edits, codes = load_changeable(src, ctx, self.name, grids_stay=True)
-        if codes is not None and (lack := self.unfit_for_codes(settings, codes.before)) is not None:
-            raise InputError(f"sparsify: {lack}", code=BEHIND_QUANTIZE)
+            model, edits, codes = load_dequantized(src, ctx, self.name, keep_grids=True)
+        if (
+            codes is not None
+            and (lack := self.quantized_input_error(settings, codes.quantized_input)) is not None
+        ):
+            raise InputError(f"sparsify: {lack}", code=AFTER_QUANTIZE)
         mistakes, _ = self.check_model(settings, model.config.to_dict())
         if mistakes:
             raise InputError(f"sparsify: {mistakes[0].message}", code=mistakes[0].code)
-        with threads(ctx.threads):
+        with torch_threads(ctx.threads):
             rows = None
-            if settings.reads_rows:
-                rows = calibration_rows(model, src, settings.calibration_samples, ctx, self.name, padded=True)
-                ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
-            _sparsify(model, rows, settings, ctx, streamed)
+            if settings.needs_calibration:
+                rows = load_calibration_samples(
+                    model, src, settings.calibration_samples, ctx, self.name, padded=True
+                )
+                ctx.details["calibration"] = {
+                    "origin": rows.origin,
+                    "rows": rows.num_samples,
+                    "tokens": rows.tokens,
+                }
+            _sparsify_blocks(model, rows, settings, ctx, streamed)
         if codes is not None:
-            edits = codes.put_back(model, edits, ctx)
+            edits = codes.requantize(model, edits, ctx)
         if streamed is None:
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
             if codes is not None:
-                codes.write_floats(model, ctx)
+                codes.write_master_weights(model, ctx)
         else:
             ctx.warnings.extend(streamed.finish(edits))
 
 
-def _streams(ctx: Context) -> bool:
-    """Say whether a large model is taken block by block: where torch computes on the CPU."""
+def _can_stream(ctx: Context) -> bool:
+    """Return whether a large model can be processed block by block: only on the CPU."""
     from smelt.runtime.backends.device import torch_device
 
     return torch_device(ctx.device) == "cpu"
 
 
-def _sparsify(
+def _sparsify_blocks(
     model: Any,
-    rows: CalibrationRows | None,
+    samples: CalibrationSamples | None,
     settings: SparsifySettings,
     ctx: Context,
     streamed: StreamedModel | None,
 ) -> None:
-    """Sparsify the blocks of `model` in place; say what became of them in `ctx`."""
+    """Sparsify the blocks of `model` in place; report to `ctx`."""
     import torch
 
-    from smelt.compress.calibration.blocks import drive, nothing
-    from smelt.compress.sparsify.layers import Sparsifier, layers_of
-    from smelt.families.walk import blocks_of
+    from smelt.compress.calibration.run_blocks import ignore_block, run_blocks
+    from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
+    from smelt.families.model_blocks import blocks_of
 
     draw = torch.Generator().manual_seed(ctx.seed)
-    sparsifier = Sparsifier(model, _method(settings), settings.zeros, draw)
-    enter, leave = (streamed.enter, streamed.leave) if streamed else (nothing, nothing)
-    if rows is None:
+    sparsifier = Sparsifier(model, _make_method(settings), settings.sparsity_pattern, draw)
+    enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
+    if samples is None:
         for block in blocks_of(model):
             enter(block)
-            sparsifier.sparsify(layers_of(model, block, settings.targets), None)
+            sparsifier.sparsify(linear_layers(model, block, settings.targets), None)
             leave(block)
     else:
-        for step in drive(model, rows, ctx, stage="sparsify", enter=enter, leave=leave):
-            sparsifier.sparsify(layers_of(model, step.block, settings.targets), step.observe)
-    sparsifier.tell(rows, ctx)
+        for step in run_blocks(model, samples, ctx, stage="sparsify", enter=enter, leave=leave):
+            sparsifier.sparsify(linear_layers(model, step.block, settings.targets), step.observe)
+    sparsifier.report(samples, ctx)
 
 
-def _method(settings: SparsifySettings) -> Method:
-    from smelt.compress.sparsify.at_random import Random
-    from smelt.compress.sparsify.magnitude import Magnitude
+def _make_method(settings: SparsifySettings) -> SparsityMethod:
+    from smelt.compress.sparsify.magnitude import MagnitudeSparsity
+    from smelt.compress.sparsify.random_sparsity import RandomSparsity
     from smelt.compress.sparsify.sparsegpt import SparseGpt
     from smelt.compress.sparsify.wanda import Wanda
 
-    methods: tuple[type[Method], ...] = (Wanda, SparseGpt, Magnitude, Random)
+    methods: tuple[type[SparsityMethod], ...] = (Wanda, SparseGpt, MagnitudeSparsity, RandomSparsity)
     return next(method() for method in methods if method.name == settings.method)

@@ -1,1 +1,1 @@
-"""The training that techniques share: settings, batches, the loop, what is kept."""
+"""Training shared by techniques: settings, batches, the loop, checkpoint selection."""

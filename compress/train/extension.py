@@ -1,8 +1,8 @@
-"""What a technique adds to the training that all share; every part is optional.
+"""Extensions of the shared training by a technique; every part is optional.
 
-    train(model, src, settings, ctx, objective=..., extension=Extension(modules={"scores": scores}))
+    train(model, src, settings, ctx, objective=..., extension=TrainingExtension(modules={"scores": scores}))
 
-The loop, its checks and the choice of what is kept stay those of every training.
+The loop, its checks and the selection of checkpoints are the same for every training.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from smelt.compress.train.data import Row
-from smelt.compress.train.terms import Objective
+from smelt.compress.train.encoded_samples import EncodedSample
+from smelt.compress.train.loss_terms import Objective
 from smelt.core.stage import Context
 
-_NAME = "smelt_extension"  # under it the modules hang on the model while it trains
+_MODULES_NAME = "smelt_extension"  # attribute of the model that holds the modules while it trains
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that the optimizer treats in their own way.
+class ParameterGroup:
+    """Parameters with optimizer settings of their own.
 
-    learning_rate: the highest; the schedule is that of the others. weight_decay: of these. None: as the
-    others. maximize: they rise along the gradient, as the multipliers of a constraint do.
+    learning_rate: the peak; the schedule is that of the others. weight_decay: of these. None: as the
+    others. maximize: gradient ascent, as for the multipliers of a constraint.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -35,78 +35,83 @@ class Group:
     weight_decay: float | None = None
     maximize: bool = False
 
-    def options(self) -> dict[str, Any]:
-        """Return what of it is said, by the optimizer's words."""
+    def optimizer_options(self) -> dict[str, Any]:
+        """Return the settings that are not None, by the optimizer's names."""
         said = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
         found: dict[str, Any] = {word: value for word, value in said.items() if value is not None}
         return found | ({"maximize": True} if self.maximize else {})
 
 
-def _always(step: int) -> bool:
+def _allow_any_step(step: int) -> bool:
     return True
 
 
-def _same(rows: list[Row], validation: list[Row] | None) -> tuple[list[Row], list[Row] | None]:
-    return rows, validation
+def _unchanged_samples(
+    samples: list[EncodedSample], validation: list[EncodedSample] | None
+) -> tuple[list[EncodedSample], list[EncodedSample] | None]:
+    return samples, validation
 
 
-def _nothing(step: int, total: int) -> None:
+def _ignore_step(step: int, total: int) -> None:
     pass
 
 
 @dataclass(frozen=True)
-class Extension:
+class TrainingExtension:
     """Parts that a technique adds to a training.
 
-    modules: train with the model (same device, gradient clipping, averages, choice of what is kept) and are
+    modules: trained with the model (same device, gradient clipping, averages, checkpoint selection) and
         not saved: projections, scores of masks, multipliers.
-    groups: parameters of the model or of `modules` with a learning rate or weight decay of their own.
-    rows: gets the rows of training and validation when they are encoded, and returns those that are taken.
-    around: entered when the model is ready to train, left afterwards (hooks that read what it computes).
-    stored: entered while a checkpoint is written, and makes of the model what will be stored.
-    incoming: entered while the model is validated before the first update: a quantized model computes with
-        the integers that came in, which are not those of the float weights that train.
-    before_step, after_step: called with the number of the update, from 1, and how many there will be; after
-        the update's weights are there, and before they are averaged or validated.
-    resumes: whether a training that was stopped can go on with it: all that changes is in parameters and
-        buffers. None: where nothing is called in each step.
-    eligible: whether the weights after this update (0: before the first) may be those that are kept: while
-        weights are still being pruned, the lowest loss is that of the densest.
+    groups: parameters of the model or of `modules` with their own learning rate or weight decay.
+    prepare_samples: gets the encoded training and validation samples and returns the ones to use.
+    training_context: active while the model trains (hooks that capture tensors).
+    as_stored: active while a checkpoint is written; makes the model as it will be stored.
+    as_incoming: active while the model is validated before the first update: a quantized model computes with
+        its incoming quantized weights, which differ from those of its float master weights.
+    before_step, after_step: called with the number of the update, from 1, and the number of updates; the
+        latter after the weights are updated, and before they are averaged or validated.
+    supports_resume: whether an interrupted training can resume with it: all its state is in parameters and
+        buffers. None: if it has no calls in each step.
+    may_be_best: whether the weights after this update (0: before the first) may be selected: while weights
+        are still being pruned, the densest have the lowest loss.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    groups: Sequence[Group] = ()
-    rows: Callable[[list[Row], list[Row] | None], tuple[list[Row], list[Row] | None]] = _same
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    stored: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    incoming: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    before_step: Callable[[int, int], None] = _nothing
-    after_step: Callable[[int, int], None] = _nothing
-    resumes: bool | None = None
-    eligible: Callable[[int], bool] = _always
+    groups: Sequence[ParameterGroup] = ()
+    prepare_samples: Callable[
+        [list[EncodedSample], list[EncodedSample] | None],
+        tuple[list[EncodedSample], list[EncodedSample] | None],
+    ] = _unchanged_samples
+    training_context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    as_stored: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    as_incoming: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    before_step: Callable[[int, int], None] = _ignore_step
+    after_step: Callable[[int, int], None] = _ignore_step
+    supports_resume: bool | None = None
+    may_be_best: Callable[[int], bool] = _allow_any_step
 
     @property
     def can_resume(self) -> bool:
-        """Whether a training with it can go on from a checkpoint."""
-        plain = self.before_step is _nothing and self.after_step is _nothing
-        return plain if self.resumes is None else self.resumes
+        """Whether a training with it can resume from a checkpoint."""
+        plain = self.before_step is _ignore_step and self.after_step is _ignore_step
+        return plain if self.supports_resume is None else self.supports_resume
 
 
-class WhileTraining(Protocol):
-    """A technique that changes the model while it trains: it begins when it is made."""
+class TrainingTechnique(Protocol):
+    """A technique that changes the model while it trains: it starts when it is created."""
 
     def objective(self, objective: Objective) -> Objective:
-        """Return what is minimised instead of `objective`."""
+        """Return the objective to minimize instead of `objective`."""
 
-    def extension(self) -> Extension:
-        """Return what it adds to the training."""
+    def extension(self) -> TrainingExtension:
+        """Return the extension of the training."""
 
-    def settle(self, ctx: Context) -> None:
-        """Leave the model as it is to be stored, and say in `ctx` what became of it."""
+    def finalize(self, ctx: Context) -> None:
+        """Convert the model to its stored form, and report to `ctx`."""
 
 
-def both(one: Extension, other: Extension) -> Extension:
-    """Return what two techniques add together; weights may be kept where both allow it."""
+def combine_extensions(first: TrainingExtension, second: TrainingExtension) -> TrainingExtension:
+    """Return the combination of two extensions; weights may be selected if both allow it."""
 
     def entering(
         *parts: Callable[[], AbstractContextManager[Any]],
@@ -127,52 +132,56 @@ def both(one: Extension, other: Extension) -> Extension:
 
         return called
 
-    def rows(train: list[Row], validation: list[Row] | None) -> tuple[list[Row], list[Row] | None]:
-        return other.rows(*one.rows(train, validation))
+    def rows(
+        train: list[EncodedSample], validation: list[EncodedSample] | None
+    ) -> tuple[list[EncodedSample], list[EncodedSample] | None]:
+        return second.prepare_samples(*first.prepare_samples(train, validation))
 
-    return Extension(
-        modules={**one.modules, **other.modules},
-        rows=rows,
-        groups=[*one.groups, *other.groups],
-        around=entering(one.around, other.around),
-        stored=entering(one.stored, other.stored),
-        before_step=after_one_another(one.before_step, other.before_step),
-        after_step=after_one_another(one.after_step, other.after_step),
-        eligible=lambda step: one.eligible(step) and other.eligible(step),
-        resumes=one.can_resume and other.can_resume,
+    return TrainingExtension(
+        modules={**first.modules, **second.modules},
+        prepare_samples=rows,
+        groups=[*first.groups, *second.groups],
+        training_context=entering(first.training_context, second.training_context),
+        as_stored=entering(first.as_stored, second.as_stored),
+        before_step=after_one_another(first.before_step, second.before_step),
+        after_step=after_one_another(first.after_step, second.after_step),
+        may_be_best=lambda step: first.may_be_best(step) and second.may_be_best(step),
+        supports_resume=first.can_resume and second.can_resume,
     )
 
 
 @contextlib.contextmanager
-def attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let `modules` be part of `model` meanwhile, so that they go where it goes."""
+def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Attach `modules` to `model` inside the context, so that they move with it."""
     if not modules:
         yield
         return
-    model.add_module(_NAME, nn.ModuleDict(dict(modules)))
+    model.add_module(_MODULES_NAME, nn.ModuleDict(dict(modules)))
     try:
         yield
     finally:
-        del model._modules[_NAME]
+        del model._modules[_MODULES_NAME]
 
 
 @contextlib.contextmanager
-def detached(model: nn.Module) -> Iterator[None]:
-    """Let `model` be without what is attached to it meanwhile, as it will be stored."""
-    there = model._modules.pop(_NAME, None)
+def modules_detached(model: nn.Module) -> Iterator[None]:
+    """Detach the attached modules from `model` inside the context, as it will be stored."""
+    there = model._modules.pop(_MODULES_NAME, None)
     try:
         yield
     finally:
         if there is not None:
-            model._modules[_NAME] = there
+            model._modules[_MODULES_NAME] = there
 
 
-def split_groups(options: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Take the parameters of `groups` out of an optimizer's groups, and put those of their own behind them.
+def split_parameter_groups(
+    options: Sequence[Mapping[str, Any]], groups: Sequence[ParameterGroup]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups without the parameters of `groups`, followed by those groups.
 
     Args:
         options: torch's parameter groups.
-        groups: what is taken out; each inherits what it does not say from the group that held it.
+        groups: the groups to split off; each inherits unset values from the group of its parameters.
     """
     found: list[dict[str, Any]] = []
     own = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
@@ -182,5 +191,5 @@ def split_groups(options: Sequence[Mapping[str, Any]], groups: Sequence[Group]) 
         for number, group in enumerate(groups):
             mine = [p for p in option["params"] if own.get(id(p)) == number]
             if mine:
-                found.append({**option, "params": mine, **group.options()})
+                found.append({**option, "params": mine, **group.optimizer_options()})
     return [option for option in found if option["params"]]

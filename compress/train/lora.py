@@ -1,11 +1,11 @@
-"""Training through low-rank adapters.
+"""Training of low-rank adapters.
 
-Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W as it is. The adapters are peft's. Before
-anything is stored they become part of float weights. Of a layer whose zeros are to stay, the sum has W's
-zeros, while it trains as when it is merged.
+Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W frozen. The adapters are peft's. They are
+merged into float weights before storing. For a sparse layer the sum keeps the zeros of W, during training and
+after merging.
 
-Beside codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314) they stay what they are, a low-rank pair beside
-the layer (runtime/layers/adapted.py says why).
+With quantized weights (Dettmers et al. 2023, QLoRA, arXiv:2305.14314) they are stored as a low-rank
+correction of the layer (see runtime/layers/corrected_linear.py).
 """
 
 from __future__ import annotations
@@ -20,52 +20,53 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compress.train.settings import PEFT, LoraSettings
+from smelt.compress.train.settings import PEFT_VERSION, LoraSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.packages import require
-from smelt.families.walk import blocks_of, head_of
-from smelt.runtime.layers.adapted import AdaptedLinear, adapted
-from smelt.runtime.layers.binary_inputs import BinaryInputs
-from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.layers.matrix import Matrix
+from smelt.core.packages import require_package
+from smelt.families.model_blocks import blocks_of, output_modules
+from smelt.runtime.layers.binary_input_linear import BinaryInputs
+from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear, with_low_rank_correction
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
 from smelt.runtime.layers.quantized import QuantizedLinear
-from smelt.runtime.layers.scaled import ScaledLinear
-from smelt.runtime.layers.shared import parts_of
-from smelt.runtime.models.structure import Edit, keeps_zeros, names_of, replace_layer, replace_module
-from smelt.runtime.schemes.parts.bits_and_bytes import quietly
+from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
+from smelt.runtime.layers.scaled_linear import ScaledLinear
+from smelt.runtime.layers.shared_linear import component_layers
+from smelt.runtime.models.structure import Edit, is_masked, module_names, replace_layer, replace_module
+from smelt.runtime.schemes.common.import_bitsandbytes import silence_bitsandbytes
 
-_MOMENTS = 12  # bytes a trained weight: a gradient and AdamW's two moments in float32
+_BYTES_PER_WEIGHT = 12  # bytes a trained weight: a gradient and AdamW's two moments in float32
 
 
-def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
-    """Return the linear layers that get adapters, each by its first name; of those made of several all parts.
+def find_lora_layers(model: Any, targets: Sequence[str]) -> list[str]:
+    """Return the linear layers that get adapters, each by its first name; of composed ones all parts.
 
     Raises:
-        InputError: no layer of the model is meant, or one is of a kind that has no place for an adapter.
+        InputError: no layer of the model is selected, or one has a type that cannot have an adapter.
     """
     chosen: dict[str, None] = {}
     for block in blocks_of(model):
         feed = block.feed_forward
         if "attention" in targets:
-            chosen |= {name: None for part in block.attentions for name in part.products}
+            chosen |= {name: None for part in block.attentions for name in part.linear_layers}
         if "ffn" in targets and feed is not None:
-            chosen |= dict.fromkeys(feed.products)
+            chosen |= dict.fromkeys(feed.linear_layers)
     if not chosen:
         raise InputError(
-            f"lora: smelt does not know the layers of a {model.config.model_type} model."
-            " Leave lora out, which trains all weights.",
+            f"lora: {model.config.model_type} models are not supported. Remove lora to train all weights.",
             code="unsupported-family",
             setting="lora",
         )
     found: dict[str, None] = {}
-    names = names_of(model)
+    names = module_names(model)
     for name in chosen:
-        for module in map(_coded, parts_of(model.get_submodule(name)).values()):
-            if type(module) is not nn.Linear and not isinstance(module, QuantizedLinear | AdaptedLinear):
+        for module in map(_inner_layer, component_layers(model.get_submodule(name)).values()):
+            if type(module) is not nn.Linear and not isinstance(
+                module, QuantizedLinear | LowRankCorrectedLinear
+            ):
                 raise InputError(
-                    f"lora: '{name}' is a {type(module).__name__}, which has no gradient for an adapter."
-                    " Leave it out with targets, or leave lora out, which trains all weights.",
+                    f"lora: '{name}' is a {type(module).__name__}, which does not support adapters."
+                    " Exclude it with targets, or remove lora to train all weights.",
                     code="unsupported-layer",
                     setting="lora",
                 )
@@ -73,27 +74,27 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _coded(module: nn.Module) -> nn.Module:
-    """Return the layer behind the factors of its inputs, or what makes them binary, where it has some."""
+def _inner_layer(module: nn.Module) -> nn.Module:
+    """Return the inner layer, without the scaling or binarization of its inputs, if any."""
     if isinstance(module, BinaryInputs):
         return module.coded
     return module.linear if isinstance(module, ScaledLinear) else module
 
 
-class BesideCodes(nn.Module):
-    """A layer of codes and the adapter that trains beside it, begun as peft begins those of float layers."""
+class QuantizedLoraLinear(nn.Module):
+    """A quantized linear layer and its adapter, initialized as peft does for float layers."""
 
-    weight = None  # T5 asks its layers for the type of their weight, and goes on where there is none
+    weight = None  # T5 reads the dtype of a layer's weight, and accepts None
 
-    def __init__(self, base: QuantizedLinear | AdaptedLinear, settings: LoraSettings) -> None:
+    def __init__(self, base: QuantizedLinear | LowRankCorrectedLinear, settings: LoraSettings) -> None:
         super().__init__()
         self.base_layer, self.scaling = base, settings.alpha / settings.rank
-        # torch begins a Linear as peft begins A (He et al. 2015, with a = 5 ** 0.5); B begins with zeros
+        # torch initializes a Linear as peft initializes A (He et al. 2015, a = 5 ** 0.5); B is zero
         self.pair = LowRankLinear(base.in_features, base.out_features, settings.rank, bias=False)
         nn.init.zeros_(self.pair.up.weight)
 
     def get_base_layer(self) -> nn.Module:
-        """Return the layer of codes, by peft's word."""
+        """Return the quantized layer; the name is peft's."""
         return self.base_layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,29 +102,29 @@ class BesideCodes(nn.Module):
         out: Tensor = self.base_layer(x) + self.scaling * self.pair(x)
         return out
 
-    def settled(self) -> AdaptedLinear:
-        """Return the layer with what the adapter learned, added to one that was there before."""
+    def to_adapted(self) -> LowRankCorrectedLinear:
+        """Return the layer with the adapter as low-rank correction, added to an earlier one."""
         base: nn.Module = self.base_layer
         down, up = self.pair.down.weight.detach(), self.scaling * self.pair.up.weight.detach()
-        if isinstance(base, AdaptedLinear):
+        if isinstance(base, LowRankCorrectedLinear):
             before = base.adapter
             down, up = torch.cat([before.down.weight, down]), torch.cat([before.up.weight, up], dim=1)
             base = base.coded
         assert isinstance(base, QuantizedLinear)
         rows, columns = len(up), down.shape[1]
-        if len(down) > min(rows, columns):  # no matrix has more ranks than its smaller side
+        if len(down) > min(rows, columns):  # the rank is at most the smaller side
             one = torch.eye(min(rows, columns), device=up.device)
             down, up = (up @ down, one) if rows < columns else (one, up @ down)
-        return adapted(base, up, down).train(self.training)
+        return with_low_rank_correction(base, up, down).train(self.training)
 
 
-def _inject(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
-    """Put adapters on the layers `names`, peft's on float ones; nothing else trains afterwards."""
-    coded = [n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | AdaptedLinear)]
+def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
+    """Add adapters to the layers `names`, peft's to float ones; all other weights are frozen."""
+    coded = [n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | LowRankCorrectedLinear)]
     floats = [name for name in names if name not in coded]
     model.requires_grad_(False)
     if floats:
-        with quietly():  # peft imports bitsandbytes where it is
+        with silence_bitsandbytes():  # peft imports bitsandbytes if it is installed
             from peft import LoraConfig, inject_adapter_in_model
 
             config = LoraConfig(
@@ -132,60 +133,60 @@ def _inject(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
             inject_adapter_in_model(config, model)
     for name in coded:
         base = model.get_submodule(name)
-        replace_module(model, name, BesideCodes(base, settings).train(base.training))
+        replace_module(model, name, QuantizedLoraLinear(base, settings).train(base.training))
 
 
-def _floats(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `module` that train: codes, and what they multiply, stay as they are."""
-    coded = {id(p) for m in module.modules() if isinstance(m, Matrix) for p in m.parameters()}
+def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters of `module`; quantized weights and scales are frozen."""
+    coded = {id(p) for m in module.modules() if isinstance(m, QuantizedMatrix) for p in m.parameters()}
     coded |= {id(p) for m in module.modules() if isinstance(m, BinaryInputs) for p in (m.scale, m.shift)}
     return [p for p in module.parameters() if id(p) not in coded]
 
 
-class Adapters:
-    """Adapters on the layers of one model, while it trains."""
+class LoraAdapters:
+    """Adapters of the layers of one model during training."""
 
     def __init__(self, model: Any, settings: LoraSettings, edits: list[Edit] | None = None) -> None:
-        """Put them beside the layers; nothing else trains but the head of a classifier, as in peft.
+        """Add adapters to the layers; all else is frozen except the output layer of a classifier, as in peft.
 
-        edits: the structure of `model`, which says of adapters that stay beside codes.
+        edits: the edits of `model`, to which low-rank corrections of quantized layers are added.
         """
-        require("peft", PEFT, "lora: the adapters are peft's")
+        require_package("peft", PEFT_VERSION, "lora: the adapters are peft's")
         self.model, self.settings = model, settings
         self.edits: list[Edit] = [] if edits is None else edits
         self.frozen = [p for p in model.parameters() if p.requires_grad]
-        names = names_of(model)
-        self.places = {n: names[model.get_submodule(n)] for n in targets_of(model, settings.targets)}
-        coded = {id(m): len(m.codes) * m.width for m in model.modules() if isinstance(m, Matrix)}
+        names = module_names(model)
+        self.places = {n: names[model.get_submodule(n)] for n in find_lora_layers(model, settings.targets)}
+        coded = {id(m): len(m.codes) * m.width for m in model.modules() if isinstance(m, QuantizedMatrix)}
         self.whole = sum(p.numel() for p in self.frozen) + sum(coded.values())
-        _inject(model, list(self.places), settings)
+        _inject_adapters(model, list(self.places), settings)
         self.layers: dict[str, Any] = {}
         for name, others in self.places.items():
             self.layers[name] = model.get_submodule(name)
             base = self.layers[name].get_base_layer()
-            if isinstance(base, nn.Linear) and keeps_zeros(base):
-                self.layers[name].forward = partial(_between_zeros, self.layers[name])
-            self._put(others, self.layers[name])  # a layer in several places has one adapter
+            if isinstance(base, nn.Linear) and is_masked(base):
+                self.layers[name].forward = partial(_masked_forward, self.layers[name])
+            self._replace_layers(others, self.layers[name])  # a layer with several names has one adapter
         if any("Classification" in str(name) for name in model.config.architectures or ()):
-            for name in head_of(model):
-                for parameter in _floats(model.get_submodule(name)):
+            for name in output_modules(model):
+                for parameter in _trainable_parameters(model.get_submodule(name)):
                     parameter.requires_grad_(True)
 
     def details(self) -> dict[str, int]:
-        """Return how many weights train, and what that takes beside them, for the report."""
+        """Return the number of trained weights and the memory of their training, for the report."""
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        coded = sum(isinstance(layer, BesideCodes) for layer in self.layers.values())
+        coded = sum(isinstance(layer, QuantizedLoraLinear) for layer in self.layers.values())
         return {
             "rank": self.settings.rank,
             "layers": len(self.layers),
             **({"beside_codes": coded} if coded else {}),
             "trained_weights": trained,
-            "optimizer_bytes": _MOMENTS * trained,
-            "optimizer_bytes_of_all_weights": _MOMENTS * self.whole,
+            "optimizer_bytes": _BYTES_PER_WEIGHT * trained,
+            "optimizer_bytes_of_all_weights": _BYTES_PER_WEIGHT * self.whole,
         }
 
     def warnings(self) -> list[Message]:
-        """Say where adapters have more weights than the layers beside them, so that nothing is saved."""
+        """Return warnings where adapters have more weights than their layers, so that nothing is saved."""
         bases = {name: layer.get_base_layer() for name, layer in self.layers.items()}
         shapes = {name: (base.out_features, base.in_features) for name, base in bases.items()}
         rank = self.settings.rank
@@ -193,7 +194,7 @@ class Adapters:
         if not wide:
             return []
         least = min(math.ceil(rows * columns / (rows + columns)) for rows, columns in shapes.values())
-        less = f"; below {least} every adapter is smaller than its layer" if least > 1 else ""
+        less = f". Set rank below {least} to make every adapter smaller than its layer" if least > 1 else ""
         return [
             warning(
                 "no-size-reduction",
@@ -204,12 +205,12 @@ class Adapters:
         ]
 
     @contextlib.contextmanager
-    def stored(self) -> Iterator[None]:
-        """Let the model meanwhile be as it would be stored: the adapters in the weights, or beside codes."""
+    def as_stored(self) -> Iterator[None]:
+        """Convert the model to its stored form inside the context, with the adapters merged."""
         floats = {
             name: layer.get_base_layer()
             for name, layer in self.layers.items()
-            if not isinstance(layer, BesideCodes)
+            if not isinstance(layer, QuantizedLoraLinear)
         }
         kept = {name: base.weight.detach().clone() for name, base in floats.items()}
         edits = list(self.edits)
@@ -221,42 +222,42 @@ class Adapters:
             for name, layer in self.layers.items():
                 if name in kept:
                     floats[name].weight.data.copy_(kept[name])
-                self._put(self.places[name], layer)
+                self._replace_layers(self.places[name], layer)
 
-    def settle(self) -> None:
-        """Leave the model with the adapters in its weights, which can be trained again, or beside codes."""
+    def finalize(self) -> None:
+        """Merge the adapters into trainable weights, or convert them to low-rank corrections."""
         self._merge()
         for parameter in self.frozen:
             parameter.requires_grad_(True)
-        if hasattr(self.model, "peft_config"):  # what peft leaves behind
+        if hasattr(self.model, "peft_config"):  # left by peft
             del self.model.peft_config
 
     def _merge(self) -> None:
         with torch.no_grad():
             for name, layer in self.layers.items():
-                if isinstance(layer, BesideCodes):
-                    new = layer.settled()
+                if isinstance(layer, QuantizedLoraLinear):
+                    new = layer.to_adapted()
                     edit = {"op": "adapter", "module": name, "rank": new.adapter.rank}
                     replace_layer(self.model, self.edits, name, new, edit)
                     continue
                 base = layer.get_base_layer()
-                base.weight.data += _delta(layer).to(base.weight)
-                self._put(self.places[name], base)
+                base.weight.data += _adapter_delta(layer).to(base.weight)
+                self._replace_layers(self.places[name], base)
 
-    def _put(self, names: Sequence[str], module: nn.Module) -> None:
+    def _replace_layers(self, names: Sequence[str], module: nn.Module) -> None:
         for name in names:
             if self.model.get_submodule(name) is not module:
                 replace_module(self.model, name, module)
 
 
-def _delta(layer: Any) -> Tensor:
-    """Return alpha / r * B A, float32 [out, in]; 0 where the zeros of the weight are to stay."""
+def _adapter_delta(layer: Any) -> Tensor:
+    """Return alpha / r * B A, float32 [out, in]; 0 at the zeros of a sparse weight."""
     found: Tensor = layer.get_delta_weight("default")
     base = layer.get_base_layer()
-    return found * (base.weight != 0) if keeps_zeros(base) else found
+    return found * (base.weight != 0) if is_masked(base) else found
 
 
-def _between_zeros(layer: Any, x: Tensor) -> Tensor:
-    """Return what a layer with zeros and its adapter make of `x`: peft's own sum would fill them."""
+def _masked_forward(layer: Any, x: Tensor) -> Tensor:
+    """Return the output of a sparse layer with its adapter; peft's own sum would fill the zeros."""
     base = layer.get_base_layer()
-    return F.linear(x, base.weight + _delta(layer), base.bias)
+    return F.linear(x, base.weight + _adapter_delta(layer), base.bias)

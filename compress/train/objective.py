@@ -1,7 +1,7 @@
-"""What a model is judged by on batches: the loss with the labels, and means of a loss.
+"""The objective of a model on batches: the loss with the labels, and means of a loss.
 
-Apart from the loop: stages that measure and do not train do without transformers' Trainer, whose import
-takes seconds (it brings peft along).
+Separate from the loop: stages that measure without training do not import transformers' Trainer, which
+takes seconds (it imports peft).
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.train.data import TensorBatch, inputs_of
-from smelt.compress.train.losses.of_classes import training_loss
-from smelt.compress.train.losses.of_sentences import order_loss, vectors_of
-from smelt.compress.train.state import autocast
-from smelt.compress.train.terms import OVER, Objective, Over, counts_of, terms_of, values_of
+from smelt.compress.train.encoded_samples import TensorBatch, model_inputs
+from smelt.compress.train.loss_terms import (
+    AVERAGED_OVER,
+    AveragedOver,
+    Objective,
+    as_loss_terms,
+    count_batch_items,
+    term_values,
+)
+from smelt.compress.train.losses.classification import classification_loss
+from smelt.compress.train.losses.sentence_vectors import batch_sentence_vectors, cosent_loss
+from smelt.compress.train.training_state import autocast
 from smelt.runtime.models.sentence_model import is_sentence_model
 
 
-def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return float [B, T, V] for a translator or language model, [B, C] for a classifier.
+def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits: float [B, T, V] for a generating model, [B, C] for a classifier.
 
-    `labels` are not fed.
+    `labels` are not passed to the model.
     """
-    inputs = inputs_of(batch)
-    labels = batch["labels"]  # int64 [B, L] where texts come out, and then a cache could be asked for
+    inputs = model_inputs(batch)
+    labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
     if labels.dim() == 2 and not labels.is_floating_point():
         logits: Tensor = model(**inputs, use_cache=False).logits
     else:
@@ -35,18 +42,18 @@ def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
-    """Return the mean loss with the labels (see `training_loss`), smoothed only while the model trains.
+    """Return the function for the mean loss with the labels, smoothed only in training mode.
 
-    Of a sentence embedder it is `order_loss` with the scores.
+    See `classification_loss`; for a sentence embedder it is `cosent_loss` with the scores.
     """
 
     def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         plain: Any = getattr(model, "module", model)
         if is_sentence_model(plain):
-            return order_loss(vectors_of(model, batch), batch["labels"])
-        return training_loss(
+            return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
+        return classification_loss(
             plain.config,
-            logits_of(model, batch),
+            model_logits(model, batch),
             batch["labels"],
             smoothing=smoothing if model.training else 0.0,
         )
@@ -59,17 +66,17 @@ def mean_loss(
 ) -> float:
     """Return the objective's mean over all items of `batches`, in eval mode, without gradients."""
     sums: dict[str, float] = {}
-    counts: dict[Over, int] = dict.fromkeys(OVER, 0)
-    kinds: dict[str, Over] = {}
+    counts: dict[AveragedOver, int] = dict.fromkeys(AVERAGED_OVER, 0)
+    kinds: dict[str, AveragedOver] = {}
     was_training = model.training
     model.eval()
     with torch.no_grad(), autocast(precision, device):
         for batch in batches:
             there = {name: value.to(device) for name, value in batch.items()}
-            items = counts_of(batch)
-            for over in OVER:
+            items = count_batch_items(batch)
+            for over in AVERAGED_OVER:
                 counts[over] += items[over]
-            for name, (mean, over) in values_of(terms_of(objective(model, there))).items():
+            for name, (mean, over) in term_values(as_loss_terms(objective(model, there))).items():
                 sums[name] = sums.get(name, 0.0) + mean * items[over]
                 kinds[name] = over
     model.train(was_training)

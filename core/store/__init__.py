@@ -1,1 +1,1 @@
-"""The store: artifacts and scores under their keys, and who holds a lock or is at work."""
+"""The store: artifacts and scores by key, locks and heartbeats."""

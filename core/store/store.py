@@ -1,9 +1,9 @@
 """The content-addressed store: artifacts and scores, each complete or absent.
 
 Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress, each
-folder with its marker ``NAME.owner``, swept of what dead processes left), ``locks/`` (who is making what
-now), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared, and the hash of
-the manifest). Nothing is ever written in place: a folder is made under `tmp`, flushed, then renamed.
+folder with its marker ``NAME.owner``, cleaned of leftovers of dead processes), ``locks/`` (work that is
+being done), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared, and the
+hash of the manifest). Nothing is written in place: a folder is made under `tmp`, flushed, then renamed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, is_known_kind, read_artifact
+from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, is_artifact_file, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import (
-    flush,
-    follow_umask,
+    apply_umask,
+    fsync_path,
     load_json,
+    partial_files,
     seconds_since_written,
     sha256_of,
-    unfinished_in,
     write_json,
 )
-from smelt.core.store.locks import lock, remove_if_free
-from smelt.core.store.presence import SILENT_S, is_present, present
+from smelt.core.store.heartbeat import STALE_AFTER_S, heartbeat, is_active
+from smelt.core.store.locks import file_lock, remove_stale_lock
 
-OWNER = ".owner"
+OWNER_SUFFIX = ".owner"
 
 
 class Store:
@@ -47,26 +47,25 @@ class Store:
                     raise PermissionError(errno.EACCES, f"{folder} may not be written to")
         except OSError as error:
             raise InputError(
-                f"{self.root}: cannot be used as a store: {error.strerror}. Give another with --store"
-                " FOLDER.",
+                f"{self.root}: cannot be used as a store: {error.strerror}. Use another with --store FOLDER.",
                 code="unusable-store",
             ) from error
-        self._sweep()
+        self._remove_leftovers()
 
     def find(
         self, key: str, mend: str = "Run the recipe again with --rebuild to build it again."
     ) -> Artifact | None:
-        """Return the artifact with this key, or None where it was never finished.
+        """Return the artifact with this key, or None if it was never finished.
 
-        Its bytes are compared with the manifest. That is cheap: hashes are computed only where a file's
-        size, times or inode are not those of the last comparison.
+        Its files are compared with the manifest: hashes are computed only for files whose size, times or
+        inode have changed since the last comparison.
 
         Args:
             key: of the artifact.
             mend: how to repair a damaged one, the end of the message.
 
         Raises:
-            InputError: a file is missing or has other bytes than when it was written.
+            InputError: a file is missing or its bytes have changed.
         """
         path = self.root / "artifacts" / key
         if not path.is_dir():
@@ -79,37 +78,37 @@ class Store:
                 )
         except InputError as error:
             raise InputError(f"{error} {mend}", code=error.code) from error
-        if self._noted(key).get("files") != _file_states(artifact):
+        if self._read_checked(key).get("files") != _file_states(artifact):
             try:
                 digest = sha256_of(path / MANIFEST)
             except OSError as error:
                 raise InputError(
                     f"{path / MANIFEST}: cannot be read: {error}. {mend}", code="unreadable-file"
                 ) from error
-            # asked twice: another process may have put a new artifact and its note in place meanwhile
-            if all(self._noted(key).get("manifest", digest) != digest for _ in range(2)):
+            # checked twice: another process may have stored a new artifact and its note meanwhile
+            if all(self._read_checked(key).get("manifest", digest) != digest for _ in range(2)):
                 raise InputError(
-                    f"{path / MANIFEST}: its bytes are not those that were written. {mend}",
+                    f"{path / MANIFEST}: the file has been modified since it was written. {mend}",
                     code="changed-manifest",
                 )
             artifact.verify(mend)
-            self._note_checked(artifact)
+            self._write_checked(artifact)
         return artifact
 
     def lock(self, key: str, waiting: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Hold the work on `key`, so that two processes never do it at once.
+        """Hold the lock of `key`, so that two processes never do the same work at once.
 
         Args:
-            key: of an artifact or score, or any other word for work.
-            waiting: called with the holder in words before waiting for it.
+            key: of an artifact or score, or any other name of work.
+            waiting: called with the owner as text before waiting for it.
         """
-        return lock(self.root / "locks" / f"{key}.lock", waiting)
+        return file_lock(self.root / "locks" / f"{key}.lock", waiting)
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
-        """Give an empty folder inside the store that is removed on leaving, whatever happens."""
+        """Yield an empty folder inside the store that is always removed on leaving."""
         path = self.root / "tmp" / f"{os.getpid()}-{secrets.token_hex(8)}"
-        with present(path.with_name(path.name + OWNER)):
+        with heartbeat(path.with_name(path.name + OWNER_SUFFIX)):
             path.mkdir()
             try:
                 yield path
@@ -119,11 +118,11 @@ class Store:
     def commit(self, folder: Path, manifest: Manifest, replace: bool = False) -> Artifact:
         """Turn the finished `folder` of a workspace into the artifact `manifest.key`.
 
-        The manifest gets the hash of every file; the rename at the end is the moment from which
-        the artifact exists. Where another process was quicker, its artifact is kept; with `replace`
-        the one that is there goes.
+        The manifest gets the hash of every file; the artifact exists from the final rename on. If another
+        process was faster, its artifact is kept; with `replace` the existing one is
+        removed.
         """
-        follow_umask(folder)
+        apply_umask(folder)
         files = {
             path.relative_to(folder).as_posix(): FileRecord(
                 sha256=sha256_of(path), size_bytes=path.stat().st_size
@@ -131,19 +130,19 @@ class Store:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path != folder / MANIFEST
         }
-        if odd := [name for name in files if not is_known_kind(name)]:
+        if odd := [name for name in files if not is_artifact_file(name)]:
             raise InputError(
-                f"{manifest.stage} wrote {odd[0]!r}, which is no weight, graph, tokenizer or setting; an"
-                " artifact holds nothing else.",
+                f"{manifest.stage} wrote {odd[0]!r}, but an artifact may contain only weights, graphs,"
+                " tokenizer files and settings.",
                 code="unknown-file",
             )
         manifest = manifest.model_copy(update={"files": files})
         write_json(folder / MANIFEST, manifest.model_dump())
         for path in folder.rglob("*"):
-            flush(path)
-        flush(folder)
+            fsync_path(path)
+        fsync_path(folder)
         target = self.root / "artifacts" / manifest.key
-        # a note of the artifact that was here before would speak against the new one
+        # a note of the previous artifact would not match the new one
         (self.root / "checked" / f"{manifest.key}.json").unlink(missing_ok=True)
         with self._set_aside(target) if replace else nullcontext():
             try:
@@ -151,13 +150,13 @@ class Store:
             except OSError:
                 if not (target / MANIFEST).is_file():
                     raise
-        flush(target.parent)
+        fsync_path(target.parent)
         artifact = read_artifact(target)
-        self._note_checked(artifact)
+        self._write_checked(artifact)
         return artifact
 
     def remove(self, key: str) -> None:
-        """Forget the artifact `key`, if it is there."""
+        """Remove the artifact `key` if it exists."""
         path = self.root / "artifacts" / key
         if path.is_dir():
             with self.workspace() as trash:
@@ -166,7 +165,7 @@ class Store:
 
     @contextmanager
     def _set_aside(self, target: Path) -> Iterator[None]:
-        """Take the artifact that is at `target` away; it comes back where what follows fails."""
+        """Move the artifact at `target` away; restore it if the context fails."""
         with self.workspace() as trash:
             old = trash / target.name
             if target.is_dir():
@@ -179,59 +178,63 @@ class Store:
                 raise
 
     def read_score(self, key: str) -> dict[str, Any] | None:
-        """Return the score kept under `key`, or None."""
-        return _read_object(self.root / "scores" / f"{key}.json")
+        """Return the score stored under `key`, or None."""
+        return _read_json_or_none(self.root / "scores" / f"{key}.json")
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
-        """Keep `value` under `key`, replacing what was there."""
+        """Store `value` under `key`, replacing an earlier one."""
         write_json(self.root / "scores" / f"{key}.json", value)
 
-    def _noted(self, key: str) -> dict[str, Any]:
-        """Return what was noted when the bytes of the artifact were last compared; empty for nothing."""
-        return _read_object(self.root / "checked" / f"{key}.json") or {}
+    def _read_checked(self, key: str) -> dict[str, Any]:
+        """Return the note of the last comparison of the artifact's bytes; empty if there is none."""
+        return _read_json_or_none(self.root / "checked" / f"{key}.json") or {}
 
-    def _note_checked(self, artifact: Artifact) -> None:
-        """Remember that the bytes of `artifact` are right as its files are now."""
-        with suppress(OSError):  # a full disk: then they are compared again next time
+    def _write_checked(self, artifact: Artifact) -> None:
+        """Note that the bytes of `artifact` are intact with the present states of its files."""
+        with suppress(OSError):  # a full disk: they are compared again next time
             found = {"files": _file_states(artifact), "manifest": sha256_of(artifact.path / MANIFEST)}
             write_json(self.root / "checked" / f"{artifact.key}.json", found)
 
-    def _sweep(self) -> None:
-        """Remove what dead processes left: workspaces, markers, half-written files, names of locks."""
-        for marker in (self.root / "tmp").glob(f"*{OWNER}"):
-            if not is_present(marker):
+    def _remove_leftovers(self) -> None:
+        """Remove leftovers of dead processes: workspaces, markers, partial files, lock files."""
+        for marker in (self.root / "tmp").glob(f"*{OWNER_SUFFIX}"):
+            if not is_active(marker):
                 shutil.rmtree(marker.with_suffix(""), ignore_errors=True)
                 marker.unlink(missing_ok=True)
         for path in (self.root / "tmp").iterdir():
-            if path.is_dir() and not path.with_name(path.name + OWNER).exists() and not _is_fresh(path):
+            if (
+                path.is_dir()
+                and not path.with_name(path.name + OWNER_SUFFIX).exists()
+                and not _may_be_in_use(path)
+            ):
                 shutil.rmtree(path, ignore_errors=True)
         for name in ("scores", "checked", "runs", "locks", "tmp"):
-            for path in unfinished_in(self.root / name):
-                if not _is_fresh(path):
+            for path in partial_files(self.root / name):
+                if not _may_be_in_use(path):
                     path.unlink(missing_ok=True)
         for path in (self.root / "locks").iterdir():
-            remove_if_free(path)
+            remove_stale_lock(path)
 
 
-def _is_fresh(path: Path) -> bool:
-    """Say whether somebody who left no marker may still be at work on `path`."""
-    return seconds_since_written(path) < SILENT_S
+def _may_be_in_use(path: Path) -> bool:
+    """Return whether a process without a marker may still be working on `path`."""
+    return seconds_since_written(path) < STALE_AFTER_S
 
 
 def _file_states(artifact: Artifact) -> dict[str, list[int]]:
-    """Return size, times (ns) and inode of each file: whoever writes to one changes its ctime."""
+    """Return size, times (ns) and inode of each file: every write changes the ctime."""
     states = {}
     for name in (MANIFEST, *artifact.manifest.files):
         try:
             found = (artifact.path / name).stat()
         except (OSError, ValueError):
-            continue  # `verify` names it
+            continue  # `verify` reports it
         states[name] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
     return states
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`; None where there is none, or one that was cut short."""
+def _read_json_or_none(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in `path`; None if there is none, or it is incomplete."""
     try:
         value = load_json(path)
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""How long an artifact takes from text to text, compared fairly with the baseline."""
+"""Latency of artifacts from input to output, compared with the baseline."""
 
-from smelt.evaluate.latency.comparison import VERSION, Latency, measure
+from smelt.evaluate.latency.measurement import LATENCY_VERSION, LatencyResults, measure_latency
 from smelt.evaluate.latency.settings import LatencySettings
 
-__all__ = ["VERSION", "Latency", "LatencySettings", "measure"]
+__all__ = ["LATENCY_VERSION", "LatencyResults", "LatencySettings", "measure_latency"]

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
-DEPLOYABLE, ALL = "deployable", "all"
+DEPLOYABLE_STEPS, ALL_STEPS = "deployable", "all"
 
 
 class LatencySettings(Settings):
@@ -20,23 +20,25 @@ class LatencySettings(Settings):
         default=None,
         ge=1,
         le=1024,
-        description="per process; default the artifact's, else 1",
+        description="threads per process; default: the artifact's, else 1",
     )
     rounds: int = Field(
         default=5,
         ge=3,
         le=1000,
-        description="pairs of rounds; disturbed ones are repeated, at most three times as many in all",
+        description="pairs of rounds; disturbed rounds are repeated, up to three times this number in total",
     )
-    texts: int = Field(default=16, ge=1, le=10_000, description="test samples, the same for all")
-    min_round_ms: float = Field(default=200.0, gt=0, le=60_000, description="least duration of a round")
+    texts: int = Field(
+        default=16, ge=1, le=10_000, description="number of test samples, the same for all artifacts"
+    )
+    min_round_ms: float = Field(default=200.0, gt=0, le=60_000, description="minimum duration of a round")
     seconds: float = Field(
         default=20.0,
         gt=0,
-        description="limit per artifact and batch size; slower baselines use fewer samples",
+        description="time limit per artifact and batch size; with a slow baseline fewer samples are used",
     )
     time_limit_seconds: float = Field(
-        default=600.0, gt=0, description="a silent process is stopped after this"
+        default=600.0, gt=0, description="a process that reports nothing for this time is stopped"
     )
     prompt_tokens: int = Field(default=32, ge=1, le=1 << 20, description="language models: prompt length")
     new_tokens: int = Field(
@@ -46,11 +48,12 @@ class LatencySettings(Settings):
         default=None,
         gt=0,
         le=100_000,
-        description="limit of all measurements; default the time of the stages, at least 1",
+        description="time limit for all measurements; default: the time of all stages, at least 1",
     )
     steps: str | tuple[str, ...] = Field(
-        default=DEPLOYABLE,
-        description="deployable, all, or names; baseline and steps with a speed gate always",
+        default=DEPLOYABLE_STEPS,
+        description="deployable, all, or names of steps; baseline and steps with a speed gate are"
+        " always measured",
     )
 
     @field_validator("batch_sizes")
@@ -58,20 +61,22 @@ class LatencySettings(Settings):
     def _positive(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not sizes or len(set(sizes)) != len(sizes) or any(not 1 <= s <= 4096 for s in sizes):
             raise SettingError(
-                f"expected different whole numbers from 1 to 4096, read {list(sizes)}", code="wrong-value"
+                f"expected distinct integers from 1 to 4096, got {list(sizes)}", code="wrong-value"
             )
         return sizes
 
-    def key(self) -> dict[str, Any]:
-        """Return, JSON-able, what the times of an artifact depend on: not how long all of them may take."""
+    def cache_key(self) -> dict[str, Any]:
+        """Return, JSON-able, the settings that an artifact's times depend on (not the time limit)."""
         return self.model_dump(mode="json", exclude={"max_minutes", "steps"})
 
-    def named(self) -> tuple[str, ...]:
-        """Return the steps that are named."""
+    def named_steps(self) -> tuple[str, ...]:
+        """Return the names of the listed steps."""
         if isinstance(self.steps, str):
-            return () if self.steps in (DEPLOYABLE, ALL) else (self.steps,)
+            return () if self.steps in (DEPLOYABLE_STEPS, ALL_STEPS) else (self.steps,)
         return self.steps
 
-    def times(self, name: str, deployable: bool) -> bool:
+    def is_timed(self, name: str, deployable: bool) -> bool:
         """Return whether the step `name` is timed."""
-        return self.steps == ALL or (deployable if self.steps == DEPLOYABLE else name in self.named())
+        return self.steps == ALL_STEPS or (
+            deployable if self.steps == DEPLOYABLE_STEPS else name in self.named_steps()
+        )

@@ -1,8 +1,8 @@
-"""The process that one artifact is timed in: `python -m smelt.evaluate.latency.worker`.
+"""The process in which one artifact is timed: `python -m smelt.evaluate.latency.worker`.
 
-Speaks JSON lines: a request per line on standard input, an answer per line on standard output. It
-works only between a request and its answer and is blocked on the pipe otherwise, so that it disturbs
-nobody's measurement; when the pipe closes (the parent ended, however) it ends too.
+It exchanges JSON lines: a request per line on standard input, an answer per line on standard output. It
+works only between a request and its answer and is blocked on the pipe otherwise, so that it does not
+disturb other measurements; when the pipe closes (the parent ended, for any reason) it ends too.
 
     load: artifact, threads, task, device, arrays     -> runner, device
     cut: texts, prompt_tokens, new_tokens             -> texts, new_tokens
@@ -11,7 +11,7 @@ nobody's measurement; when the pipe closes (the parent ended, however) it ends t
     round: min_ms                                     -> times_ms, parts, texts, load
     memory                                            -> peak_bytes
 
-An answer `{"error": "...", "code": "..."}` says that a request failed.
+An answer `{"error": "...", "code": "..."}` reports that a request failed.
 """
 
 from __future__ import annotations
@@ -27,103 +27,103 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from smelt.core.data import CLASSIFICATION, CUSTOM, SIMILARITY, Example
-from smelt.evaluate.latency.machine_load import between, look
+from smelt.core.data import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Example
+from smelt.evaluate.latency.machine_load import load_between, read_counters
 
 if TYPE_CHECKING:
-    from smelt.evaluate.latency.watch import Watch
-    from smelt.runtime.generate.settings import Generation
+    from smelt.evaluate.latency.timed_runner import TimedRunner
+    from smelt.runtime.generate.settings import GenerationSettings
 
-Answer = dict[str, Any]
+WorkerAnswer = dict[str, Any]
 
-# so often a graph that holds the loop is asked for its first token
-_FIRSTS = 3
+# number of calls that measure the first token of a graph with the generation loop
+_FIRST_TOKEN_REPEATS = 3
 
 
-class Worker:
-    """Loads one artifact and times what `smelt.load` does with texts: the very functions, one batch a call.
+class TimingWorker:
+    """Loads one artifact and times what `smelt.load` does with texts: the same functions, one batch per call.
 
-    Tokenizing, detokenizing and a classifier's labels are inside of the timed part. Of images it is the
-    reading and decoding of their files, resizing and normalizing.
+    Tokenizing, detokenizing and a classifier's labels are part of the time. For images it is reading and
+    decoding of their files, resizing and normalizing.
     """
 
     def __init__(self) -> None:
-        self._watch: Watch | None = None
+        self._timed_runner: TimedRunner | None = None
         self._task = ""
-        self._generation: Generation | None = None
+        self._generation: GenerationSettings | None = None
         self._groups: list[list[Example]] = []
-        self._arrays: Any = None  # of rows that are no texts
-        self._fed: dict[int, Any] = {}  # what the graph is fed for a group of them
-        self._asked: list[Any] = []  # by group, what a graph that holds the loop is asked
+        self._arrays: Any = None  # of samples that are not texts
+        self._array_inputs: dict[int, Any] = {}  # the graph's inputs for a group of them
+        self._graph_calls: list[Any] = []  # by group, the inputs of a graph with the generation loop
 
-    def answer(self, request: dict[str, Any]) -> Answer:
-        """Do what the request asks for; whatever goes wrong becomes an answer with `error`."""
+    def handle_request(self, request: dict[str, Any]) -> WorkerAnswer:
+        """Execute the request; any failure becomes an answer with `error`."""
         operations = {
-            "load": self._load,
-            "cut": self._cut,
-            "prepare": self._prepare,
-            "round": self._round,
-            "memory": self._memory,
+            "load": self._load_artifact,
+            "cut": self._truncate_prompts,
+            "prepare": self._prepare_texts,
+            "round": self._time_round,
+            "memory": self._peak_memory,
         }
         try:
             return operations[request["op"]](request)
-        except Exception as error:  # the parent decides what a failure means, so none may be lost here
-            from smelt.core.errors import UNNAMED, SmeltError
+        except Exception as error:  # the parent handles failures, so all are passed on
+            from smelt.core.errors import DEFAULT_CODE, SmeltError
 
             if isinstance(error, SmeltError):
-                return {"error": str(error), "code": error.code or UNNAMED}
+                return {"error": str(error), "code": error.code or DEFAULT_CODE}
             return {"error": f"{type(error).__name__}: {error}", "code": "unforeseen"}
 
-    def _load(self, request: dict[str, Any]) -> Answer:
+    def _load_artifact(self, request: dict[str, Any]) -> WorkerAnswer:
         from smelt.core.artifact import read_artifact
 
-        artifact = read_artifact(Path(request["artifact"]))  # first: a wrong folder is told at once
-        from smelt.evaluate.latency.watch import Watch
+        artifact = read_artifact(Path(request["artifact"]))  # first: reports a wrong folder
+        from smelt.evaluate.latency.timed_runner import TimedRunner
         from smelt.runtime.backends.open_runner import open_runner
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
-        self._watch, self._task = Watch(runner), request["task"]
-        if self._task == CUSTOM:
-            from smelt.core.rows.arrays import read_arrays
+        self._timed_runner, self._task = TimedRunner(runner), request["task"]
+        if self._task == CUSTOM_TASK:
+            from smelt.core.readers.npz_arrays import read_npz
 
-            # written with the axis of the rows first; what is the same in every call has none
-            axes = {name: axis and 0 for name, axis in self._watch.signature.axes.items()}
-            self._arrays = read_arrays(Path(request["arrays"]), axes=axes)
+            # stored with the batch axis first; an array that is the same in every call has none
+            axes = {name: axis and 0 for name, axis in self._timed_runner.signature.input_batch_axes.items()}
+            self._arrays = read_npz(Path(request["arrays"]), axes=axes)
         return {"runner": f"{runner.name} {runner.version}", "device": runner.device}
 
-    def _cut(self, request: dict[str, Any]) -> Answer:
+    def _truncate_prompts(self, request: dict[str, Any]) -> WorkerAnswer:
         """Cut prompts for a language model."""
-        from smelt.evaluate.latency.prompts import cut_prompts
+        from smelt.evaluate.latency.timing_prompts import truncate_prompts
 
-        assert self._watch is not None
+        assert self._timed_runner is not None
         lengths = request["prompt_tokens"], request["new_tokens"]
-        texts, new = cut_prompts(request["texts"], self._watch, lengths)
+        texts, new = truncate_prompts(request["texts"], self._timed_runner, lengths)
         return {"texts": texts, "new_tokens": new}
 
-    def _prepare(self, request: dict[str, Any]) -> Answer:
-        """Take the texts and warm up: one pass, cut after `limit_ms`.
+    def _prepare_texts(self, request: dict[str, Any]) -> WorkerAnswer:
+        """Store the texts and warm up: one pass, stopped after `limit_ms`.
 
-        call_ms is the median call; whole says whether the pass came to its end.
+        call_ms is the median call; whole is whether the pass was completed.
         """
         from smelt.runtime.batch import Batch
-        from smelt.runtime.generate.settings import Generation
+        from smelt.runtime.generate.settings import GenerationSettings
 
-        assert self._watch is not None
-        self._generation = Generation.model_validate(request["generation"])
-        self._groups = groups_of(request["texts"], request["pairs"], request["batch_size"])
-        self._asked = []
-        if self._task == CUSTOM:
-            self._feed()
+        assert self._timed_runner is not None
+        self._generation = GenerationSettings.model_validate(request["generation"])
+        self._groups = batch_by_length(request["texts"], request["pairs"], request["batch_size"])
+        self._graph_calls = []
+        if self._task == CUSTOM_TASK:
+            self._prepare_arrays()
         read = written = texts = 0
         timed: list[float] = []
         begin = time.perf_counter()
         for group in self._groups:
             at = time.perf_counter()
-            self._run(group)
+            self._run_batch(group)
             timed.append(1000 * (time.perf_counter() - at))
-            if isinstance(self._watch.batch, Batch):  # images and arrays have no tokens
-                read += int(self._watch.batch.attention_mask.sum())
-            written += self._written(len(group))
+            if isinstance(self._timed_runner.batch, Batch):  # images and arrays have no tokens
+                read += int(self._timed_runner.batch.attention_mask.sum())
+            written += self._output_token_count(len(group))
             texts += len(group)
             if 1000 * (time.perf_counter() - begin) > request["limit_ms"]:
                 break
@@ -135,53 +135,53 @@ class Worker:
             "whole": len(timed) == len(self._groups),
         }
 
-    def _feed(self) -> None:
-        """Make the arrays of each group, whose texts are places of rows."""
-        assert self._watch is not None
-        signature = self._watch.signature
+    def _prepare_arrays(self) -> None:
+        """Build the arrays of each group, whose texts are indices of samples."""
+        assert self._timed_runner is not None
+        signature = self._timed_runner.signature
         for group in self._groups:
-            rows = self._arrays.some([int(example.text) for example in group])
-            self._fed[id(group)] = signature.feeds(rows, 0, rows.rows)
+            rows = self._arrays.select([int(example.text) for example in group])
+            self._array_inputs[id(group)] = signature.make_feeds(rows, 0, rows.num_samples)
 
-    def _run(self, group: Sequence[Example]) -> None:
-        """Do for one batch what `generate`, `predict`, `embed` and `run` of `smelt.load` do."""
-        if self._task == CUSTOM:
-            assert self._watch is not None
-            self._watch.run(self._fed[id(group)])
+    def _run_batch(self, group: Sequence[Example]) -> None:
+        """Run one batch as `generate`, `predict`, `embed` and `run` of `smelt.load` do."""
+        if self._task == CUSTOM_TASK:
+            assert self._timed_runner is not None
+            self._timed_runner.run(self._array_inputs[id(group)])
             return
-        from smelt.runtime.class_predictions import predictions
-        from smelt.runtime.predict import class_logits, generate_texts, sentence_vectors
+        from smelt.runtime.class_predictions import predictions_from_logits
+        from smelt.runtime.predict_texts import class_logits, embed_texts, generate_texts
 
-        runner: Any = self._watch
-        if self._task == SIMILARITY:
-            sentence_vectors(runner, [example.text for example in group], len(group))
-        elif self._task in CLASSIFICATION:
-            predictions(class_logits(runner, group, len(group)), runner.config)
+        runner: Any = self._timed_runner
+        if self._task == SENTENCE_SIMILARITY:
+            embed_texts(runner, [example.text for example in group], len(group))
+        elif self._task in CLASSIFICATION_TASKS:
+            predictions_from_logits(class_logits(runner, group, len(group)), runner.config)
         else:
             assert self._generation is not None
             generate_texts(runner, [example.text for example in group], self._generation, len(group))
 
-    def _written(self, texts: int) -> int:
-        """Return how many tokens the model makes of the last batch; the texts no longer show it."""
-        from smelt.runtime.generate.decoding import settle
+    def _output_token_count(self, texts: int) -> int:
+        """Return the number of output tokens of the last batch, which its texts do not contain."""
+        from smelt.runtime.generate.generation_config import resolve_generation
 
         assert self._generation is not None
-        if self._task in (*CLASSIFICATION, SIMILARITY, CUSTOM):
+        if self._task in (*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, CUSTOM_TASK):
             return 0
         if self._task == "language-modeling":
             return texts * int(self._generation.max_new_tokens or 0)
-        runner: Any = self._watch
-        decoding = settle(self._generation, runner)
+        runner: Any = self._timed_runner
+        decoding = resolve_generation(self._generation, runner)
         return sum(map(len, runner.generator(runner, runner.batch, decoding)))
 
-    def _round(self, request: dict[str, Any]) -> Answer:
-        """Time whole passes over the batches until `min_ms` have gone by."""
-        assert self._watch is not None
-        watch, run, clock = self._watch, self._run, time.perf_counter_ns
+    def _time_round(self, request: dict[str, Any]) -> WorkerAnswer:
+        """Time whole passes over the batches until `min_ms` have passed."""
+        assert self._timed_runner is not None
+        watch, run, clock = self._timed_runner, self._run_batch, time.perf_counter_ns
         gc.collect()
         collects = gc.isenabled()
-        gc.disable()  # a collection inside a call would be charged to it
-        watch.begin()
+        gc.disable()  # a collection inside a call would count as its time
+        watch.start_call()
         try:
             run(
                 self._groups[-1]
@@ -189,19 +189,19 @@ class Worker:
             times: list[float] = []
             parts: list[list[float]] = []
             passes = 0
-            firsts = self._firsts()
-            before = look()
+            firsts = self._first_token_times()
+            before = read_counters()
             begin = clock()
             while clock() - begin < request["min_ms"] * 1e6:
                 for group, first in zip(self._groups, firsts, strict=True):
-                    at = watch.begin()
+                    at = watch.start_call()
                     run(group)
                     end = clock()
                     times.append((end - at) / 1e6)
-                    if (found := watch.parts(at, end)) is not None:
-                        parts.append(found if first is None else with_first(found, first))
+                    if (found := watch.call_parts(at, end)) is not None:
+                        parts.append(found if first is None else add_first_token_time(found, first))
                 passes += 1
-            after = look()
+            after = read_counters()
         finally:
             if collects:
                 gc.enable()
@@ -209,41 +209,46 @@ class Worker:
             "times_ms": times,
             "parts": parts,
             "texts": passes * sum(map(len, self._groups)),
-            "load": between(before, after).dump(),
+            "load": load_between(before, after).dump(),
         }
 
-    def _firsts(self) -> list[float | None]:
-        """Return for each group, ms, what its first token takes where the loop is in the graph, else None.
+    def _first_token_times(self) -> list[float | None]:
+        """Return for each group the time of its first token, ms; None where the loop is not in the graph.
 
-        A graph does not show it; so it is asked for one token, outside of what is timed, in every round. It
-        is asked a few times, since one answer alone is as slow as whatever disturbs it.
+        A graph does not report it; so it is called for one token, outside of the timed part, in every round.
+        It is called a few times, since a single time is affected by any disturbance.
         """
-        watch = self._watch
+        watch = self._timed_runner
         assert watch is not None
-        if watch.asked is None:  # by the call that warms up
+        if watch.last_graph_call is None:  # by the warm-up call
             return [None] * len(self._groups)
-        while len(self._asked) < len(self._groups):
-            watch.begin()
-            self._run(self._groups[len(self._asked)])
-            self._asked.append(watch.asked)
-        return [statistics.median(watch.first_token_ms(one) for _ in range(_FIRSTS)) for one in self._asked]
+        while len(self._graph_calls) < len(self._groups):
+            watch.start_call()
+            self._run_batch(self._groups[len(self._graph_calls)])
+            self._graph_calls.append(watch.last_graph_call)
+        return [
+            statistics.median(watch.first_token_ms(one) for _ in range(_FIRST_TOKEN_REPEATS))
+            for one in self._graph_calls
+        ]
 
-    def _memory(self, request: dict[str, Any]) -> Answer:
+    def _peak_memory(self, request: dict[str, Any]) -> WorkerAnswer:
         return {"peak_bytes": peak_memory_bytes()}
 
 
-def with_first(parts: list[float], first: float) -> list[float]:
-    """Return the `parts` of a call of a graph that holds the loop, with what its first token took, ms.
+def add_first_token_time(parts: list[float], first: float) -> list[float]:
+    """Return the `parts` of a call of a graph with the generation loop, with its first token's time, ms.
 
-    That was timed by itself, so it may come out longer than the graph's part of the call; it is that part
-    where no other token came.
+    It was timed separately, so it may exceed the graph's part of the call; it equals that part where no
+    other token was generated.
     """
     _, whole, further, _ = parts
     return [*parts, min(first, whole) if further else whole]
 
 
-def groups_of(texts: Sequence[str], pairs: Sequence[str | None] | None, size: int) -> list[list[Example]]:
-    """Return the texts in groups of `size`, those of similar length together, the longest first.
+def batch_by_length(
+    texts: Sequence[str], pairs: Sequence[str | None] | None, size: int
+) -> list[list[Example]]:
+    """Return the texts in groups of `size`, of similar length, the longest first.
 
     Length is in bytes, so that the groups are the same for every tokenizer.
     """
@@ -253,10 +258,10 @@ def groups_of(texts: Sequence[str], pairs: Sequence[str | None] | None, size: in
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory (resident set, bytes) that this process has held so far."""
+    """Return the peak memory (resident set, bytes) of this process."""
     status = Path("/proc/self/status")
     if status.is_file():
-        # not ru_maxrss: Linux hands the forking parent's peak on through exec
+        # not ru_maxrss: on Linux it inherits the forking parent's peak through exec
         for line in status.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -273,12 +278,12 @@ def peak_memory_bytes() -> int:
 def main() -> None:
     """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
-    # Libraries print to standard output; the answers get a descriptor that nobody else knows.
+    # Libraries print to standard output; the answers use a descriptor that no library knows.
     answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    worker = Worker()
+    worker = TimingWorker()
     for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+        print(json.dumps(worker.handle_request(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

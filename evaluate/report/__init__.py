@@ -1,1 +1,1 @@
-"""The report of a run: its schema, and how it is drawn as a page, as markdown and on a terminal."""
+"""The report of a run: its schema, and its rendering as HTML, Markdown and terminal text."""

@@ -1,6 +1,6 @@
-"""The geometry of the picture of quality against speed; the template only draws it.
+"""The geometry of the chart of quality against speed; the template only draws it.
 
-Coordinates are those of an SVG of a canvas's width x height units, y growing downwards.
+Coordinates are SVG units of a canvas of width x height; y points downwards.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import Latency, Report, Step
+from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
 
-_LETTER = 6.6  # width of a letter of a label at 12 units, a little generous
-_LINE = 14.0
-_LOG_FROM = 4.0  # the axis of speed is logarithmic where the fastest is this many times the slowest
+_CHAR_WIDTH = 6.6  # width of a label's letter at 12 units, an upper estimate
+_LINE_HEIGHT = 14.0
+_LOG_SCALE_RATIO = 4.0  # the speed axis is logarithmic from this ratio of the fastest to the slowest
 
 Box = tuple[float, float, float, float]
 Scale = Callable[[float], float]
@@ -22,7 +22,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Canvas:
-    """The size of a picture, and the room that its axes take on each side."""
+    """The size of a chart, and the margins of its axes on each side."""
 
     width: int
     height: int
@@ -34,23 +34,23 @@ class Canvas:
 
     @property
     def floor(self) -> int:
-        """Where the horizontal axis lies."""
+        """Position of the horizontal axis."""
         return self.height - self.bottom
 
     @property
     def end(self) -> int:
-        """Where the horizontal axis ends."""
+        """Right end of the horizontal axis."""
         return self.width - self.right
 
 
-WIDE = Canvas(640, 420, 62, 24, 18, 52, 28)
-# of a telephone, at its own size: the wide one's letters would be too small to read
-NARROW = Canvas(330, 340, 48, 12, 14, 52, 20)
+WIDE_CANVAS = Canvas(640, 420, 62, 24, 18, 52, 28)
+# for phones, at its own size: the letters of the wide one would be too small to read
+NARROW_CANVAS = Canvas(330, 340, 48, 12, 14, 52, 20)
 
 
 @dataclass
-class Point:
-    """One step in the picture, with its error bars and where its label stands.
+class ChartPoint:
+    """One step in the chart, with its error bars and the position of its label.
 
     competes: it can be deployed and its speed-up is claimed.
     """
@@ -74,65 +74,66 @@ class Point:
 
 @dataclass
 class Chart:
-    """All that is drawn: points, axes with (position, text) ticks, and the line of the front."""
+    """The chart: points, axes with (position, text) ticks, and the Pareto front."""
 
     canvas: Canvas
     metric: str
     batch_size: int
     logarithmic: bool
-    points: list[Point]
+    points: list[ChartPoint]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     front: str
     shapes: list[str] = field(default_factory=list)
 
 
-def scatter(report: Report, canvas: Canvas = WIDE) -> Chart | None:
-    """Return the picture, or None where no step has both quality and a speed-up."""
-    metric, sizes = next(iter(view.metrics(report)), None), view.batch_sizes(report)
+def scatter_chart(report: ReportData, canvas: Canvas = WIDE_CANVAS) -> Chart | None:
+    """Return the chart, or None where no step has both quality and a speed-up."""
+    metric, sizes = next(iter(view.metric_names(report)), None), view.batch_sizes(report)
     if metric is None or not sizes:
         return None
-    timed = [(step, step.at(sizes[0])) for step in report.steps if metric in step.quality]
+    timed = [(step, step.latency_at(sizes[0])) for step in report.steps if metric in step.quality]
     drawn = [(step, row) for step, row in timed if row and row.speedup]
-    # what no model at all would score stretches the axis, and nobody would take it
+    # a chance-level score would stretch the axis, and such a step is not useful
     drawn = [(step, row) for step, row in drawn if not step.quality[metric].at_chance] or drawn
     if not drawn:
         return None
-    spans = [_speed_span(row) for _, row in drawn]
+    spans = [_speedup_range(row) for _, row in drawn]
     speeds = [span[0] for span in spans]
-    logarithmic = max(speeds) >= _LOG_FROM * min(speeds)
-    x_scale, x_ticks = _horizontal([v for span in spans for v in span], logarithmic, canvas)
+    logarithmic = max(speeds) >= _LOG_SCALE_RATIO * min(speeds)
+    x_scale, x_ticks = _x_axis([v for span in spans for v in span], logarithmic, canvas)
     scores = [step.quality[metric] for step, _ in drawn]
-    y_scale, y_ticks = _vertical([v for score in scores for v in (score.value, *(score.ci95 or ()))], canvas)
-    points = [_point(step, row, metric, x_scale, y_scale, report, canvas) for step, row in drawn]
+    y_scale, y_ticks = _y_axis([v for score in scores for v in (score.value, *(score.ci95 or ()))], canvas)
+    points = [_chart_point(step, row, metric, x_scale, y_scale, report, canvas) for step, row in drawn]
     _place_labels(points, canvas)
     shapes = list(dict.fromkeys(point.shape for point in points))
-    front = _staircase([point for point in points if point.front])
-    name = view.label(metric) + ("" if scores[0].higher_is_better else " (less is better)")
+    front = _front_path([point for point in points if point.front])
+    name = view.metric_label(metric) + ("" if scores[0].higher_is_better else " (lower is better)")
     return Chart(canvas, name, sizes[0], logarithmic, points, x_ticks, y_ticks, front, shapes)
 
 
-def _speed_span(row: Latency) -> tuple[float, float, float]:
+def _speedup_range(row: LatencyReport) -> tuple[float, float, float]:
     """Return the speed-up and its interval."""
     value = row.speedup or 0.0
     low, high = row.speedup_ci95 or (value, value)
     return value, low if low > 0 else value, high
 
 
-def _point(
-    step: Step, row: Latency, metric: str, x: Scale, y: Scale, report: Report, canvas: Canvas
-) -> Point:
-    score, span, most = step.quality[metric], _speed_span(row), canvas.name_letters
+def _chart_point(
+    step: StepReport, row: LatencyReport, metric: str, x: Scale, y: Scale, report: ReportData, canvas: Canvas
+) -> ChartPoint:
+    score, span, most = step.quality[metric], _speedup_range(row), canvas.name_letters
     low, high = score.ci95 or (score.value, score.value)
     title = (
-        f"{step.name}: {view.label(metric)} {view.number(score.value, view.digits(metric))}"
-        + f" {view.interval(score.ci95, view.digits(metric))}".rstrip()
-        + f", {view.speed(row)} {view.interval(row.speedup_ci95)}".rstrip()
+        f"{step.name}: {view.metric_label(metric)}"
+        f" {view.number_text(score.value, view.metric_digits(metric))}"
+        + f" {view.interval_text(score.ci95, view.metric_digits(metric))}".rstrip()
+        + f", {view.speedup_text(row)} {view.interval_text(row.speedup_ci95)}".rstrip()
         + f", p50 {view.significant_digits(row.p50_ms)} ms"
     )
     baseline = step.name == report.baseline
-    name = step.name + (f" {view.DOUBT}" if row.stable is False and not baseline else "")
-    return Point(
+    name = step.name + (f" {view.DISTURBED_MARK}" if row.stable is False and not baseline else "")
+    return ChartPoint(
         name=name if len(name) <= most else name[: most - 1] + "…",
         shape=step.format or "other",
         x=x(span[0]),
@@ -148,15 +149,15 @@ def _point(
     )
 
 
-def _horizontal(
+def _x_axis(
     values: Sequence[float], logarithmic: bool, canvas: Canvas
 ) -> tuple[Scale, list[tuple[float, str]]]:
     if not logarithmic:
-        low, high, ticks = _round_range(min(values), max(values), floor=0.0)
-        linear = _linear(low, high, canvas.left, canvas.end)
+        low, high, ticks = _tick_range(min(values), max(values), floor=0.0)
+        linear = _linear_scale(low, high, canvas.left, canvas.end)
         return linear, [(linear(t), f"{t:g}×") for t in ticks]
     low, high = math.log(min(values) / 1.25), math.log(max(values) * 1.25)
-    scale = _linear(low, high, canvas.left, canvas.end)
+    scale = _linear_scale(low, high, canvas.left, canvas.end)
     powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
     for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         marks = [digit * 10.0**power for power in powers for digit in digits]
@@ -166,20 +167,20 @@ def _horizontal(
     return lambda value: scale(math.log(value)), [(scale(math.log(t)), f"{t:g}×") for t in ticks]
 
 
-def _vertical(values: Sequence[float], canvas: Canvas) -> tuple[Scale, list[tuple[float, str]]]:
-    low, high, ticks = _round_range(min(values), max(values))
-    scale = _linear(low, high, canvas.floor, canvas.top)
-    # as many digits as set the ticks apart
+def _y_axis(values: Sequence[float], canvas: Canvas) -> tuple[Scale, list[tuple[float, str]]]:
+    low, high, ticks = _tick_range(min(values), max(values))
+    scale = _linear_scale(low, high, canvas.floor, canvas.top)
+    # as many digits as are needed to distinguish the ticks
     shown = next((n for n in range(7) if all(abs(t - round(t, n)) < 1e-9 for t in ticks)), 6)
-    return scale, [(scale(t), view.number(t, shown)) for t in ticks]
+    return scale, [(scale(t), view.number_text(t, shown)) for t in ticks]
 
 
-def _linear(low: float, high: float, start: float, end: float) -> Scale:
+def _linear_scale(low: float, high: float, start: float, end: float) -> Scale:
     return lambda value: round(start + (value - low) / (high - low) * (end - start), 2)
 
 
-def _round_range(low: float, high: float, floor: float = -math.inf) -> tuple[float, float, list[float]]:
-    """Return a range a little wider than the values, and ticks of 1, 2 or 5 times a power of ten in it."""
+def _tick_range(low: float, high: float, floor: float = -math.inf) -> tuple[float, float, list[float]]:
+    """Return a range a little wider than the values, and its ticks: 1, 2 or 5 times a power of ten."""
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = max(floor, low - room), high + room
     raw = (high - low) / 7
@@ -189,7 +190,7 @@ def _round_range(low: float, high: float, floor: float = -math.inf) -> tuple[flo
     return low, high, [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
 
 
-def _staircase(points: Sequence[Point]) -> str:
+def _front_path(points: Sequence[ChartPoint]) -> str:
     """Return an SVG path: from each point of the front down to the next faster one, then across to it."""
     path = ""
     for point in sorted(points, key=lambda p: (p.x, p.y)):
@@ -197,22 +198,22 @@ def _staircase(points: Sequence[Point]) -> str:
     return path
 
 
-def _place_labels(points: Sequence[Point], canvas: Canvas) -> None:
-    """Give each label the place around its point where it covers least of labels, points and bars."""
+def _place_labels(points: Sequence[ChartPoint], canvas: Canvas) -> None:
+    """Place each label where it covers the fewest labels, points and bars around its point."""
     taken: list[tuple[Box, float]] = []
     for p in points:
         taken.append(((p.x - 7, p.y - 7, p.x + 7, p.y + 7), 3.0))
         taken.append(((p.x - 2, p.y_high, p.x + 2, p.y_low), 1.0))
         taken.append(((p.x_low, p.y - 2, p.x_high, p.y + 2), 1.0))
     for point in sorted(points, key=lambda p: p.y):
-        best = min(_places(point), key=lambda place: _cost(place, taken, canvas))
+        best = min(_label_candidates(point), key=lambda place: _overlap_cost(place, taken, canvas))
         point.label_x, point.label_y, point.anchor, box = best
         taken.append((box, 4.0))
 
 
-def _places(point: Point) -> list[tuple[float, float, str, Box]]:
-    """Return (x, y of the baseline, text-anchor, box) of the places to try, the preferred first."""
-    length = len(point.name) * _LETTER
+def _label_candidates(point: ChartPoint) -> list[tuple[float, float, str, Box]]:
+    """Return (x, y of the baseline, text-anchor, box) of the candidate positions, the preferred first."""
+    length = len(point.name) * _CHAR_WIDTH
     found = []
     for far in (0.0, 9.0, 20.0, 34.0):
         for right, down in ((1, -1), (1, 1), (-1, -1), (-1, 1), (1, 0), (-1, 0), (0, -1), (0, 1)):
@@ -220,11 +221,13 @@ def _places(point: Point) -> list[tuple[float, float, str, Box]]:
             y = point.y + down * (13 + far) + 4
             start = x if right > 0 else x - length if right < 0 else x - length / 2
             anchor = {1: "start", -1: "end", 0: "middle"}[right]
-            found.append((x, y, anchor, (start, y - _LINE + 3, start + length, y + 3)))
+            found.append((x, y, anchor, (start, y - _LINE_HEIGHT + 3, start + length, y + 3)))
     return found
 
 
-def _cost(place: tuple[float, float, str, Box], taken: Sequence[tuple[Box, float]], canvas: Canvas) -> float:
+def _overlap_cost(
+    place: tuple[float, float, str, Box], taken: Sequence[tuple[Box, float]], canvas: Canvas
+) -> float:
     left, top, right, bottom = place[3]
     outside = max(0, canvas.left + 2 - left) + max(0, right - canvas.width)
     outside += max(0, canvas.top - top) + max(0, bottom - canvas.floor)

@@ -1,190 +1,197 @@
-"""report.md, drawn from report.json alone."""
+"""Renders report.md from report.json only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smelt.core.data import CUSTOM, IMAGES
-from smelt.core.text import printable
+from smelt.core.data import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.core.text import escape_controls
 from smelt.evaluate.report import notes, view
-from smelt.evaluate.report.headline import lines as headline_lines
-from smelt.evaluate.report.schema import Report, Step, Tested, validate_report
+from smelt.evaluate.report.headline import headline_lines
+from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
 
-_SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
+_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
-def write_markdown(report: Mapping[str, Any]) -> str:
+def render_markdown(report: Mapping[str, Any]) -> str:
     """Return the text of report.md (GitHub's Markdown).
 
     Raises:
-        InputError: not a report of schema 2.
+        InputError: not a report of schema 3.
     """
     checked = validate_report(report)
-    parts = [_header(checked), "## Steps", _steps(checked)]
-    if len(view.metrics(checked)) > 1:
-        parts += ["## Quality", _quality(checked)]
+    parts = [_header_section(checked), "## Steps", _steps_section(checked)]
+    if len(view.metric_names(checked)) > 1:
+        parts += ["## Quality", _quality_section(checked)]
     if any(step.test for step in checked.steps):
-        parts += ["## On test", _on_test(checked)]
+        parts += ["## On test", _test_section(checked)]
     if len(view.batch_sizes(checked)) > 0:
-        parts += ["## Latency", _latency(checked)]
+        parts += ["## Latency", _latency_section(checked)]
     if any(step.gates for step in checked.steps):
-        parts += ["## Gates", _gates(checked)]
-    if notes.notes(checked):
-        lines = [tuple(map(_text, note)) for note in notes.notes(checked)]
+        parts += ["## Gates", _gates_section(checked)]
+    if notes.report_notes(checked):
+        lines = [tuple(map(_escape, note)) for note in notes.report_notes(checked)]
         parts += ["## Notes", "\n".join(f"- **{name}** {kind}: {text}" for name, kind, text in lines)]
-    parts += ["## How it was measured", _foot(checked)]
+    parts += ["## How it was measured", _footer_section(checked)]
     return "\n\n".join(parts) + "\n"
 
 
-def _text(value: object) -> str:
+def _escape(value: object) -> str:
     """Escape what Markdown or HTML would take as markup, on one line."""
-    return " ".join(printable(str(value)).split()).translate(_SPECIAL)
+    return " ".join(escape_controls(str(value)).split()).translate(_ESCAPES)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     marks = [":--" if i < left else "--:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, marks, *rows])
 
 
-def _header(report: Report) -> str:
-    task, n = _text(report.recipe.get("task") or view.MISSING), view.sample_text(report) or "nothing scored"
+def _header_section(report: ReportData) -> str:
+    task, n = (
+        _escape(report.recipe.get("task") or view.MISSING_TEXT),
+        view.sample_text(report) or "nothing scored",
+    )
     lines = [
-        f"# {_text(view.title(report))}: {_text(report.status)}",
-        *(f"**{_text(line)}**" for line in headline_lines(report)),
-        f"Task {task}, {n}, {_text(view.hardware(report))}.",
+        f"# {_escape(view.report_title(report))}: {_escape(report.status)}",
+        *(f"**{_escape(line)}**" for line in headline_lines(report)),
+        f"Task {task}, {n}, {_escape(view.hardware(report))}.",
     ]
     if report.frontier:
-        lines.append("On the front of quality and speed: " + ", ".join(map(_text, report.frontier)) + ".")
+        lines.append("Pareto-optimal in quality and speed: " + ", ".join(map(_escape, report.frontier)) + ".")
     return "\n\n".join(lines)
 
 
-def _name(row: view.Row) -> str:
+def _step_name_cell(row: view.TreeRow) -> str:
     # Markdown drops spaces at the start of a cell
-    return row.branch.replace(" ", "&nbsp;") + _text(row.step.name)
+    return row.branch.replace(" ", "&nbsp;") + _escape(row.step.name)
 
 
-def _steps(report: Report) -> str:
-    metric = next(iter(view.metrics(report)), None)
+def _steps_section(report: ReportData) -> str:
+    metric = next(iter(view.metric_names(report)), None)
     sizes = view.batch_sizes(report)
     timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
-    quality = [f"{_text(view.label(metric))} (95 % interval)", "difference"] if metric else []
-    bits = ["bits per weight"] if view.coded(report) else []
+    quality = [f"{_escape(view.metric_label(metric))} (95 % interval)", "difference"] if metric else []
+    bits = ["bits per weight"] if view.has_quantized_weights(report) else []
     head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *bits]
     rows = [
         [
-            _name(row),
-            _text(row.step.stage),
-            _text(view.kind_of(row.step)),
+            _step_name_cell(row),
+            _escape(row.step.stage),
+            _escape(view.runtime_label(row.step)),
             row.step.status,
-            *([_score(row.step, metric), _difference(row.step, metric)] if metric else []),
-            *(cell for size in sizes for cell in _times(row.step, size)),
-            _size(row.step, report.base),
+            *([_score_cell(row.step, metric), _difference_cell(row.step, metric)] if metric else []),
+            *(cell for size in sizes for cell in _latency_cells(row.step, size)),
+            _size_cell(row.step, report.baseline_step),
             view.millions(row.step.parameters),
-            *([_text(view.bits(row.step, report))] if bits else []),
+            *([_escape(view.bits_per_weight_text(row.step, report))] if bits else []),
         ]
-        for row in view.rows(report)
+        for row in view.tree_rows(report)
     ]
-    against = _text(report.baseline or view.MISSING)
-    legend = "A step goes on from the one above it, branches are drawn; differences" + (
-        " and speed-ups are against" if sizes else " are against"
+    against = _escape(report.baseline or view.MISSING_TEXT)
+    legend = "Each step continues from the one above it; branches are drawn. Differences" + (
+        " and speed-ups are relative to" if sizes else " are relative to"
     )
     doubt = (
-        f" {view.DOUBT} behind a speed-up: it is not claimed (notes)."
+        f" {view.DISTURBED_MARK} after a speed-up: it is unreliable (see the notes)."
         if any(entry.stable is False for step in report.steps for entry in step.latency)
         else ""
     )
-    of = "" if report.judged_on == "test" else f" Scores are of {report.judged_on} rows."
-    return f"{_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05.{of}{doubt}"
+    of = "" if report.judged_on == "test" else f" Scores are of {report.judged_on} samples."
+    return f"{_markdown_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05.{of}{doubt}"
 
 
-def _score(step: Step | Tested, metric: str) -> str:
+def _score_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
     score = step.quality.get(metric)
     if score is None:
-        return view.MISSING
-    shown = view.digits(metric)
-    return f"{view.number(score.value, shown)} {_text(view.interval(score.ci95, shown))}".rstrip()
+        return view.MISSING_TEXT
+    shown = view.metric_digits(metric)
+    return f"{view.number_text(score.value, shown)} {_escape(view.interval_text(score.ci95, shown))}".rstrip()
 
 
-def _difference(step: Step | Tested, metric: str) -> str:
+def _difference_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
     found = step.against_baseline.get(metric)
-    return view.change(found, metric) + ("\\*" if found and view.matters(found) else "")
+    return view.difference_text(found, metric) + ("\\*" if found and view.is_significant(found) else "")
 
 
-def _times(step: Step, size: int) -> tuple[str, str]:
-    entry = step.at(size)
+def _latency_cells(step: StepReport, size: int) -> tuple[str, str]:
+    entry = step.latency_at(size)
     if entry is None:
-        return view.MISSING, view.MISSING
+        return view.MISSING_TEXT, view.MISSING_TEXT
     if entry.speedup is None:
-        return view.significant_digits(entry.p50_ms), view.MISSING
-    speedup = f"{view.speed(entry)} {_text(view.interval(entry.speedup_ci95))}".rstrip()
+        return view.significant_digits(entry.p50_ms), view.MISSING_TEXT
+    speedup = f"{view.speedup_text(entry)} {_escape(view.interval_text(entry.speedup_ci95))}".rstrip()
     return view.significant_digits(entry.p50_ms), speedup
 
 
-def _size(step: Step, base: Step | None) -> str:
-    ratio = view.ratio_text(step, base)
+def _size_cell(step: StepReport, base: StepReport | None) -> str:
+    ratio = view.size_ratio_text(step, base)
     return view.megabytes(step.size_bytes) + (f" ({ratio})" if ratio else "")
 
 
-def _quality(report: Report) -> str:
-    metrics = view.metrics(report)
-    head = ["step", *(_text(view.label(metric)) for metric in metrics)]
+def _quality_section(report: ReportData) -> str:
+    metrics = view.metric_names(report)
+    head = ["step", *(_escape(view.metric_label(metric)) for metric in metrics)]
     rows = []
-    for row in view.rows(report):
+    for row in view.tree_rows(report):
         if row.step.quality:
-            cells = [(_score(row.step, m), _difference(row.step, m)) for m in metrics]
-            rows.append([_name(row), *(s if d == view.MISSING else f"{s}, {d}" for s, d in cells)])
-    return _table(head, rows)
+            cells = [(_score_cell(row.step, m), _difference_cell(row.step, m)) for m in metrics]
+            rows.append(
+                [_step_name_cell(row), *(s if d == view.MISSING_TEXT else f"{s}, {d}" for s, d in cells)]
+            )
+    return _markdown_table(head, rows)
 
 
-def _on_test(report: Report) -> str:
-    """Draw what the steps that were chosen on validation score on test."""
-    metrics = view.metrics(report)
+def _test_section(report: ReportData) -> str:
+    """Return the test scores of the steps that were chosen on validation."""
+    metrics = view.metric_names(report)
     rows = [
-        [_name(row), *(f"{_score(tested, m)}, {_difference(tested, m)}" for m in metrics)]
-        for row in view.rows(report)
+        [_step_name_cell(row), *(f"{_score_cell(tested, m)}, {_difference_cell(tested, m)}" for m in metrics)]
+        for row in view.tree_rows(report)
         if (tested := row.step.test)
     ]
-    said = "Chosen on validation, scored here on other rows: what to expect of new ones."
-    return "\n\n".join([said, _table(["step", *(_text(view.label(metric)) for metric in metrics)], rows)])
+    said = "Steps were chosen on validation and are scored here on test: the expected quality on new data."
+    return "\n\n".join(
+        [said, _markdown_table(["step", *(_escape(view.metric_label(metric)) for metric in metrics)], rows)]
+    )
 
 
-def _latency(report: Report) -> str:
+def _latency_section(report: ReportData) -> str:
     head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "baseline p50 ms"]
-    head += ["processor ms", "speed-up by it", "throughput", "tokens in", "tokens out"]
+    head += ["CPU ms", "speed-up by CPU time", "throughput", "tokens in", "tokens out"]
     rows = [
         [
-            _name(row),
+            _step_name_cell(row),
             str(entry.batch_size),
-            row.step.device or view.MISSING,
-            view.MISSING if entry.threads is None else str(entry.threads),
+            row.step.device or view.MISSING_TEXT,
+            view.MISSING_TEXT if entry.threads is None else str(entry.threads),
             *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.baseline_p50_ms)),
             view.significant_digits(entry.cpu_ms),
-            view.cpu_speed(entry),
-            f"{view.significant_digits(entry.throughput)} {_text(entry.unit or '')}".rstrip(),
-            view.number(entry.input_tokens, 1),
-            view.number(entry.output_tokens, 1),
+            view.cpu_speedup_text(entry),
+            f"{view.significant_digits(entry.throughput)} {_escape(entry.unit or '')}".rstrip(),
+            view.number_text(entry.input_tokens, 1),
+            view.number_text(entry.output_tokens, 1),
         ]
-        for row in view.rows(report)
+        for row in view.tree_rows(report)
         for entry in row.step.latency
     ]
     inside: dict[str, str] = {
-        IMAGES: "reading, decoding and resizing files are",
-        CUSTOM: "nothing else is",
+        IMAGE_CLASSIFICATION: "reading, decoding and resizing files are",
+        CUSTOM_TASK: "nothing else is",
     }
     what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
     said = (
-        f"From {view.way(report)}: {what} part of it; a call is one batch. Beside its p50 stands the"
-        " baseline's in the same rounds; by CPU time a speed-up is known on a busy machine too."
+        f"From {view.latency_scope(report)}: {what} part of it; a call is one batch. The baseline's p50 is"
+        " from the same rounds. The speed-up by CPU time is also reliable on a busy machine."
     )
-    return "\n\n".join([said, _table(head, rows), *_parts(report)])
+    return "\n\n".join([said, _markdown_table(head, rows), *_timings_table(report)])
 
 
-def _parts(report: Report) -> list[str]:
-    """Return the table of what the median call goes into; none where no runner shows it."""
+def _timings_table(report: ReportData) -> list[str]:
+    """Return the table of the parts of the median call; empty where no runner measures them."""
     found = [
-        (row, entry.batch_size, view.parts(report, entry.parts))
-        for row in view.rows(report)
+        (row, entry.batch_size, view.timing_parts(report, entry.parts))
+        for row in view.tree_rows(report)
         for entry in row.step.latency
         if entry.parts
     ]
@@ -192,29 +199,29 @@ def _parts(report: Report) -> list[str]:
         return []
     head = ["step", "batch", *(f"{name} ms" for name, _ in found[0][2])]
     rows = [
-        [_name(row), str(size), *(view.significant_digits(ms) for _, ms in parts)]
+        [_step_name_cell(row), str(size), *(view.significant_digits(ms) for _, ms in parts)]
         for row, size, parts in found
     ]
-    return ["What the median call goes into:", _table(head, rows)]
+    return ["Parts of the median call:", _markdown_table(head, rows)]
 
 
-def _gates(report: Report) -> str:
+def _gates_section(report: ReportData) -> str:
     rows = [
         [
-            _name(row),
-            _text(view.label(gate.metric)),
-            _text(gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}"),
-            word if (word := notes.verdict(gate)) == "passed" else f"**{word}**",
-            _text(notes.gate_value(gate)),
-            view.quantity(gate.metric, gate.limit),
+            _step_name_cell(row),
+            _escape(view.metric_label(gate.metric)),
+            _escape(gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}"),
+            word if (word := notes.gate_verdict(gate)) == "passed" else f"**{word}**",
+            _escape(notes.gate_value_text(gate)),
+            view.gate_quantity_text(gate.metric, gate.limit),
         ]
-        for row in view.rows(report)
+        for row in view.tree_rows(report)
         for gate in row.step.gates
     ]
-    return _table(["step", "metric", "kind", "result", "value", "limit"], rows, left=4)
+    return _markdown_table(["step", "metric", "kind", "result", "value", "limit"], rows, left=4)
 
 
-def _foot(report: Report) -> str:
-    pairs = [(view.label(metric), signature) for metric, signature in view.signatures(report)]
-    lines = [f"- {_text(name)}: {_text(text)}" for name, text in pairs + view.flatten(report.environment)]
-    return "\n".join(lines) or view.MISSING
+def _footer_section(report: ReportData) -> str:
+    pairs = [(view.metric_label(metric), signature) for metric, signature in view.signatures(report)]
+    lines = [f"- {_escape(name)}: {_escape(text)}" for name, text in pairs + view.flatten(report.environment)]
+    return "\n".join(lines) or view.MISSING_TEXT

@@ -1,4 +1,4 @@
-"""What report.json holds, as types; docs/reference/report.md describes the same for people."""
+"""Types of report.json; docs/reference/report.md is its documentation."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.messages import Message, as_json, mistake
+from smelt.core.messages import Message, error_message, messages_to_json
 from smelt.evaluate import frontier
 
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
 StepStatus = Literal["done", "cached", "skipped", "error", "not-reached"]
 
-Strict = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
+def _require_ordered(pair: tuple[float, float]) -> tuple[float, float]:
     if pair[0] > pair[1]:
-        raise SettingError(
-            f"the lower end {pair[0]} lies above the upper end {pair[1]}", code="wrong-interval"
-        )
+        raise SettingError(f"the lower end {pair[0]} is above the upper end {pair[1]}", code="wrong-interval")
     return pair
 
 
-class _Part(BaseModel):
-    model_config = Strict
+class _ReportModel(BaseModel):
+    model_config = STRICT_CONFIG
 
 
-class _WithInterval(_Part):
+class _WithInterval(_ReportModel):
     ci95: tuple[float, float] | None
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
         if self.ci95 is not None:
-            _ordered(self.ci95)
+            _require_ordered(self.ci95)
         return self
 
 
@@ -62,17 +60,17 @@ class Quality(_WithInterval):
 
     @property
     def at_chance(self) -> bool:
-        """Whether the interval holds the value that is had without a model, or lies beyond it."""
-        return frontier.is_chance(self.value, self.ci95, self.chance, self.higher_is_better)
+        """Whether the interval contains the value without a model (chance), or is worse than it."""
+        return frontier.is_chance_level(self.value, self.ci95, self.chance, self.higher_is_better)
 
 
-class GenerationParts(_Part):
-    """What a median call of a generating model went into, ms.
+class GenerationTimings(_ReportModel):
+    """Parts of a median call of a generating model, ms.
 
-    encoding: the encoder, or a language model's prompt; None where it is inside of a graph that holds the
-    whole loop. first_token: from the texts to it, so with tokenizing and encoding. further_token: each;
-    further_tokens: how many. first_token + further_token * further_tokens + detokenizing is the call, within
-    5 % of the p50.
+    encoding: the encoder, or a language model's prompt; None where it is part of a graph with the
+    generation loop. time_to_first_token: from the start of the call, so with tokenizing and encoding.
+    time_per_output_token: of each further token; further_tokens: their number. time_to_first_token +
+    time_per_output_token * further_tokens + detokenizing is the call, within 5 % of the p50.
     """
 
     tokenizing_ms: float
@@ -83,16 +81,16 @@ class GenerationParts(_Part):
     detokenizing_ms: float
 
 
-class ClassifierParts(_Part):
-    """What a median call of a classifier went into, ms; the three add up to it, within 5 % of the p50."""
+class ClassifierTimings(_ReportModel):
+    """Parts of a median call of a classifier, ms; the three sum up to it, within 5 % of the p50."""
 
     tokenizing_ms: float
     model_ms: float
     rest_ms: float
 
 
-class Round(_Part):
-    """What went on during a round and the baseline's beside it; see docs/explanation/latency.md."""
+class RoundReport(_ReportModel):
+    """Load during a round and the baseline's paired round; see docs/explanation/latency.md."""
 
     counted: bool
     speedup: float | None
@@ -106,12 +104,12 @@ class Round(_Part):
     pressure: float | None
 
 
-class Latency(_Part):
-    """Times of one step at one batch size, from text to text. `rounds_ms`: each round's median call.
+class LatencyReport(_ReportModel):
+    """Times of one step at one batch size, from input to output. `rounds_ms`: each round's median call.
 
-    stable: whether a speed may be claimed; where it is False, `cause` is why not, and `reason` says it.
-    cpu_speedup: by processor time; it is known where other work disturbs the clock. baseline_p50_ms: the
-    baseline's median call in the same rounds.
+    stable: whether a speed may be claimed; where it is False, `cause` and `reason` (text) are why not.
+    cpu_speedup: by processor time; it is known also where other work disturbs the wall clock.
+    baseline_p50_ms: the baseline's median call in the same rounds.
     """
 
     batch_size: int = Field(ge=1)
@@ -133,44 +131,45 @@ class Latency(_Part):
     stable: bool | None = None
     cause: Literal["busy", "disagree"] | None = None
     reason: str | None = None
-    parts: GenerationParts | ClassifierParts | None = None
+    parts: GenerationTimings | ClassifierTimings | None = None
     rounds_ms: list[float] | None = None
-    rounds: list[Round] | None = None
+    rounds: list[RoundReport] | None = None
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
         for ends in (self.speedup_ci95, self.cpu_speedup_ci95):
             if ends:
-                _ordered(ends)
+                _require_ordered(ends)
         if self.stable is False and not self.reason:
-            raise SettingError("times that are not stable need a 'reason'", code="missing-reason")
+            raise SettingError("latency with stable: false needs a 'reason'", code="missing-reason")
         return self
 
 
-class Difference(_WithInterval):
-    """This step minus the other, on the same examples."""
+class ScoreDifference(_WithInterval):
+    """Difference between this step and another one (this minus other), on the same examples."""
 
     difference: float
     p_value: float = Field(ge=0, le=1)
-    _drawn: bool = PrivateAttr(default=False)
+    _is_random: bool = PrivateAttr(default=False)
 
     @property
-    def drawn(self) -> bool:
-        """Whether the graph draws random numbers, so that the same weights would differ too."""
-        return self._drawn
+    def is_random(self) -> bool:
+        """Whether the graph draws random numbers, so that results differ between runs of the same weights."""
+        return self._is_random
 
-    def mark_drawn(self) -> None:
-        """Note that the graph draws random numbers."""
-        self._drawn = True
+    def mark_random(self) -> None:
+        """Mark that the graph draws random numbers."""
+        self._is_random = True
 
 
-class Gate(_Part):
-    """A limit of the recipe and whether the step keeps it.
+class GateReport(_ReportModel):
+    """A limit of the recipe and whether the step is within it.
 
-    `value` is None where it was not measured, and `reason` says why; `passed` is None where it cannot be
+    `value` is None where it was not measured (see `reason`); `passed` is None where it cannot be
     measured on this machine, or was disturbed. With `confidence` the `bound` of the interval was judged.
-    undecided: without `confidence`, whether the 95 % interval reaches beyond the limit that the value keeps.
-    n_needed: about how many examples the limit asks for, where there are too few to see it.
+    undecided: without `confidence`, whether the 95 % interval exceeds the limit although the value is within
+    it. n_needed: about how many examples would decide the limit, where there are too few. cause: the code of
+    `reason`.
     """
 
     metric: str
@@ -182,50 +181,52 @@ class Gate(_Part):
     bound: float | None = None
     undecided: bool = False
     n_needed: int | None = None
+    cause: str | None = None
     reason: str | None = None
 
     @model_validator(mode="after")
     def _check_reason(self) -> Self:
         if self.passed is None and not self.reason:
-            raise SettingError("a gate that was not judged needs a 'reason'", code="missing-reason")
+            raise SettingError("a gate that was not evaluated needs a 'reason'", code="missing-reason")
         return self
 
 
-class Tested(_Part):
-    """What a step that was chosen on validation scores on test; `gates` as they would be there."""
+class ScoresOnTest(_ReportModel):
+    """Test scores of a step that was chosen on validation; `gates` as judged on test."""
 
     quality: dict[str, Quality]
-    against_baseline: dict[str, Difference]
-    gates: list[Gate] = Field(default_factory=list)
+    against_baseline: dict[str, ScoreDifference]
+    gates: list[GateReport] = Field(default_factory=list)
 
 
-def _none_is_empty(value: Any) -> Any:
+def _none_is_empty_dict(value: Any) -> Any:
     return {} if value is None else value
 
 
-def _none_is_no_rows(value: Any) -> Any:
+def _none_is_empty_list(value: Any) -> Any:
     return [] if value is None else value
 
 
-Differences = Annotated[dict[str, Difference], BeforeValidator(_none_is_empty)]
+Differences = Annotated[dict[str, ScoreDifference], BeforeValidator(_none_is_empty_dict)]
 
 
-def _one(error: Message | None) -> dict[str, Any] | None:
-    return None if error is None else as_json([error])[0]
+def _message_as_json(error: Message | None) -> dict[str, Any] | None:
+    return None if error is None else messages_to_json([error])[0]
 
 
-_Error = Annotated[Message | None, PlainSerializer(_one)]
-_Messages = Annotated[list[Message], BeforeValidator(_none_is_no_rows), PlainSerializer(as_json)]
+_Error = Annotated[Message | None, PlainSerializer(_message_as_json)]
+_Messages = Annotated[list[Message], BeforeValidator(_none_is_empty_list), PlainSerializer(messages_to_json)]
 
 
-class Step(_Part):
-    """One step of the run, done or not."""
+class StepReport(_ReportModel):
+    """One step of the run, in any status. reason: why it has no artifact or no scores; cause: its code."""
 
     name: str = Field(min_length=1)
     stage: str
     parent: str | None = None
     status: StepStatus
     from_previous_run: bool = False
+    cause: str | None = None
     reason: str | None = None
     error: _Error = None
     format: str | None = None
@@ -235,20 +236,22 @@ class Step(_Part):
     artifact: str | None = None
     deployable: bool | None = None
     key: str | None = None
-    settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
+    settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
     parameters: int | None = Field(default=None, ge=0)
     size_bytes: int | None = Field(default=None, ge=0)
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
     warnings: _Messages = Field(default_factory=list)
-    quality: Annotated[dict[str, Quality], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
-    latency: Annotated[list[Latency], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    quality: Annotated[dict[str, Quality], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
+    latency: Annotated[list[LatencyReport], BeforeValidator(_none_is_empty_list)] = Field(
+        default_factory=list
+    )
     against_baseline: Differences = Field(default_factory=dict)
     against_parent: Differences = Field(default_factory=dict)
-    gates: Annotated[list[Gate], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
-    test: Tested | None = None
-    details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
+    gates: Annotated[list[GateReport], BeforeValidator(_none_is_empty_list)] = Field(default_factory=list)
+    test: ScoresOnTest | None = None
+    details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_words(self) -> Self:
@@ -260,26 +263,26 @@ class Step(_Part):
 
     @property
     def unscored(self) -> str | None:
-        """Why a finished step could not be scored on the machine of the run; None where it was."""
+        """Why a finished step could not be scored on the machine of the run; None where it was scored."""
         return self.reason if self.status in ("done", "cached") else None
 
     @property
-    def why(self) -> list[str]:
+    def failure_texts(self) -> list[str]:
         """The texts of the error and of the reason, as far as the step has them."""
         return [text for text in (self.error and self.error.message, self.reason) if text]
 
-    def at(self, batch_size: int) -> Latency | None:
+    def latency_at(self, batch_size: int) -> LatencyReport | None:
         """Return the times at `batch_size`, or None."""
         return next((entry for entry in self.latency if entry.batch_size == batch_size), None)
 
 
-ENTRY_KEYS = ("name", "from", "optional")  # of a recipe's step, beside its stage
+STEP_KEYS = ("name", "from", "optional")  # of a recipe's step, next to its stage
 
 
-class Report(_Part):
+class ReportData(_ReportModel):
     """A whole report.json, version 3."""
 
-    model_config = ConfigDict(**{**Strict, "serialize_by_alias": True})
+    model_config = ConfigDict(**{**STRICT_CONFIG, "serialize_by_alias": True})
     schema_version: Literal[3] = Field(alias="schema")
     recipe: dict[str, Any]
     environment: dict[str, Any]
@@ -287,22 +290,25 @@ class Report(_Part):
     baseline: str | None = None
     judged_on: Literal["validation", "test"] = "test"
     warnings: _Messages = Field(default_factory=list)
-    steps: list[Step]
+    steps: list[StepReport]
     frontier: list[str] = Field(default_factory=list)
 
     @field_validator("recipe")
     @classmethod
     def _check_recipe(cls, recipe: dict[str, Any]) -> dict[str, Any]:
-        """Require of the recipe's parts, which pages and packages read, that they are of their kinds."""
+        """Check the types of the recipe's parts that pages and packages read."""
         for name, kind in (("score", dict), ("data", dict), ("stages", list)):
             if not isinstance(recipe.get(name) or kind(), kind):
                 raise SettingError(f"'{name}' must be a {kind.__name__}", code="wrong-recipe")
         if not isinstance((recipe.get("score") or {}).get("generation") or {}, dict):
             raise SettingError("'score.generation' must be a dict", code="wrong-recipe")
         for entry in recipe.get("stages") or ():
-            inside = [v for k, v in entry.items() if k not in ENTRY_KEYS] if isinstance(entry, dict) else []
+            inside = [v for k, v in entry.items() if k not in STEP_KEYS] if isinstance(entry, dict) else []
             if not isinstance(entry, str | dict) or not all(isinstance(v or {}, dict) for v in inside):
-                raise SettingError("'stages' must hold names, or settings by name", code="wrong-recipe")
+                raise SettingError(
+                    "'stages' must contain stage names, or mappings of a stage name to settings",
+                    code="wrong-recipe",
+                )
         return recipe
 
     @model_validator(mode="after")
@@ -313,57 +319,57 @@ class Report(_Part):
                 raise SettingError(f"two steps are named '{step.name}'", code="duplicate-step")
             if step.parent is not None and step.parent not in seen:
                 raise SettingError(
-                    f"step '{step.name}' goes on from '{step.parent}', which is no step before it",
+                    f"the parent '{step.parent}' of step '{step.name}' is not an earlier step",
                     code="unknown-parent",
                 )
             seen.add(step.name)
         for where, name in [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]:
             if name is not None and name not in seen:
-                raise SettingError(f"'{where}' names '{name}', which is no step", code="unknown-step")
+                raise SettingError(f"'{where}' refers to '{name}', which is not a step", code="unknown-step")
         return self
 
     @model_validator(mode="after")
-    def _mark_drawn(self) -> Self:
-        for step in self.steps if self.draws else ():
+    def _mark_random(self) -> Self:
+        for step in self.steps if self.is_random else ():
             for found in (step, step.test):
                 for difference in found.against_baseline.values() if found else ():
-                    difference.mark_drawn()
+                    difference.mark_random()
         return self
 
     @property
-    def draws(self) -> bool:
-        """Whether the graph that the run starts from draws random numbers."""
+    def is_random(self) -> bool:
+        """Whether the source graph of the run draws random numbers."""
         return any(message.code == "random-outputs" for message in self.warnings)
 
     @property
-    def base(self) -> Step | None:
+    def baseline_step(self) -> StepReport | None:
         """The step that the others are compared with."""
         return next((step for step in self.steps if step.name == self.baseline), None)
 
 
-def validate_report(report: Mapping[str, Any]) -> Report:
+def validate_report(report: Mapping[str, Any]) -> ReportData:
     """Check a report as read from report.json.
 
     Raises:
-        InputError: with every place where it departs from the schema.
+        InputError: with every deviation from the schema.
     """
     try:
-        return Report.model_validate(report)
+        return ReportData.model_validate(report)
     except ValidationError as error:
-        wrong = [_mistake(found) for found in error.errors()]
+        wrong = [_schema_mistake(found) for found in error.errors()]
         lines = [f"  {found.setting or 'report'}: {found.message}" for found in wrong]
         raise InputError(
-            "Not a report.json that this version of smelt reads (schema 3):\n" + "\n".join(lines),
+            "This report.json does not match schema 3 of this version of smelt:\n" + "\n".join(lines),
             code="invalid-report",
             found=wrong,
         ) from error
 
 
-def _mistake(found: ErrorDetails) -> Message:
-    """Return where a report departs from the schema: what pydantic found, or a check of ours."""
+def _schema_mistake(found: ErrorDetails) -> Message:
+    """Return a deviation from the schema: pydantic's finding, or one of our own checks."""
     refused = found.get("ctx", {}).get("error")
     code = refused.code if isinstance(refused, SettingError) else found["type"].replace("_", "-")
     read = repr(found["input"])
     read = read if len(read) <= 80 else f"{read[:77]}..."
     where = ".".join(map(str, found["loc"]))
-    return mistake(code, f"{found['msg']}; read {read}", setting=where or None)
+    return error_message(code, f"{found['msg']}; got {read}", setting=where or None)

@@ -1,4 +1,4 @@
-"""What the three drawings of a report (terminal, Markdown, HTML) share: order, names, numbers as text."""
+"""Shared by the three renderings of a report (terminal, Markdown, HTML): order, names, numbers as text."""
 
 from __future__ import annotations
 
@@ -6,53 +6,55 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.core.data import CUSTOM, IMAGES
+from smelt.core.data import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 from smelt.evaluate.report.schema import (
-    ClassifierParts,
-    Difference,
-    GenerationParts,
-    Latency,
-    Report,
-    Step,
+    ClassifierTimings,
+    GenerationTimings,
+    LatencyReport,
+    ReportData,
+    ScoreDifference,
+    StepReport,
 )
 
-MISSING = "–"
+MISSING_TEXT = "–"
 MINUS = "−"
-DOUBT = "?"  # behind a speed-up whose times were disturbed
-SIGNIFICANT = 0.05
-_MOST_DIGITS = 6
+DISTURBED_MARK = "?"  # after a speed-up whose times were disturbed
+SIGNIFICANCE_LEVEL = 0.05
+_MAX_DIGITS = 6
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
 _TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by CPU time"}
 
-# digits after the point, where two would hide what matters
+# decimal places, where two would hide differences
 _DIGITS = {"bits_per_byte": 4}
 
 
 @dataclass(frozen=True)
-class Row:
-    """A step and the branches drawn before its name, for example `│  └─ `."""
+class TreeRow:
+    """A step and the tree branches before its name, for example `│  └─ `."""
 
-    step: Step
+    step: StepReport
     branch: str
 
 
-def rows(report: Report) -> list[Row]:
-    """Return the steps depth first. An only child keeps its parent's indent, branches are drawn."""
-    children: dict[str | None, list[Step]] = {}
+def tree_rows(report: ReportData) -> list[TreeRow]:
+    """Return the steps depth first. A single child keeps its parent's indent, other branches are drawn."""
+    children: dict[str | None, list[StepReport]] = {}
     for step in report.steps:
         children.setdefault(step.parent, []).append(step)
     ordered = []
-    stack = _branches(children.get(None, []), "", root=True)
+    stack = _tree_branches(children.get(None, []), "", root=True)
     while stack:
         step, own, below = stack.pop()
-        ordered.append(Row(step, own))
-        stack += _branches(children.get(step.name, []), below)
+        ordered.append(TreeRow(step, own))
+        stack += _tree_branches(children.get(step.name, []), below)
     return ordered
 
 
-def _branches(steps: Sequence[Step], indent: str, root: bool = False) -> list[tuple[Step, str, str]]:
-    """Return (step, text before it, text before what hangs on it), the last one first."""
+def _tree_branches(
+    steps: Sequence[StepReport], indent: str, root: bool = False
+) -> list[tuple[StepReport, str, str]]:
+    """Return (step, text before it, text before its descendants), the last one first."""
     if root or len(steps) == 1:
         return [(step, indent, indent) for step in reversed(steps)]
     drawn = [(step, indent + "├─ ", indent + "│  ") for step in steps[:-1]]
@@ -60,32 +62,32 @@ def _branches(steps: Sequence[Step], indent: str, root: bool = False) -> list[tu
     return drawn[::-1]
 
 
-def metrics(report: Report) -> list[str]:
-    """Return the quality metrics of the report in their first order."""
+def metric_names(report: ReportData) -> list[str]:
+    """Return the quality metrics of the report in the order of their first occurrence."""
     return list(dict.fromkeys(metric for step in report.steps for metric in step.quality))
 
 
-def batch_sizes(report: Report) -> list[int]:
+def batch_sizes(report: ReportData) -> list[int]:
     """Return the batch sizes that were timed, smallest first."""
     return sorted({entry.batch_size for step in report.steps for entry in step.latency})
 
 
-def label(metric: str) -> str:
-    """Return the metric's name as papers write it."""
+def metric_label(metric: str) -> str:
+    """Return the metric's name as used in papers."""
     return _TITLES.get(metric, metric)
 
 
-def digits(metric: str | None) -> int:
-    """Return how many digits after the point a value of `metric` is shown with."""
+def metric_digits(metric: str | None) -> int:
+    """Return the number of decimal places of a value of `metric`."""
     return _DIGITS.get(metric or "", 2)
 
 
-def title(report: Report) -> str:
-    """Return the recipe's name; where the report does not say it, the model's."""
+def report_title(report: ReportData) -> str:
+    """Return the recipe's name; where the report does not contain it, the model's."""
     return str(report.recipe.get("name") or model_name(report))
 
 
-def model_name(report: Report) -> str:
+def model_name(report: ReportData) -> str:
     """Return the model of the recipe: a name, or the last part of a path."""
     model = report.recipe.get("model")
     if isinstance(model, Mapping):
@@ -93,21 +95,21 @@ def model_name(report: Report) -> str:
     return str(model).rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1] if model else "model"
 
 
-def hardware(report: Report) -> str:
-    """Return what the environment says of processor and accelerator."""
+def hardware(report: ReportData) -> str:
+    """Return the processor and accelerator of the environment as text."""
     cpu, cores = report.environment.get("cpu"), report.environment.get("cores")
     found = [str(cpu)] if cpu else []
     found += [f"{cores} core{'' if cores == 1 else 's'}"] if cores else []
     gpus = report.environment.get("gpus") or []
     found += [str(gpu.get("name") if isinstance(gpu, Mapping) else gpu) for gpu in gpus]
-    return ", ".join(found) or MISSING
+    return ", ".join(found) or MISSING_TEXT
 
 
-def _plain(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_value_text(item)}" for name, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_value_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -118,235 +120,239 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
         if isinstance(value, Mapping) and value:
             found += flatten(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", MISSING if value is None else _plain(value)))
+            found.append((f"{prefix}{name}", MISSING_TEXT if value is None else _value_text(value)))
     return found
 
 
-def sample(report: Report) -> tuple[int, str] | None:
-    """Return on how many of what the first metric was computed: examples, or tokens."""
-    found = ((score.n, unit(metric)) for step in report.steps for metric, score in step.quality.items())
+def sample_size(report: ReportData) -> tuple[int, str] | None:
+    """Return the number and unit of what the first metric was computed on: examples, or tokens."""
+    found = (
+        (score.n, sample_unit(metric)) for step in report.steps for metric, score in step.quality.items()
+    )
     return next(found, None)
 
 
-def unit(metric: str) -> str:
-    """Return of what a metric counts `n`."""
+def sample_unit(metric: str) -> str:
+    """Return the unit of a metric's `n`."""
     return "token" if metric in WINDOW_METRICS else "example"
 
 
-def sample_text(report: Report) -> str:
-    """Return `n = 1,000 examples`; nothing where nothing was scored."""
-    found = sample(report)
+def sample_text(report: ReportData) -> str:
+    """Return `n = 1,000 examples`; empty where nothing was scored."""
+    found = sample_size(report)
     of = "" if report.judged_on == "test" else f" of {report.judged_on}"
-    return f"n = {counted(*found)}{of}" if found else ""
+    return f"n = {count_text(*found)}{of}" if found else ""
 
 
-def counted(number: int, word: str) -> str:
-    """Return `1 row`, `1,000 rows`."""
+def count_text(number: int, word: str) -> str:
+    """Return `1 sample`, `1,000 samples`."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def signatures(report: Report) -> list[tuple[str, str]]:
+def signatures(report: ReportData) -> list[tuple[str, str]]:
     """Return (metric, signature), each pair once."""
     pairs = ((m, q.signature) for step in report.steps for m, q in step.quality.items())
     return list(dict.fromkeys(pairs))
 
 
-def speed(row: Latency | None) -> str:
-    """Return the speed-up as `5.94×`, `5.94×?` where it was disturbed."""
+def speedup_text(row: LatencyReport | None) -> str:
+    """Return the speed-up as `5.94×`, or `5.94×?` where it was disturbed."""
     if row is None or row.speedup is None:
-        return MISSING
-    return f"{number(row.speedup)}×{DOUBT if row.stable is False else ''}"
+        return MISSING_TEXT
+    return f"{number_text(row.speedup)}×{DISTURBED_MARK if row.stable is False else ''}"
 
 
-def median(row: Latency | None) -> str:
-    """Return the p50 in ms as `14.2`, `14.2?` where it was disturbed."""
+def median_text(row: LatencyReport | None) -> str:
+    """Return the p50 in ms as `14.2`, or `14.2?` where it was disturbed."""
     if row is None:
-        return MISSING
-    return significant_digits(row.p50_ms) + (DOUBT if row.stable is False else "")
+        return MISSING_TEXT
+    return significant_digits(row.p50_ms) + (DISTURBED_MARK if row.stable is False else "")
 
 
-def cpu_speed(row: Latency) -> str:
+def cpu_speedup_text(row: LatencyReport) -> str:
     """Return the speed-up by processor time as `5.94×`."""
-    return MISSING if row.cpu_speedup is None else f"{number(row.cpu_speedup)}×"
+    return MISSING_TEXT if row.cpu_speedup is None else f"{number_text(row.cpu_speedup)}×"
 
 
-def doubt(rows: Iterable[Latency]) -> str:
-    """Return why no speed is claimed from `rows`, each cause once."""
-    causes: dict[str, list[Latency]] = {}
+def disturbance_text(rows: Iterable[LatencyReport]) -> str:
+    """Return why the speeds of `rows` are unreliable, each cause once."""
+    causes: dict[str, list[LatencyReport]] = {}
     for row in rows:
         if row.stable is False:
             causes.setdefault(row.cause or row.reason or "", []).append(row)
-    return "; ".join(_cause(cause, rows) for cause, rows in causes.items())
+    return "; ".join(_cause_text(cause, rows) for cause, rows in causes.items())
 
 
-def _cause(cause: str, rows: Sequence[Latency]) -> str:
-    """Return one cause of doubt in words; of several rows, each with its figures, what holds for all."""
+def _cause_text(cause: str, rows: Sequence[LatencyReport]) -> str:
+    """Return one cause as text; with the figures of all its rows."""
     lost = [one.lost_share for row in rows for one in row.rounds or []]
     if cause == "busy" and len(rows) > 1 and lost:
-        return f"other work took the processor for up to {100 * max(lost):.0f} % of a round"
+        return f"other processes used the CPU for up to {100 * max(lost):.0f} % of a round"
     if cause == "disagree" and len(rows) > 1:
         return "the rounds disagree"
     return rows[0].reason or cause
 
 
-def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tuple[str, float | None]]:
-    """Return (name, ms) of what a call goes into, in the order in which it happens."""
-    if isinstance(found, ClassifierParts):
-        before = "decoding" if report.recipe.get("task") == IMAGES else "tokenizing"
-        return [(before, found.tokenizing_ms), ("model", found.model_ms), ("labels", found.rest_ms)]
+def timing_parts(
+    report: ReportData, timings: GenerationTimings | ClassifierTimings
+) -> list[tuple[str, float | None]]:
+    """Return (name, ms) of the parts of a call, in their order."""
+    if isinstance(timings, ClassifierTimings):
+        before = "decoding" if report.recipe.get("task") == IMAGE_CLASSIFICATION else "tokenizing"
+        return [(before, timings.tokenizing_ms), ("model", timings.model_ms), ("labels", timings.rest_ms)]
     first = "prefill" if report.recipe.get("task") == "language-modeling" else "encoder"
     return [
-        ("tokenizing", found.tokenizing_ms),
-        (first, found.encoding_ms),
-        ("to the first token", found.time_to_first_token_ms),
-        ("per further token", found.time_per_output_token_ms),
-        ("detokenizing", found.detokenizing_ms),
+        ("tokenizing", timings.tokenizing_ms),
+        (first, timings.encoding_ms),
+        ("time to first token", timings.time_to_first_token_ms),
+        ("time per output token", timings.time_per_output_token_ms),
+        ("detokenizing", timings.detokenizing_ms),
     ]
 
 
-def way(report: Report) -> str:
-    """Return from where to where times are."""
-    ways: dict[str, str] = {IMAGES: "image file to label", CUSTOM: "arrays to arrays"}
+def latency_scope(report: ReportData) -> str:
+    """Return the start and the end of the timed part."""
+    ways: dict[str, str] = {IMAGE_CLASSIFICATION: "image file to label", CUSTOM_TASK: "arrays to arrays"}
     return ways.get(str(report.recipe.get("task")), "text to text")
 
 
-def kind_of(step: Step) -> str:
-    """Return where the step's artifact runs: format and target."""
-    return " · ".join(part for part in (step.format, step.target) if part) or MISSING
+def runtime_label(step: StepReport) -> str:
+    """Return the runtime of the step's artifact: format and target."""
+    return " · ".join(part for part in (step.format, step.target) if part) or MISSING_TEXT
 
 
-def matters(difference: Difference) -> bool:
-    """Tell whether the difference is significant at 5 %, and not zero in all digits that are shown.
+def is_significant(difference: ScoreDifference) -> bool:
+    """Return whether the difference is significant at 5 %, and not zero in all digits that are shown.
 
-    Where a graph computes in another order, every row may be off by the last digit of a float, all to one
-    side: the test is right, and nobody would call it a difference. Nor is one that random numbers make.
+    Where a graph computes in another order, every sample may differ in the last digit of a float, all in one
+    direction: significant, but not relevant. Differences caused by random numbers are not counted either.
     """
-    if difference.drawn:
+    if difference.is_random:
         return False
-    return matters_at(difference.p_value) and bool(round(difference.difference, _MOST_DIGITS))
+    return is_significant_p_value(difference.p_value) and bool(round(difference.difference, _MAX_DIGITS))
 
 
-def matters_at(p_value: float) -> bool:
-    """Tell whether that is significant at 5 %."""
-    return p_value < SIGNIFICANT
+def is_significant_p_value(p_value: float) -> bool:
+    """Return whether a p-value is significant at 5 %."""
+    return p_value < SIGNIFICANCE_LEVEL
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """Return `value` with fixed digits, thousands set apart."""
+def number_text(value: float | None, digits: int = 2) -> str:
+    """Return `value` with fixed digits and thousands separators."""
     if value is None:
-        return MISSING
+        return MISSING_TEXT
     text = f"{value:,.{digits}f}"
     return text.replace("-", MINUS) if float(text.replace(",", "")) else text.lstrip("-")
 
 
-def signed(value: float | None, digits: int = 2) -> str:
+def signed_text(value: float | None, digits: int = 2) -> str:
     """Return `value` with its sign; a zero has none."""
-    text = number(value, digits)
+    text = number_text(value, digits)
     return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
 
 
-def digits_of_change(found: Difference, metric: str | None) -> int:
-    """Return with how many digits a difference is shown: more where a significant one would be a zero.
+def difference_digits(found: ScoreDifference, metric: str | None) -> int:
+    """Return the number of digits of a difference: more where a significant one would be shown as zero.
 
-    So would be an end of its interval, which then seems to hold a zero.
+    The same holds for an end of its interval, which would then seem to contain zero.
     """
-    places = digits(metric)
+    places = metric_digits(metric)
     told = [value for value in (found.difference, *(found.ci95 or ())) if value]
-    while matters(found) and places < _MOST_DIGITS and not all(round(value, places) for value in told):
+    while is_significant(found) and places < _MAX_DIGITS and not all(round(value, places) for value in told):
         places += 1
     return places
 
 
-def change(found: Difference | None, metric: str | None) -> str:
+def difference_text(found: ScoreDifference | None, metric: str | None) -> str:
     """Return a difference with its sign."""
     if found is None:
-        return MISSING
-    return signed(found.difference, digits_of_change(found, metric))
+        return MISSING_TEXT
+    return signed_text(found.difference, difference_digits(found, metric))
 
 
-def change_interval(found: Difference, metric: str | None) -> str:
-    """Return the 95 % interval of a difference, or nothing."""
-    return interval(found.ci95, digits_of_change(found, metric))
+def difference_interval_text(found: ScoreDifference, metric: str | None) -> str:
+    """Return the 95 % interval of a difference, or an empty text."""
+    return interval_text(found.ci95, difference_digits(found, metric))
 
 
-def interval(pair: tuple[float, float] | None, digits: int = 2) -> str:
-    """Return `[low, high]`, or nothing."""
-    return "" if pair is None else f"[{number(pair[0], digits)}, {number(pair[1], digits)}]"
+def interval_text(pair: tuple[float, float] | None, digits: int = 2) -> str:
+    """Return `[low, high]`, or an empty text."""
+    return "" if pair is None else f"[{number_text(pair[0], digits)}, {number_text(pair[1], digits)}]"
 
 
 def significant_digits(value: float | None, digits: int = 3) -> str:
-    """Return `value` to three significant digits, but all digits before the point: 1.23, 12.3, 1,234."""
+    """Return `value` to three significant digits, with all digits before the point: 1.23, 12.3, 1,234."""
     if value is None:
-        return MISSING
+        return MISSING_TEXT
     before = len(str(int(abs(value)))) if abs(value) >= 1 else 1
-    return number(value, max(0, digits - before))
+    return number_text(value, max(0, digits - before))
 
 
 def megabytes(size_bytes: int | None) -> str:
     """Return bytes as megabytes of 10^6."""
-    return MISSING if size_bytes is None else significant_digits(size_bytes / 1e6)
+    return MISSING_TEXT if size_bytes is None else significant_digits(size_bytes / 1e6)
 
 
-def probability(p_value: float) -> str:
-    """Return `p = 0.012`, or `p < 0.001` where three digits would show nothing.
+def p_value_text(p_value: float) -> str:
+    """Return `p = 0.012`, or `p < 0.001` where three digits would show zero.
 
-    More digits where three would round a significant value up to the limit: `p = 0.0498`.
+    It has more digits where three would round a significant value up to the limit: `p = 0.0498`.
     """
     if p_value < 0.001:
         return "p < 0.001"
     places = 3
-    while matters_at(p_value) != matters_at(round(p_value, places)):
+    while is_significant_p_value(p_value) != is_significant_p_value(round(p_value, places)):
         places += 1
     return f"p = {p_value:.{places}f}"
 
 
-def quantity(metric: str, value: float | None) -> str:
+def gate_quantity_text(metric: str, value: float | None) -> str:
     """Return the value or limit of a gate on `metric`."""
     if metric == "size_bytes" and value is not None:
         return f"{significant_digits(value / 1e6)} MB"
-    return number(value, digits(metric))
+    return number_text(value, metric_digits(metric))
 
 
 def millions(count: int | None) -> str:
     """Return a count in millions."""
-    return MISSING if count is None else significant_digits(count / 1e6)
+    return MISSING_TEXT if count is None else significant_digits(count / 1e6)
 
 
-def coded(report: Report) -> bool:
-    """Tell whether the weights of any step are codes."""
+def has_quantized_weights(report: ReportData) -> bool:
+    """Return whether any step has quantized weights."""
     return any("bits_per_weight" in step.details for step in report.steps)
 
 
-def bits(step: Step, report: Report) -> str:
-    """Return the bits of a coded weight, scales and zero points counted; codes stay codes in what follows."""
+def bits_per_weight_text(step: StepReport, report: ReportData) -> str:
+    """Return the bits per quantized weight, with scales and zero points, inherited by the following steps."""
     steps = {other.name: other for other in report.steps}
-    at: Step | None = step
+    at: StepReport | None = step
     while at is not None and "bits_per_weight" not in at.details:
         at = steps.get(at.parent or "")
-    return MISSING if at is None else _plain(at.details["bits_per_weight"])
+    return MISSING_TEXT if at is None else _value_text(at.details["bits_per_weight"])
 
 
-def ratio_of_size(step: Step, base: Step | None) -> float | None:
+def size_ratio(step: StepReport, base: StepReport | None) -> float | None:
     """Return the step's size over the baseline's."""
     if base is None or not base.size_bytes or step.size_bytes is None:
         return None
     return step.size_bytes / base.size_bytes
 
 
-def ratio_text(step: Step, base: Step | None) -> str:
-    """Return `153 %`, with the type of the step's floating-point weights where the baseline's is another."""
-    dtype = other_dtype(step, base)
-    return percent_of_size(step, base) + (f", floats in {dtype}" if dtype else "")
+def size_ratio_text(step: StepReport, base: StepReport | None) -> str:
+    """Return `153 %`, with the type of the step's unquantized weights where the baseline's differs."""
+    dtype = differing_dtype(step, base)
+    return size_percent_text(step, base) + (f", unquantized weights in {dtype}" if dtype else "")
 
 
-def percent_of_size(step: Step, base: Step | None) -> str:
-    """Return the step's size over the baseline's as `153 %`; nothing where one is not known."""
-    ratio = ratio_of_size(step, base)
+def size_percent_text(step: StepReport, base: StepReport | None) -> str:
+    """Return the step's size over the baseline's as `153 %`; empty where one is not known."""
+    ratio = size_ratio(step, base)
     return "" if ratio is None else f"{100 * ratio:.0f} %"
 
 
-def other_dtype(step: Step, base: Step | None) -> str | None:
-    """Return the type of the step's floating-point weights where sizes compare and the baseline's differs."""
-    if base is None or ratio_of_size(step, base) is None or base.float_dtype in (None, step.float_dtype):
+def differing_dtype(step: StepReport, base: StepReport | None) -> str | None:
+    """Return the type of the step's unquantized weights if sizes are compared and the baseline's differs."""
+    if base is None or size_ratio(step, base) is None or base.float_dtype in (None, step.float_dtype):
         return None
     return step.float_dtype

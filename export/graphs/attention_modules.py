@@ -1,13 +1,13 @@
-"""A model's attention modules, and what stands in for their forward while a graph is traced.
+"""Replace the forward of a model's attention modules while a graph is traced.
 
-Queries, keys and values of the same input come from one packed product; what follows is in attention.py.
-transformers' AttentionInterface takes over only after the three products and their transposes, which is too
-late for both. What the parts are called says the model's family. Head counts come from the modules: after
-pruning they differ between layers.
+Queries, keys and values of the same input are computed by one packed projection; attention itself is in
+`attention_ops.py`. transformers' AttentionInterface is called only after the three projections and their
+transposes, which is too late for both. The family defines the names of a module's parts. Head counts come
+from the modules: after pruning they differ between layers.
 
-A bias by distance (T5's) is found in torch by counting logarithmic buckets. All distances beyond a farthest
-one share a bucket, so that a table over them holds all there is: in the graph only a subtraction, a Clip and
-a Gather remain of it.
+A bias by distance (T5's) is computed in torch with logarithmic buckets. All distances beyond a maximum share
+one bucket, so a table over the distances is complete: the graph only needs a subtraction, a Clip and a
+Gather.
 
 Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
 """
@@ -24,11 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.export.graphs.attention import MASKED, Pack, Scope, attention, step_attention
+from smelt.export.graphs.attention_ops import (
+    MASK_VALUE,
+    AttentionScope,
+    PackedLinear,
+    cached_step_attention,
+    full_attention,
+)
 from smelt.families.family import Attention, Family
+from smelt.families.model_blocks import blocks_of
 from smelt.families.registry import family_of
-from smelt.families.walk import blocks_of
-from smelt.runtime.layers.emit_causal import Heads
+from smelt.runtime.layers.emit_causal import AttentionHeads
 
 
 @dataclass(frozen=True)
@@ -43,37 +49,41 @@ class AttentionModule:
     family: Family
     window: int | None = None
 
-    def part(self, name: str) -> Any:
-        """Return the product called `name` in the model; None where the module itself does not compute it."""
+    def projection(self, name: str) -> Any:
+        """Return the projection `name` of the model; None if the module itself does not compute it."""
         inside = f"{self.parts.name}."
         return self.module.get_submodule(name.removeprefix(inside)) if name.startswith(inside) else None
 
     @property
-    def heads(self) -> Heads:
-        """The heads that it has now."""
-        parts, width = self.parts, int(getattr(self.module, self.parts.width))
-        scale = width**-0.5 if parts.scale == "width" else 1.0
-        if parts.scale not in (None, "width"):
-            scale = float(getattr(self.module, str(parts.scale)))
-        if parts.heads is not None:
-            queries = keys = int(getattr(self.module, parts.heads))
+    def heads(self) -> AttentionHeads:
+        """The current heads of the module."""
+        parts, width = self.parts, int(getattr(self.module, self.parts.head_dim_attribute))
+        scale = width**-0.5 if parts.scale_attribute == "width" else 1.0
+        if parts.scale_attribute not in (None, "width"):
+            scale = float(getattr(self.module, str(parts.scale_attribute)))
+        if parts.heads_attribute is not None:
+            queries = keys = int(getattr(self.module, parts.heads_attribute))
         else:
-            queries, keys = (int(self.part(n).out_features) // width for n in (parts.query, parts.key))
-        if parts.packed == "equal" and parts.heads is None:
+            queries, keys = (int(self.projection(n).out_features) // width for n in (parts.query, parts.key))
+        if parts.packed == "equal" and parts.heads_attribute is None:
             queries = keys = keys // 3
         elif parts.packed == "grouped":
-            keys = int(getattr(self.module, str(parts.key_heads)))
+            keys = int(getattr(self.module, str(parts.kv_heads_attribute)))
             queries -= 2 * keys
-        return Heads(queries, keys, width, scale)
+        return AttentionHeads(queries, keys, width, scale)
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of [B, S, D], each [B, S, its heads * d]."""
         if not self.parts.packed:
             three: tuple[Tensor, ...] = self.module.pack(x)
         else:
             heads = self.heads
-            sizes = [heads.queries * heads.width, heads.keys * heads.width, heads.keys * heads.width]
-            three = torch.split(self.part(self.parts.query)(x), sizes, dim=-1)
+            sizes = [
+                heads.query_heads * heads.head_dim,
+                heads.kv_heads * heads.head_dim,
+                heads.kv_heads * heads.head_dim,
+            ]
+            three = torch.split(self.projection(self.parts.query)(x), sizes, dim=-1)
         return three
 
 
@@ -83,9 +93,9 @@ def attention_modules(
     """Return the attention modules of `model` in order.
 
     Args:
-        model: a model of a family that smelt knows.
+        model: a model of a supported family.
         stack: only those of this stack (`encoder_layers`, `decoder_layers`).
-        cross: only those that look at the encoder, or only those that do not.
+        cross: only cross-attention, or only self-attention.
 
     Raises:
         InputError: another family.
@@ -93,7 +103,7 @@ def attention_modules(
     family = family_of(model)
     if family is None:
         raise InputError(
-            f"{type(model).__name__}: no attention module that the onnx stage knows how to export.",
+            f"{type(model).__name__}: the onnx stage cannot export its attention modules.",
             code="unsupported-family",
         )
     return [
@@ -106,30 +116,30 @@ def attention_modules(
 
 
 def pack_projections(attentions: Sequence[AttentionModule]) -> None:
-    """Give attention modules their packed products of queries, keys and values, and their biases, once.
+    """Add packed projections of queries, keys and values, and their biases, to attention modules, once.
 
-    Those that share their products share the packed one.
+    Modules that share their projections share the packed one.
     """
-    packs: dict[tuple[nn.Module, ...], Pack] = {}
+    packs: dict[tuple[nn.Module, ...], PackedLinear] = {}
     for one in attentions:
         module, parts = one.module, one.parts
-        if parts.relative and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
-            found = one.family.relative_bias().by_distance(module)
+        if parts.relative_bias and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
+            found = one.family.relative_bias().bias_by_distance(module)
             if found is not None:
                 module.bias_by_distance = nn.Buffer(found[0], persistent=False)
         if not hasattr(module, "pack") and not parts.packed:
-            three = tuple(one.part(name) for name in (parts.query, parts.key, parts.value))
+            three = tuple(one.projection(name) for name in (parts.query, parts.key, parts.value))
             if three not in packs:
-                packs[three] = Pack(three)
+                packs[three] = PackedLinear(three)
             module.pack = packs[three]
 
 
 @contextmanager
-def graph_attention(modules: Sequence[AttentionModule], scope: Scope) -> Iterator[None]:
-    """Let these attention modules compute as the graph should, within the block."""
+def exportable_attention(modules: Sequence[AttentionModule], scope: AttentionScope) -> Iterator[None]:
+    """Replace the forward of these attention modules for the export, within the block."""
     pack_projections(modules)
     for one in modules:
-        one.module.forward = partial(_FORWARDS[one.parts.relative], one, scope)
+        one.module.forward = partial(_FORWARDS[one.parts.relative_bias], one, scope)
     try:
         yield
     finally:
@@ -138,64 +148,72 @@ def graph_attention(modules: Sequence[AttentionModule], scope: Scope) -> Iterato
 
 
 def _attend(
-    one: AttentionModule, scope: Scope, hidden_states: Tensor,
+    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
     *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Stand in for the forward of an attention module; masks and caches come from `scope`."""
+    """Replace the forward of an attention module; masks and caches come from `scope`."""
     if key_value_states is not None:
-        return _crossed(one, scope, hidden_states), None
-    query, key, value = one.split(hidden_states)
+        return _cross_attention(one, scope, hidden_states), None
+    query, key, value = one.project_qkv(hidden_states)
     if one.parts.rotary:
         cos, sin = also_unused["position_embeddings"]
-        query, key = (_rotated(x, one.heads.width, cos, sin) for x in (query, key))
-    bias = None if one.window is None else _outside(one.window, query)
-    return _attended(one, scope, (query, key, value), bias), None
+        query, key = (_apply_rotary(x, one.heads.head_dim, cos, sin) for x in (query, key))
+    bias = None if one.window is None else _window_bias(one.window, query)
+    return _self_attention(one, scope, (query, key, value), bias), None
 
 
 def _attend_with_bias(
-    one: AttentionModule, scope: Scope, hidden_states: Tensor,
+    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
     attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Stand in for the forward of an attention module that is given its bias, float32 [B, H, S, T]."""
-    return _attended(one, scope, one.split(hidden_states), position_bias), None
+    """Replace the forward of an attention module whose bias is an input, float32 [B, H, S, T]."""
+    return _self_attention(one, scope, one.project_qkv(hidden_states), position_bias), None
 
 
 def _attend_by_distance(
-    one: AttentionModule, scope: Scope, hidden_states: Tensor,
+    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
     *unused: Any, key_value_states: Tensor | None = None, position_bias: Tensor | None = None,
     **also_unused: Any,
 ) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
-    """Stand in for the forward of an attention module that hands on its bias."""
+    """Replace the forward of an attention module that returns its bias."""
     if key_value_states is not None:
-        return _crossed(one, scope, hidden_states), None, None
-    packed = one.split(hidden_states)
+        return _cross_attention(one, scope, hidden_states), None, None
+    packed = one.project_qkv(hidden_states)
     if position_bias is None:
         length = hidden_states.shape[1]
         past = 0 if scope.past is None else scope.past[one.module.layer_idx][0].shape[2]
-        position_bias = _bias(one.module.bias_by_distance, length, past + length)
-    return _attended(one, scope, packed, position_bias), position_bias, None
+        position_bias = _relative_bias(one.module.bias_by_distance, length, past + length)
+    return _self_attention(one, scope, packed, position_bias), position_bias, None
 
 
-def _crossed(one: AttentionModule, scope: Scope, hidden_states: Tensor) -> Tensor:
+def _cross_attention(one: AttentionModule, scope: AttentionScope, hidden_states: Tensor) -> Tensor:
     assert scope.cross is not None
     key, value = scope.cross[one.module.layer_idx]
-    query, heads = one.part(one.parts.query)(hidden_states), one.heads
-    return _out(one, attention(query, key, value, scope.mask, heads.queries, heads.scale))
+    query, heads = one.projection(one.parts.query)(hidden_states), one.heads
+    return _output_projection(
+        one, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale)
+    )
 
 
-def _attended(one: AttentionModule, scope: Scope, packed: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+def _self_attention(
+    one: AttentionModule, scope: AttentionScope, packed: tuple[Tensor, ...], bias: Tensor | None
+) -> Tensor:
     query, key, value = packed
     heads = one.heads
     if scope.past is None:
-        return _out(one, attention(query, key, value, scope.mask, heads.queries, heads.scale, bias))
+        return _output_projection(
+            one, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale, bias)
+        )
     place = one.module.layer_idx
-    found, *present = step_attention(query, key, value, scope.past[place], heads.queries, heads.scale, bias)
+    found, *present = cached_step_attention(
+        query, key, value, scope.past[place], heads.query_heads, heads.scale, bias
+    )
     scope.present[place] = (present[0], present[1])
-    return _out(one, found)
+    return _output_projection(one, found)
 
 
-def _out(one: AttentionModule, found: Tensor) -> Tensor:
-    out = one.part(one.parts.out)
+def _output_projection(one: AttentionModule, found: Tensor) -> Tensor:
+    out = one.projection(one.parts.out)
     result: Tensor = found if out is None else out(found)
     return result
 
@@ -207,7 +225,7 @@ _FORWARDS: dict[str | None, Callable[..., Any]] = {
 }
 
 
-def _rotated(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotary(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [B, S, H * d]; cosines and sines are [1, S, d], each twice (arXiv:2104.09864)."""
     heads = x.unflatten(2, (-1, width))
     first, second = heads.chunk(2, dim=-1)
@@ -216,14 +234,14 @@ def _rotated(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _outside(window: int, query: Tensor) -> Tensor:
-    """Return a bias [1, 1, S, S] that hides what is further away than `window` tokens on either side."""
+def _window_bias(window: int, query: Tensor) -> Tensor:
+    """Return a bias [1, 1, S, S] that masks tokens further away than `window` on either side."""
     places = torch.arange(query.shape[1])
     far = (places[:, None] - places[None, :]).abs() > window
-    return (far.to(query.dtype) * MASKED)[None, None]
+    return (far.to(query.dtype) * MASK_VALUE)[None, None]
 
 
-def _bias(by_distance: Tensor, length: int, total: int) -> Tensor:
+def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:
     """Return the bias [1, H, S, T] of the last `length` of `total` positions."""
     heads, farthest = by_distance.shape[0], by_distance.shape[1] // 2
     keys = torch.arange(total)

@@ -1,4 +1,4 @@
-"""The form `genai`: a language model with the config of onnxruntime-genai, which runs the loop itself.
+"""The format `genai`: a language model with the config of onnxruntime-genai, which runs the generation loop.
 
 Source: onnxruntime-genai 0.18, src/config.cpp and models/builders/base.py (`make_genai_config`).
 """
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.files import read_json, write_json
-from smelt.export.package.form import HowTo, Origin, Takes
+from smelt.core.files import read_json_object, write_json
+from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
-    from smelt.runtime.generate.decoding import Decoding
+    from smelt.runtime.generate.generation_config import GenerationConfig
 
-CONFIG, _GRAPH = "genai_config.json", "model.onnx"
+GENAI_CONFIG_FILE, _GRAPH = "genai_config.json", "model.onnx"
 # any decoder-only model whose inputs and outputs are named in the config
-_TYPE = "decoder"
-# what transformers calls a tokenizer that is nothing but its tokenizer.json; onnxruntime-genai wants a class
+_MODEL_TYPE = "decoder"
+# transformers' class of a tokenizer that is only a tokenizer.json; onnxruntime-genai requires a known class
 _NAMELESS = ("TokenizersBackend", "PreTrainedTokenizerFast", None)
-_LOOPS = ("generate.onnx", "generate_beams.onnx")
+_GENERATION_GRAPHS = ("generate.onnx", "generate_beams.onnx")
 
 _PROGRAM = """\
 import argparse
@@ -30,10 +30,10 @@ from pathlib import Path
 
 import onnxruntime_genai as og
 
-parser = argparse.ArgumentParser(description="Texts go on.")
+parser = argparse.ArgumentParser(description="Continue texts with the model.")
 parser.add_argument("text", nargs="+", type=lambda text: text.encode().decode(), help="a text, in UTF-8")
 texts = parser.parse_args().text
-BEFORE = {before}  # tokens that a text begins with
+BEFORE = {before}  # tokens at the start of each text
 model = og.Model(str(Path(__file__).parent))
 tokenizer = og.Tokenizer(model)
 for text in texts:
@@ -50,95 +50,96 @@ for text in texts:
 """
 
 
-class Genai:
-    """The graph of a step as it is; `genai_config.json` names its inputs and outputs."""
+class GenaiFormat:
+    """The graph of a step without changes; `genai_config.json` names its inputs and outputs."""
 
     name: ClassVar[str] = "genai"
     summary: ClassVar[str] = "a language model for onnxruntime-genai (genai_config.json)"
-    takes: ClassVar[Takes] = Takes(
+    supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx"}),
         targets=frozenset({"ort-cpu"}),
         tasks=frozenset({"language-modeling"}),
-        mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
+        hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
-    keeps: ClassVar[bool] = False
+    is_artifact: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:
-        """Require what the config has words for.
+        """Require a model that the config can describe.
 
         Raises:
-            InputError: layers of different shapes, a tokenizer without tokenizer.json, or no token that ends.
+            InputError: layers of different shapes, a tokenizer without tokenizer.json, or no end token.
         """
-        from smelt.export.package.hub.first_caches import require_float_caches
+        from smelt.export.package.hub.initial_caches import require_float_caches
 
         require_float_caches(artifact.path, _GRAPH.removesuffix(".onnx"), "onnxruntime-genai")
-        _caches(artifact.path)
+        _cache_shapes(artifact.path)
         if not (artifact.path / "tokenizer.json").is_file():
             raise InputError(
-                "it has no tokenizer.json, which onnxruntime-genai reads.", code="unsupported-tokenizer"
+                "it has no tokenizer.json, which onnxruntime-genai requires.", code="unsupported-tokenizer"
             )
-        if not _decoding(artifact.path, {}).eos:
+        if not _generation_config(artifact.path, {}).eos:
             raise InputError(
-                "its generation config names no token that ends a text (eos_token_id).",
+                "its generation config has no end token (eos_token_id).",
                 code="missing-eos-token",
             )
 
-    def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
+    def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Copy graph and tokenizer; write the config and a program.
 
         Raises:
-            InputError: the run's settings of generation are none of this runtime's.
+            InputError: this runtime does not support the run's generation settings.
         """
-        from smelt.export.package.one_file.read_texts import specials_of
+        from smelt.export.package.one_file.tokenize_nodes import special_tokens_around
         from smelt.runtime.text.open_tokenizer import open_tokenizer
 
-        config = read_json(artifact.path / "config.json")
-        decoding = _decoding(artifact.path, origin.generation)
-        before, after = specials_of(open_tokenizer(artifact.path))
+        config = read_json_object(artifact.path / "config.json")
+        decoding = _generation_config(artifact.path, origin.generation)
+        before, after = special_tokens_around(open_tokenizer(artifact.path))
         if after:
             raise InputError(
-                "its tokenizer puts a token behind each text; onnxruntime-genai's does not.",
+                "its tokenizer adds a token after each text; onnxruntime-genai's does not.",
                 code="unsupported-tokenizer",
             )
         for name in artifact.manifest.files:
-            if name not in _LOOPS:
+            if name not in _GENERATION_GRAPHS:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(artifact.path / name, folder / name)
         said = genai_config(artifact.path, config, decoding)
-        write_json(folder / CONFIG, said)
-        tokenizer = read_json(folder / "tokenizer_config.json")
+        write_json(folder / GENAI_CONFIG_FILE, said)
+        tokenizer = read_json_object(folder / "tokenizer_config.json")
         write_json(
             folder / "tokenizer_config.json",
             tokenizer | {"tokenizer_class": _tokenizer_class(folder)},
         )
         longest = said["model"]["context_length"]
-        program = _PROGRAM.format(before=list(before), longest=longest, new=decoding.asked(1))
+        program = _PROGRAM.format(before=list(before), longest=longest, new=decoding.requested_new_tokens(1))
         (folder / "answer.py").write_text(program, encoding="utf-8")
         notes = (
-            f"`{CONFIG}` says greedy search; `set_search_options` says otherwise (`num_beams`, `do_sample`).",
-            "Tokens are cut by onnxruntime-genai's own reader of tokenizer.json, which was not compared with"
-            " the model's.",
+            f"`{GENAI_CONFIG_FILE}` sets greedy search; change it with `set_search_options` (`num_beams`,"
+            f" `do_sample`).",
+            "Texts are tokenized by onnxruntime-genai's own reader of tokenizer.json, which was not compared"
+            " with the model's tokenizer.",
         )
         install = "pip install 'onnxruntime-genai>=0.18'"
-        return HowTo(install, 'python answer.py "TEXT"', (("python", f"# answer.py\n{program}"),), notes)
+        return UsageNotes(install, 'python answer.py "TEXT"', (("python", f"# answer.py\n{program}"),), notes)
 
 
-def genai_config(source: Path, config: dict[str, Any], decoding: Decoding) -> dict[str, Any]:
+def genai_config(source: Path, config: dict[str, Any], decoding: GenerationConfig) -> dict[str, Any]:
     """Return genai_config.json of the model in `source`.
 
     Args:
         source: an artifact's folder with model.onnx.
         config: the model's Hugging Face config.
-        decoding: how it generates.
+        decoding: the generation settings.
     """
-    from smelt.runtime.text.limits import NO_LIMIT, position_limit
+    from smelt.runtime.text.length_limits import NO_LIMIT, position_limit
 
-    layers, heads, width = _caches(source)
+    layers, heads, width = _cache_shapes(source)
     queries = int(config.get("num_attention_heads") or config["n_head"])
     longest = min(position_limit(config) or NO_LIMIT, int(config.get("max_position_embeddings") or NO_LIMIT))
     return {
         "model": {
-            "type": _TYPE,
+            "type": _MODEL_TYPE,
             "bos_token_id": int(config.get("bos_token_id") or decoding.eos[0]),
             "eos_token_id": decoding.eos if len(decoding.eos) > 1 else decoding.eos[0],
             "pad_token_id": decoding.pad,
@@ -171,34 +172,35 @@ def genai_config(source: Path, config: dict[str, Any], decoding: Decoding) -> di
             "max_length": longest,
             "min_length": 0,
             "num_beams": 1,
-            "past_present_share_buffer": False,  # the graph gives caches of its own, as long as they are
+            "past_present_share_buffer": False,  # the graph returns new caches of the current length
             "repetition_penalty": decoding.repetition_penalty,
         },
     }
 
 
-def _decoding(source: Path, generation: Any) -> Decoding:
-    """Return how the model generates.
+def _generation_config(source: Path, generation: Any) -> GenerationConfig:
+    """Return the model's generation settings.
 
     Raises:
-        InputError: with rules that the config has no words for.
+        InputError: the config cannot express a rule.
     """
-    from smelt.runtime.generate.decoding import settle
-    from smelt.runtime.generate.settings import Generation
-    from smelt.runtime.runner import read_files
+    from smelt.runtime.generate.generation_config import resolve_generation
+    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.runtime.runner import read_model_files
 
-    model: Any = read_files(source)
-    found = settle(Generation(**generation), model)
+    model: Any = read_model_files(source)
+    found = resolve_generation(GenerationSettings(**generation), model)
     if found.bad_words_ids or found.no_repeat_ngram_size:
         raise InputError(
-            "its generation has bad words or forbids repeated n-grams; this form has no word for it.",
+            "its generation settings contain bad_words_ids or no_repeat_ngram_size, which this format does"
+            " not support.",
             code="unsupported-generation-setting",
         )
     return found
 
 
-def _caches(source: Path) -> tuple[int, int, int]:
-    """Return the layers of model.onnx in `source`, and heads and width of each layer's keys.
+def _cache_shapes(source: Path) -> tuple[int, int, int]:
+    """Return the number of layers of model.onnx in `source`, and heads and width of each layer's keys.
 
     Raises:
         InputError: layers differ, as after pruning heads.
@@ -213,7 +215,7 @@ def _caches(source: Path) -> tuple[int, int, int]:
     ]
     if len(set(shapes)) != 1:
         raise InputError(
-            "its layers differ in heads; genai_config.json has one number for all.",
+            "its layers have different numbers of heads; genai_config.json supports only one number for all.",
             code="unsupported-structure",
         )
     heads, width = shapes[0]
@@ -221,9 +223,9 @@ def _caches(source: Path) -> tuple[int, int, int]:
 
 
 def _tokenizer_class(folder: Path) -> str:
-    """Return the class of the tokenizer in `folder`; of one without any, what its tokenizer.json is like."""
-    said = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    """Return the tokenizer class of `folder`; without one, the class that matches its tokenizer.json."""
+    said = read_json_object(folder / "tokenizer_config.json").get("tokenizer_class")
     if said not in _NAMELESS:
         return str(said)
-    decoder = read_json(folder / "tokenizer.json").get("decoder") or {}
+    decoder = read_json_object(folder / "tokenizer.json").get("decoder") or {}
     return "GPT2Tokenizer" if decoder.get("type") == "ByteLevel" else "LlamaTokenizer"

@@ -1,4 +1,4 @@
-"""The form `huggingface`: a folder that `from_pretrained` of transformers opens, with a model card."""
+"""The format `huggingface`: a folder that `from_pretrained` of transformers opens, with a model card."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.data import TEXT_TASKS
 from smelt.core.errors import InputError
-from smelt.core.files import read_json, write_json
-from smelt.export.package.form import HowTo, Origin, Takes
-from smelt.export.package.hub.card import front_matter
-from smelt.export.package.hub.generation import generation_words
+from smelt.core.files import read_json_object, write_json
+from smelt.export.package.hub.generate_arguments import generate_arguments
+from smelt.export.package.hub.model_card import card_front_matter
 from smelt.export.package.hub.tokenizer_files import (
-    CONFIG,
-    FAST,
-    more_for,
-    notes_on_texts,
-    portable,
-    prefixed,
+    FAST_TOKENIZER_CLASS,
+    TOKENIZER_CONFIG_FILE,
+    extra_requirements,
+    portable_tokenizer_config,
+    preprocessing_notes,
+    with_prefix,
 )
-from smelt.export.package.write import copy_artifact
-from smelt.runtime.generate.shortlist import FILE as SHORTLIST
+from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.package.write_package import copy_artifact
+from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.runtime.models.structure import read_edits
 
-# kinds of edits: what config.json has no word for, and the stage that makes it
-_CAUSES = {
+# kinds of edits that config.json cannot describe, and the stage that makes them
+_EDIT_DESCRIPTIONS = {
     "quantize": ("quantized layers", "quantize"),
-    "low_rank": ("layers as two thin matrices", "factorize"),
-    "linear": ("layers of sizes of their own", "prune"),
-    "set": ("attention with fewer heads in one layer than in others", "prune"),
-    "own_bias": ("a position bias of one layer alone", "prune"),
-    "width": ("hidden states that are narrower than it says", "prune"),
-    "skip": ("layers that have lost an attention or a feed-forward part", "drop-layers"),
-    "share": ("matrices that several layers share", "share-weights"),
+    "low_rank": ("low-rank layers", "factorize"),
+    "linear": ("layers of different sizes", "prune"),
+    "set": ("layers with different numbers of heads", "prune"),
+    "own_bias": ("a position bias of one layer", "prune"),
+    "width": ("a smaller hidden size", "prune"),
+    "skip": ("layers without an attention or feed-forward block", "drop-layers"),
+    "share": ("matrices shared by several layers", "share-weights"),
 }
 _OF_FIVE = "TokenizersBackend"
 _CLASSES = {
@@ -47,68 +47,69 @@ _CLASSES = {
 }
 
 
-class HuggingFace:
-    """`AutoModel...from_pretrained(folder)`: weights, config and tokenizer, for the Hub too."""
+class HuggingFaceFormat:
+    """`AutoModel...from_pretrained(folder)`: weights, config and tokenizer, also for the Hub."""
 
     name: ClassVar[str] = "huggingface"
-    summary: ClassVar[str] = "a model for from_pretrained of transformers, with a card"
-    takes: ClassVar[Takes] = Takes(
+    summary: ClassVar[str] = "a model for transformers' from_pretrained, with a model card"
+    supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"torch"}),
         tasks=frozenset(TEXT_TASKS),
-        mend="Package the step that it was exported from.",
+        hint="Package the step before the export.",
     )
-    keeps: ClassVar[bool] = True
+    is_artifact: ClassVar[bool] = True
 
     def check(self, artifact: Artifact) -> None:
-        """Require a structure that config.json says.
+        """Require a structure that config.json can describe.
 
         Raises:
-            InputError: it has layers that transformers would make otherwise; names them and the stage.
+            InputError: it has layers that transformers would create differently; names them and the stage.
         """
-        # a mask says something of later training alone
+        # masks only affect later training
         found = Counter(str(e.get("op")) for e in read_edits(artifact.path) if e.get("op") != "mask")
         if found:
-            parts = [_cause(op, count) for op, count in found.items()]
+            parts = [_describe_edit(op, count) for op, count in found.items()]
             raise InputError(
-                f"config.json of transformers has no words for {'; '.join(parts)}. Package a step before it,"
-                " or export it (`- onnx: {target: ort-cpu}`) for a form of graphs, such as standalone.",
+                f"config.json of transformers cannot describe {'; '.join(parts)}. Package an earlier step,"
+                " or export the model (`- onnx: {target: ort-cpu}`) for a format of ONNX graphs, such as"
+                " standalone.",
                 code="unsupported-structure",
             )
 
-    def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
-        """Copy the artifact; its tokenizer's class becomes one that transformers 4 knows too."""
+    def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
+        """Copy the artifact; change its tokenizer class to one that transformers 4 supports too."""
         copy_artifact(artifact, folder)
-        said = read_json(folder / CONFIG)
+        said = read_json_object(folder / TOKENIZER_CONFIG_FILE)
         if said:
-            new = portable(said)
+            new = portable_tokenizer_config(said)
             if new.get("tokenizer_class") == _OF_FIVE:
-                new["tokenizer_class"] = FAST
-            write_json(folder / CONFIG, new)
+                new["tokenizer_class"] = FAST_TOKENIZER_CLASS
+            write_json(folder / TOKENIZER_CONFIG_FILE, new)
         task = artifact.manifest.task
         library = "sentence-transformers" if task == "sentence-similarity" else "transformers"
-        code = _code(task, artifact.path, origin)
-        notes = list(notes_on_texts(artifact.path))
+        code = _example_code(task, artifact.path, origin)
+        notes = list(preprocessing_notes(artifact.path))
         if (artifact.path / SHORTLIST).is_file():
             notes.append(
-                "The model has a shortlist, with which smelt scored it. transformers does not know it and"
-                " chooses from the whole vocabulary: texts may differ."
+                "The model was scored with a shortlist, which transformers does not support. It uses the"
+                " whole vocabulary, so texts may differ."
             )
-        return HowTo(
-            install=f"pip install transformers torch{more_for(folder)}",
+        return UsageNotes(
+            install=f"pip install transformers torch{extra_requirements(folder)}",
             run=f"python -c {shlex.quote(code.replace(chr(10), '; '))}",
-            load=(("python", code),),
+            examples=(("python", code),),
             notes=tuple(notes),
-            front=front_matter(task, origin, library),
+            front_matter=card_front_matter(task, origin, library),
         )
 
 
-def _cause(op: str, count: int) -> str:
-    what, stage = _CAUSES.get(op, (f"edits of the kind {op!r}", "a stage"))
+def _describe_edit(op: str, count: int) -> str:
+    what, stage = _EDIT_DESCRIPTIONS.get(op, (f"edits of the kind {op!r}", "a stage"))
     return f"{what} ({count}, made by {stage})"
 
 
-def _code(task: str, source: Path, origin: Origin) -> str:
-    name, text = _CLASSES[task], prefixed(source, "A text.")
+def _example_code(task: str, source: Path, origin: PackageOrigin) -> str:
+    name, text = _CLASSES[task], with_prefix(source, "A text.")
     lines: list[Any] = [
         f"from transformers import AutoTokenizer, {name}",
         'tokenizer = AutoTokenizer.from_pretrained(".")',
@@ -116,7 +117,7 @@ def _code(task: str, source: Path, origin: Origin) -> str:
         f'inputs = tokenizer([{text!r}], return_tensors="pt")',
     ]
     if name in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM"):
-        lines.append(f"found = model.generate(**inputs{generation_words(origin)})")
+        lines.append(f"found = model.generate(**inputs{generate_arguments(origin)})")
         lines.append("print(tokenizer.batch_decode(found, skip_special_tokens=True))")
     else:
         lines.append(f"print(model(**inputs).{'last_hidden_state' if name == 'AutoModel' else 'logits'})")

@@ -1,4 +1,4 @@
-"""The form `optimum`: graphs under the names and with the inputs that Optimum's ORTModel classes open."""
+"""The format `optimum`: graphs with the names and inputs that Optimum's ORTModel classes open."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import ClassVar
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY
-from smelt.core.files import read_json
-from smelt.export.package.form import GRAPHS_OF_TEXTS, HowTo, Origin, Takes
-from smelt.export.package.hub.generation import generation_words
-from smelt.export.package.hub.tokenizer_files import copy_tokenizer_files, more_for, notes_on_texts, prefixed
+from smelt.core.data import SENTENCE_SIMILARITY
+from smelt.core.files import read_json_object
+from smelt.export.package.hub.generate_arguments import generate_arguments
+from smelt.export.package.hub.tokenizer_files import (
+    copy_tokenizer_files,
+    extra_requirements,
+    preprocessing_notes,
+    with_prefix,
+)
+from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.runtime.causal import is_causal
-from smelt.runtime.generate.shortlist import FILE as SHORTLIST
-from smelt.runtime.text.sentence_files import FILES as SENTENCE_FILES
+from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.runtime.text.sentence_files import SENTENCE_FILES
 
-ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
-FIRST, MERGED = "decoder_model", "decoder_model_merged"
+ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH, MODEL_GRAPH = "encoder_model", "decoder_with_past_model", "model"
+FIRST_DECODER_GRAPH, MERGED_DECODER_GRAPH = "decoder_model", "decoder_model_merged"
 _REQUIRES = "pip install 'optimum-onnx[onnxruntime]==0.1.0'"
 _CLASSES = {
     "seq2seq": "ORTModelForSeq2SeqLM",
@@ -28,34 +33,34 @@ _CLASSES = {
 }
 
 
-class Optimum:
+class OptimumFormat:
     """`ORTModelFor...from_pretrained(folder)`: the API of transformers on ONNX Runtime."""
 
     name: ClassVar[str] = "optimum"
-    summary: ClassVar[str] = "a folder that the ORTModelFor... classes of Optimum open"
-    takes: ClassVar[Takes] = GRAPHS_OF_TEXTS
-    keeps: ClassVar[bool] = False
+    summary: ClassVar[str] = "a folder for the ORTModelFor... classes of Optimum"
+    supported: ClassVar[SupportedArtifacts] = TEXT_GRAPHS
+    is_artifact: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:
-        """Require what Optimum reads out of the config.
+        """Require a structure that Optimum derives from the config.
 
         Raises:
-            InputError: it would make other caches than the graph takes.
+            InputError: it would create other caches than the graph accepts.
         """
-        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer, require_float_caches
+        from smelt.export.package.hub.initial_caches import require_cache_per_layer, require_float_caches
 
-        graph = DECODER if kind_of(artifact) == "seq2seq" else MODEL
+        graph = DECODER_WITH_PAST_GRAPH if exported_model_kind(artifact) == "seq2seq" else MODEL_GRAPH
         require_float_caches(artifact.path, graph, "Optimum")
-        require_a_cache_for_each_layer(artifact.path, graph, "Optimum")
+        require_cache_per_layer(artifact.path, graph, "Optimum")
 
-    def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
+    def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write graphs, configs and tokenizer.
 
         Raises:
             InputError: the tokenizer has no tokenizer_config.json.
-            RunError: a graph is made otherwise than this form knows.
+            RunError: this format does not support the structure of a graph.
         """
-        source, kind = artifact.path, kind_of(artifact)
+        source, kind = artifact.path, exported_model_kind(artifact)
         copy_tokenizer_files(source, folder)
         sentences = SENTENCE_FILES if kind == "sentence" else ()
         for name in ("config.json", "generation_config.json", *sentences):
@@ -63,71 +68,78 @@ class Optimum:
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, folder / name)
         if kind == "seq2seq":
-            _write_translator(source, folder)
+            _write_encoder_decoder(source, folder)
         else:
             _write_model(source, folder, kind)
-        return HowTo(
-            install=f"{_REQUIRES}{more_for(folder)}",
-            run=f"python -c {shlex.quote(_one_line(kind, source, origin))}",
-            load=(("python", _code(kind, source, origin)),),
-            notes=(*_notes(kind, source), *notes_on_texts(source)),
+        return UsageNotes(
+            install=f"{_REQUIRES}{extra_requirements(folder)}",
+            run=f"python -c {shlex.quote(_shell_command(kind, source, origin))}",
+            examples=(("python", _example_code(kind, source, origin)),),
+            notes=(*_notes(kind, source), *preprocessing_notes(source)),
         )
 
 
-def kind_of(artifact: Artifact) -> str:
-    """Return what the exported model is: seq2seq, causal, sentence or classifier.
+def exported_model_kind(artifact: Artifact) -> str:
+    """Return the kind of the exported model: seq2seq, causal, sentence or classifier.
 
-    A classifier that was trained from a sentence embedder keeps the files of one, so the task decides.
+    A classifier trained from a sentence embedder keeps the embedder's files, so the task decides.
     """
-    if (artifact.path / f"{ENCODER}.onnx").is_file():
+    if (artifact.path / f"{ENCODER_GRAPH}.onnx").is_file():
         return "seq2seq"
-    if is_causal(read_json(artifact.path / "config.json")):
+    if is_causal(read_json_object(artifact.path / "config.json")):
         return "causal"
-    return "sentence" if artifact.manifest.task == SIMILARITY else "classifier"
+    return "sentence" if artifact.manifest.task == SENTENCE_SIMILARITY else "classifier"
 
 
-def _write_translator(source: Path, folder: Path) -> None:
-    """Write both layouts of the decoder that Optimum knows; all graphs share one file of weights.
+def _write_encoder_decoder(source: Path, folder: Path) -> None:
+    """Write both layouts of the decoder that Optimum supports; all graphs share one weight file.
 
-    It has the name of the encoder's, which Optimum fetches from the Hub by itself.
+    It has the name of the encoder's, which Optimum downloads from the Hub.
     """
     import onnx
 
-    from smelt.export.graph_files import data_file, read_graph
-    from smelt.export.package.hub.decoders import layout_of
-    from smelt.export.package.hub.first_caches import take_any_first_cache
-    from smelt.export.weights.shared import share_weights
+    from smelt.export.graph_files import external_data_path, read_graph
+    from smelt.export.package.hub.initial_caches import accept_any_empty_cache
+    from smelt.export.package.hub.optimum_decoders import optimum_graphs
+    from smelt.export.weights.share_weights import share_weights
 
-    graphs = [read_graph(source / f"{name}.onnx", values=False) for name in (ENCODER, DECODER)]
-    layout = layout_of(*graphs)
-    take_any_first_cache(layout.merged, read_json(source / "config.json"))
-    made = {ENCODER: layout.encoder, FIRST: layout.first, DECODER: layout.next, MERGED: layout.merged}
+    graphs = [
+        read_graph(source / f"{name}.onnx", values=False) for name in (ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH)
+    ]
+    layout = optimum_graphs(*graphs)
+    accept_any_empty_cache(layout.merged_decoder, read_json_object(source / "config.json"))
+    made = {
+        ENCODER_GRAPH: layout.encoder,
+        FIRST_DECODER_GRAPH: layout.decoder,
+        DECODER_WITH_PAST_GRAPH: layout.decoder_with_past,
+        MERGED_DECODER_GRAPH: layout.merged_decoder,
+    }
     paths = [folder / f"{name}.onnx" for name in made]
     for path, model in zip(paths, made.values(), strict=True):
         onnx.save(model, path)
-    share_weights(paths, data_file(paths[0]).name, source)
+    share_weights(paths, external_data_path(paths[0]).name, source)
     for path in paths:
         onnx.checker.check_model(str(path))
 
 
 def _write_model(source: Path, folder: Path, kind: str) -> None:
-    """Write the one graph of every other model."""
+    """Write the only graph of every other model."""
     import onnx
 
-    from smelt.export.graph_files import data_names, read_graph
-    from smelt.export.package.hub.decoders import name_batch
-    from smelt.export.package.hub.first_caches import take_any_first_cache
-    from smelt.export.package.hub.hidden_states import give_hidden_states
+    from smelt.export.graph_files import external_data_names, read_graph
+    from smelt.export.package.hub.hidden_states import add_hidden_states_output
+    from smelt.export.package.hub.initial_caches import accept_any_empty_cache
+    from smelt.export.package.hub.optimum_decoders import name_batch
 
-    path = folder / f"{MODEL}.onnx"
+    path = folder / f"{MODEL_GRAPH}.onnx"
     model = read_graph(source / path.name, values=False)
-    for name in data_names(model):
+    for name in external_data_names(model):
         shutil.copyfile(source / name, folder / name)
     name_batch(model.graph)
     if kind == "causal":
-        take_any_first_cache(model, read_json(source / "config.json"))
+        accept_any_empty_cache(model, read_json_object(source / "config.json"))
     elif kind == "sentence":
-        give_hidden_states(model)
+        add_hidden_states_output(model)
     onnx.save(model, path)
     onnx.checker.check_model(str(path))
 
@@ -136,23 +148,24 @@ def _notes(kind: str, source: Path) -> list[str]:
     notes = []
     if kind == "seq2seq":
         notes.append(
-            "Both layouts of the decoder are here, on one file of weights: `use_merged=False` takes"
-            f" `{FIRST}.onnx` and `{DECODER}.onnx`, otherwise Optimum takes `{MERGED}.onnx`."
+            "Both layouts of the decoder are included and share one weight file: with `use_merged=False`"
+            f" Optimum uses `{FIRST_DECODER_GRAPH}.onnx` and `{DECODER_WITH_PAST_GRAPH}.onnx`, otherwise"
+            f" `{MERGED_DECODER_GRAPH}.onnx`."
         )
     if kind == "sentence":
         notes.append(
-            "`sentence_embedding` of the graph is the finished vector; Optimum's class gives only"
-            " `last_hidden_state`, which has to be pooled as modules.json says."
+            "The graph's output `sentence_embedding` is the final vector; Optimum's class returns only"
+            " `last_hidden_state`, which has to be pooled as in modules.json."
         )
     if (source / SHORTLIST).is_file():
         notes.append(
-            "The model has a shortlist, with which smelt scored it. Optimum does not know it and chooses"
-            " from the whole vocabulary: texts may differ, and a step takes longer."
+            "The model was scored with a shortlist, which Optimum does not support. It uses the whole"
+            " vocabulary, so texts may differ and a step takes longer."
         )
     return notes
 
 
-def _opening(kind: str, folder: str) -> list[str]:
+def _loading_code(kind: str, folder: str) -> list[str]:
     name = _CLASSES[kind]
     merged = ", use_merged=False" if kind == "seq2seq" else ""
     return [
@@ -163,7 +176,7 @@ def _opening(kind: str, folder: str) -> list[str]:
     ]
 
 
-def _answer(kind: str, text: str, generation: str = "") -> list[str]:
+def _inference_code(kind: str, text: str, generation: str = "") -> list[str]:
     lines = [f"inputs = tokenizer([{text!r}], return_tensors='pt', padding=True, truncation=True)"]
     if kind in ("seq2seq", "causal"):
         lines.append(f"found = model.generate(**inputs{generation})")
@@ -172,11 +185,13 @@ def _answer(kind: str, text: str, generation: str = "") -> list[str]:
     return [*lines, f"print(model(**inputs).{what})"]
 
 
-def _one_line(kind: str, source: Path, origin: Origin) -> str:
-    answer = _answer(kind, prefixed(source, "TEXT"), generation_words(origin))
-    return "; ".join([*_opening(kind, "."), *answer])
+def _shell_command(kind: str, source: Path, origin: PackageOrigin) -> str:
+    answer = _inference_code(kind, with_prefix(source, "TEXT"), generate_arguments(origin))
+    return "; ".join([*_loading_code(kind, "."), *answer])
 
 
-def _code(kind: str, source: Path, origin: Origin) -> str:
-    text = prefixed(source, "A text.")
-    return "\n".join([*_opening(kind, "."), "", *_answer(kind, text, generation_words(origin))])
+def _example_code(kind: str, source: Path, origin: PackageOrigin) -> str:
+    text = with_prefix(source, "A text.")
+    return "\n".join(
+        [*_loading_code(kind, "."), "", *_inference_code(kind, text, generate_arguments(origin))]
+    )

@@ -1,7 +1,7 @@
-"""Small inputs for any exported graph, such that two graphs which differ give different outputs.
+"""Create small inputs for any exported graph that show differences between two graphs.
 
-Tokens differ, rows have different lengths and are padded as runners pad them: a graph that forgot its mask
-answers rows of one length rightly.
+Tokens differ, and rows have different lengths and are padded as runners pad them: with rows of one length, a
+graph without its mask would pass.
 
 Shapes: B = batch, L = tokens of the longest row, P = past length.
 """
@@ -14,27 +14,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LENGTHS = (12, 8, 5)  # of the rows
-OTHER_LENGTHS = (9, 6)  # of another batch: what holds a number of rows or tokens fits one of the two at most
-_BEFORE = 7  # tokens that the cache of a decoder holds
-_KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+EXAMPLE_LENGTHS = (12, 8, 5)  # of the rows
+OTHER_EXAMPLE_LENGTHS = (
+    9,
+    6,
+)  # of another batch: a fixed number of rows or tokens fits at most one of the two
+_PAST_LENGTH = 7  # tokens in the cache of a decoder
+_NUMPY_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 Feeds = dict[str, NDArray[Any]]
 
 
 def example_feeds(
-    session: Any, tokens: NDArray[np.int64] | None, lengths: Sequence[int] = LENGTHS
+    session: Any, tokens: NDArray[np.int64] | None, lengths: Sequence[int] = EXAMPLE_LENGTHS
 ) -> list[Feeds]:
-    """Return inputs to call `session` with, one after another.
+    """Return inputs for calls of `session`.
 
-    A language model gets a padded prompt, of which all logits are wanted and then those of the last token,
-    and one token on top of a cache; other graphs one batch.
+    A language model gets a padded prompt, once with all logits and once with those of the last token, and one
+    token with a cache; other graphs get one batch.
 
     Args:
         session: of ONNX Runtime.
-        tokens: int64 [n], n >= 1, real tokens of the model's vocabulary to choose from; None of a graph of
-            images, whose pixels are drawn.
-        lengths: of the rows, in tokens; of images as many are drawn.
+        tokens: int64 [n], n >= 1, real tokens of the model's vocabulary to choose from; None for a graph of
+            images, whose pixels are random.
+        lengths: of the rows, in tokens; the number of images is the same.
     """
     if tokens is None:
         return [_feeds(session, {}, {"batch": len(lengths)})]
@@ -46,7 +49,7 @@ def example_feeds(
     # the second half of a row is another text
     values["token_type_ids"] = (np.arange(length) * 2 >= np.array(lengths)[:, None]).astype(np.int64) * mask
     values["num_logits_to_keep"] = np.array(0, dtype=np.int64)
-    sizes = {"batch": rows, "length": length, "encoder_length": length, "past_length": _BEFORE}
+    sizes = {"batch": rows, "length": length, "encoder_length": length, "past_length": _PAST_LENGTH}
     if "encoder_attention_mask" in names:
         values["input_ids"] = ids[:, :1]
     if "position_ids" not in names:
@@ -61,11 +64,11 @@ def example_feeds(
     return [prompt, prompt | {"num_logits_to_keep": np.array(1, dtype=np.int64)}, step]
 
 
-def of_text(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
+def without_padding(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
     """Return the part of an output that belongs to text.
 
-    What a language model makes of padding means nothing: all keys are masked there, so that rounding alone
-    decides what is attended to.
+    The outputs of a language model at padding are meaningless: all keys are masked there, so that only
+    rounding decides the attention.
     """
     if "position_ids" not in feeds:
         return output
@@ -78,11 +81,11 @@ def of_text(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
 
 
 def _feeds(session: Any, values: Feeds, sizes: dict[str, int]) -> Feeds:
-    """Return what `values` has for the session's inputs; caches, which it has not, are drawn."""
+    """Return the `values` that are inputs of the session, and random caches."""
     numbers = np.random.default_rng(0)
     feeds: Feeds = {}
     for item in session.get_inputs():
-        kind = _KINDS.get(item.type)
+        kind = _NUMPY_DTYPES.get(item.type)
         if kind is None:
             feeds[item.name] = np.asarray(values[item.name], order="C")
         else:

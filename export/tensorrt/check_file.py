@@ -1,8 +1,7 @@
-"""What the rules say of an ONNX file that anybody may have written, asked in a process with limits.
+"""Check a third-party ONNX file with the TensorRT rules, in a subprocess with limits.
 
-The limits of memory and time, and what is looked at before any value is read (the size and the place of each
-tensor, the names that hold the nodes together), are those of graphs that a recipe starts from; what ONNX
-Runtime would say is left out.
+The limits of memory and time, and the checks before any value is read (size and offset of each tensor, names
+that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not asked.
 """
 
 from __future__ import annotations
@@ -12,52 +11,53 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import RunError
-from smelt.export.tensorrt.preflight import Problem, load_graph, preflight
-from smelt.runtime.foreign.examine import limits_for
-from smelt.runtime.foreign.limits import FailedError, ask
+from smelt.core.messages import Message
+from smelt.export.tensorrt.preflight import TensorrtProblem, load_graph, preflight
+from smelt.runtime.third_party.isolated_process import IsolatedProcessError, run_isolated
+from smelt.runtime.third_party.validate_graph import validation_limits
 
-_SHOWN = 20
-_MEND = "Copy it again, or export the model again."
+_MAX_PROBLEMS = 20
+_REEXPORT_HINT = "Copy it again, or export the model again."
 
 
-def check_file(path: Path) -> list[Problem]:
-    """Return what TensorRT would reject of the file `path`, or silently do otherwise."""
+def check_onnx_for_tensorrt(path: Path) -> list[TensorrtProblem]:
+    """Return the problems of the file `path`: what TensorRT rejects or silently computes differently."""
     try:
-        said = ask(__name__, [str(path)], limits_for(path))
+        said = run_isolated(__name__, [str(path)], validation_limits(path))
     except OSError as error:
-        return [_unreadable(path, f"{path}: cannot be read: {error.strerror}")]
-    except FailedError as error:
-        return [_unreadable(path, f"{path}: looking at it failed: {error}.")]
-    return [Problem(*one) for one in said]
+        return [_unreadable_problem(path, f"{path}: the file cannot be read: {error.strerror}")]
+    except IsolatedProcessError as error:
+        return [_unreadable_problem(path, f"{path}: the check failed: {error}.")]
+    return [TensorrtProblem(*one) for one in said]
 
 
-def answer(arguments: Sequence[str]) -> list[Problem]:
-    """Look at the file that `arguments` name, in this process."""
+def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
+    """Check the file that `arguments` name, in this process."""
     path = Path(arguments[0])
     try:
         model = load_graph(path)
-        broken = list(dict.fromkeys(_broken(model, path)))
-        if broken:  # no rule can look at values that are not there
-            more = [f"and {len(broken) - _SHOWN} more"] * (len(broken) > _SHOWN)
+        broken = list(dict.fromkeys(_structural_problems(model, path)))
+        if broken:  # rules cannot check values that are missing
+            more = [f"and {len(broken) - _MAX_PROBLEMS} more"] * (len(broken) > _MAX_PROBLEMS)
             return [
-                Problem("error", f"{said}.", "", _MEND, "damaged", path.name)
-                for said in [*broken[:_SHOWN], *more]
+                TensorrtProblem("error", f"{said}.", "", _REEXPORT_HINT, "damaged", path.name)
+                for said in [*map(str, broken[:_MAX_PROBLEMS]), *more]
             ]
         return preflight(model, path)
     except RunError as error:
-        if "alloc" in str(error.__cause__).lower():  # the parser ran into the limit
+        if "alloc" in str(error.__cause__).lower():  # the parser reached the memory limit
             raise MemoryError from error
-        return [_unreadable(path, str(error))]
+        return [_unreadable_problem(path, str(error))]
 
 
-def _broken(model: Any, path: Path) -> Iterator[str]:
-    """Yield which tensors are not there as the file says, and what does not hang together."""
-    from smelt.runtime.foreign.structure import structure_problems
-    from smelt.runtime.foreign.tensors import tensor_problems
+def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
+    """Yield the tensors that are not stored as the file declares, and broken connections."""
+    from smelt.runtime.third_party.graph_structure import structure_problems
+    from smelt.runtime.third_party.tensors import tensor_problems
 
     yield from tensor_problems(model, path)
     yield from structure_problems(model)
 
 
-def _unreadable(path: Path, reason: str) -> Problem:
-    return Problem("error", reason, rule="unreadable", graph=path.name)
+def _unreadable_problem(path: Path, reason: str) -> TensorrtProblem:
+    return TensorrtProblem("error", reason, rule="unreadable", graph=path.name)

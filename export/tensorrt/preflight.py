@@ -1,10 +1,10 @@
-"""What TensorRT would refuse, or build into a wrong engine without a word, found in the ONNX file first.
+"""Find, before the build, what TensorRT would reject in an ONNX file or silently compute differently.
 
-TensorRT's parser stops at the first import error and names it by an assertion; some mistakes (an
-infinite constant, a profile longer than the position table) it does not mention at all. The rules
-(`rules/table.py`) find all of them at once and say which node and what to do; here they are called, and
-profiles are checked. Numbers and rules: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt), tried
-with 11.4.
+TensorRT's parser stops at the first import error and names it by an assertion; some errors (an infinite
+constant, a profile longer than the position table) it does not report at all. The rules
+(`rules/rule_table.py`) find all of them at once, with the node and what to do; this module runs them and
+checks profiles. Limits and rules: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt), tested with
+11.4.
 """
 
 from __future__ import annotations
@@ -14,88 +14,98 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import RunError
-from smelt.export.tensorrt.profile import DIMENSIONS, Shapes
-from smelt.export.tensorrt.rules.graph import Problem, read
-from smelt.export.tensorrt.rules.table import look
-from smelt.export.tensorrt.rules.values import external_data
-from smelt.runtime.foreign.values import NAMELESS
+from smelt.export.tensorrt.optimization_profile import DIMENSION_NAMES, ProfileShapes
+from smelt.export.tensorrt.rules.checked_graph import TensorrtProblem, read_checked_graph
+from smelt.export.tensorrt.rules.rule_table import run_rules
+from smelt.export.tensorrt.rules.value_rules import missing_external_data
+from smelt.runtime.third_party.graph_io import UNNAMED_DIMENSIONS
 
-__all__ = ["Problem", "check_profile", "load_graph", "preflight"]
+__all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]
 
 
 def load_graph(path: Path) -> Any:
     """Read an ONNX file without its external weights.
 
     Raises:
-        RunError: it is damaged, empty, or something else than ONNX.
+        RunError: it is damaged, empty, or not an ONNX file.
     """
     import onnx
 
     try:
         model = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf raises several kinds, all meaning the same
+    except Exception as error:  # protobuf raises several classes for the same error
         raise RunError(
             f"{path}: not an ONNX file that can be read: {error}", code="damaged-file", file=str(path)
         ) from error
-    if not model.HasField("graph"):  # protobuf reads nothing at all, and much else, as a model without one
+    if not model.HasField("graph"):  # protobuf parses an empty file, and others, as a model without graph
         size = path.stat().st_size
-        what = f"its {size:,} bytes hold no graph, so it is no ONNX model" if size else "the file is empty"
+        what = f"its {size:,} bytes contain no graph: not an ONNX model" if size else "the file is empty"
         code = "wrong-format" if size else "empty-file"
         text = f"{path}: {what}. Copy it again, or export the model again."
         raise RunError(text, code=code, file=str(path))
     return model
 
 
-def preflight(model: Any, path: Path) -> list[Problem]:
-    """Look for everything in the graph that TensorRT 11 would not take."""
-    lost = list(external_data(model, path))
-    if lost:  # no rule can look at values that are not there
-        return [Problem("error", f.reason, f.place, f.mend, "external-data", path.name) for f in lost]
-    return list(look(read(model, path)))
+def preflight(model: Any, path: Path) -> list[TensorrtProblem]:
+    """Return everything in the graph that TensorRT 11 would reject or compute differently."""
+    lost = list(missing_external_data(model, path))
+    if lost:  # rules cannot check values that are missing
+        return [
+            TensorrtProblem("error", f.reason, f.location, f.hint, "external-data", path.name) for f in lost
+        ]
+    return list(run_rules(read_checked_graph(model, path)))
 
 
-def check_profile(model: Any, shapes: Shapes, position_limit: int | None) -> list[Problem]:
-    """Check that inputs which share a dimension agree, and that no length goes beyond the position table.
+def check_profile(model: Any, shapes: ProfileShapes, position_limit: int | None) -> list[TensorrtProblem]:
+    """Check that inputs which share a dimension agree, and that no length exceeds the position table.
 
     Args:
         model: the ONNX model.
         shapes: min, opt and max shape by input name.
-        position_limit: entries of the model's position table; None where it has none.
+        position_limit: entries of the model's position table; None if it has none.
     """
-    problems: list[Problem] = []
+    problems: list[TensorrtProblem] = []
     inputs = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
     for name in shapes.keys() - inputs.keys():
         known = ", ".join(inputs)
-        text = f"the profile names the input '{name}'; the graph has {known}"
-        problems.append(Problem("error", text, rule="profile-unknown-input"))
+        text = f"the profile contains an input '{name}' that the graph does not have; its inputs are {known}"
+        problems.append(TensorrtProblem("error", text, rule="profile-unknown-input"))
     seen: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, dimensions in inputs.items():
-        # axes called `?` have nothing to do with each other
-        dynamic = [at for at, d in enumerate(dimensions) if d.dim_param not in NAMELESS]
+        # dimensions called `?` are unrelated
+        dynamic = [at for at, d in enumerate(dimensions) if d.dim_param not in UNNAMED_DIMENSIONS]
         if dynamic and name not in shapes:
-            text = f"the input '{name}' is dynamic and has no entry in the profile"
-            problems.append(Problem("error", text, rule="profile-missing-input"))
+            text = f"the dynamic input '{name}' is missing from the profile"
+            problems.append(TensorrtProblem("error", text, rule="profile-missing-input"))
             continue
         for at in dynamic:
             word = dimensions[at].dim_param
             sizes = tuple(shape[at] for shape in shapes[name])
             other, expected = seen.setdefault(word, (name, sizes))
             if sizes != expected:
-                text = f"'{name}' and '{other}' share the dimension '{word}' but get {sizes} and {expected}"
-                problems.append(Problem("error", text, rule="profile-conflict"))
-    return problems + list(_too_long(seen, position_limit))
+                text = (
+                    f"'{name}' and '{other}' share the dimension '{word}' but have sizes {sizes} and"
+                    f" {expected}"
+                )
+                problems.append(TensorrtProblem("error", text, rule="profile-conflict"))
+    return problems + list(_position_problems(seen, position_limit))
 
 
-def _too_long(seen: Mapping[str, tuple[str, tuple[int, ...]]], limit: int | None) -> Iterator[Problem]:
+def _position_problems(
+    seen: Mapping[str, tuple[str, tuple[int, ...]]], limit: int | None
+) -> Iterator[TensorrtProblem]:
     if limit is None:
         return
     for word, (name, sizes) in seen.items():
-        longest = sizes[-1] + (word in DIMENSIONS["past"])  # the cache, and the token that is added to it
-        # the sum of cache and tokens looks nothing up
-        if word not in (*DIMENSIONS["batch"], *DIMENSIONS["total"]) and longest > limit:
-            yield Problem(
+        longest = sizes[-1] + (
+            word in DIMENSION_NAMES["past"]
+        )  # the cache, and the token that is appended to it
+        # the sum of cache and tokens is not used as an index
+        if word not in (*DIMENSION_NAMES["batch"], *DIMENSION_NAMES["total"]) and longest > limit:
+            yield TensorrtProblem(
                 "error",
-                f"the profile lets '{name}' be {longest} tokens long, but the model has {limit} positions;"
-                f" TensorRT would build it and read beyond the table. Lower tensorrt: {{lengths: ...}}",
+                f"the profile allows {longest} tokens for '{name}', but the model has {limit} positions;"
+                f" TensorRT would build the engine and read beyond the table. Lower tensorrt:"
+                f" {{lengths: ...}}",
                 rule="profile-too-long",
             )

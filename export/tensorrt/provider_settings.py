@@ -7,11 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.stage import Settings
-from smelt.export.tensorrt.settings import Lengths, TensorrtSettings
+from smelt.export.tensorrt.settings import LengthSettings, TensorrtSettings
 
 
 class ProviderSettings(Settings):
-    """Options of engines that ONNX Runtime builds when a graph is opened for the first time."""
+    """Options of engines that ONNX Runtime builds when a graph is first opened."""
 
     workspace_mib: int = Field(default=2048, ge=16, le=1 << 20, description="GPU memory for kernels, MiB")
     optimization_level: int = Field(default=3, ge=0, le=5, description="0 (fast build) to 5 (longest search)")
@@ -24,17 +24,17 @@ class ProviderSettings(Settings):
     )
     max_batch_size: int = Field(default=8, ge=1, le=4096, description="as in `tensorrt`")
     opt_batch_size: int = Field(default=1, ge=1, le=4096, description="as in `tensorrt`")
-    lengths: Lengths | None = Field(default=None, description="as in `tensorrt`")
+    lengths: LengthSettings | None = Field(default=None, description="as in `tensorrt`")
     length_percentile: float = Field(default=99.0, ge=50, le=100, description="as in `tensorrt`")
     max_new_tokens: int | None = Field(default=None, ge=1, le=4096, description="as in `tensorrt`")
 
     @model_validator(mode="after")
-    def _sizes(self) -> Self:
-        self.as_engine()
+    def _check_batch_sizes(self) -> Self:
+        self.as_tensorrt_settings()
         return self
 
-    def as_engine(self) -> TensorrtSettings:
-        """Return the settings of the stage `tensorrt` that ask for the same sizes."""
+    def as_tensorrt_settings(self) -> TensorrtSettings:
+        """Return the settings of the stage `tensorrt` with the same sizes."""
         return TensorrtSettings(
             max_batch_size=self.max_batch_size,
             opt_batch_size=self.opt_batch_size,
@@ -43,7 +43,7 @@ class ProviderSettings(Settings):
             max_new_tokens=self.max_new_tokens,
         )
 
-    def unknown_to_rtx(self) -> list[str]:
-        """Return the given settings that TensorRT for RTX has no option for."""
+    def unsupported_by_rtx(self) -> list[str]:
+        """Return the given settings that TensorRT for RTX does not support."""
         only = ("optimization_level", "timing_cache", "hardware_compatibility", "context_memory")
         return [name for name in only if name in self.model_fields_set]

@@ -8,37 +8,39 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
-from smelt.export.tensorrt.build import Compatibility, Weights
+from smelt.export.tensorrt.build_engine import HardwareCompatibility, WeightStorage
 
 
-class Lengths(Settings):
-    """Input lengths in tokens that the engine is built for: it is fastest at `opt`, refuses above `max`."""
+class LengthSettings(Settings):
+    """Input lengths in tokens that the engine is built for: fastest at `opt`, at most `max`."""
 
     opt: int = Field(ge=1, description="fastest length")
     max: int = Field(ge=1, description="longest input")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Lengths:
+    def _check_order(self) -> LengthSettings:
         if self.opt > self.max:
             raise SettingError(
-                f"opt ({self.opt}) must not be greater than max ({self.max})", code="opt-above-max"
+                f"opt ({self.opt}) must not be greater than max ({self.max}). Change one of them",
+                code="opt-above-max",
             )
         return self
 
 
-class Profile(Settings):
-    """One of several optimization profiles; settings that it omits are those of the step."""
+class ProfileSettings(Settings):
+    """One of several optimization profiles; omitted settings are those of the step."""
 
-    max_batch_size: int | None = Field(default=None, ge=1, le=4096, description="default the step's")
-    opt_batch_size: int | None = Field(default=None, ge=1, le=4096, description="default the step's")
-    lengths: Lengths | None = Field(default=None, description="default the step's")
-    length_percentile: float | None = Field(default=None, ge=1, le=100, description="default the step's")
+    max_batch_size: int | None = Field(default=None, ge=1, le=4096, description="default: the step's")
+    opt_batch_size: int | None = Field(default=None, ge=1, le=4096, description="default: the step's")
+    lengths: LengthSettings | None = Field(default=None, description="default: the step's")
+    length_percentile: float | None = Field(default=None, ge=1, le=100, description="default: the step's")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
+    def _check_lengths(self) -> Self:
         if self.lengths is not None and self.length_percentile is not None:
             raise SettingError(
-                "give a profile lengths or length_percentile, not both", code="settings-conflict"
+                "a profile cannot have both lengths and length_percentile. Remove one",
+                code="settings-conflict",
             )
         return self
 
@@ -50,21 +52,21 @@ class TensorrtSettings(Settings):
     optimization_level: int = Field(default=3, ge=0, le=5, description="0 (fast build) to 5 (longest search)")
     tf32: bool = Field(default=True, description="compute float32 matrix multiplications in TF32")
     timing_cache: bool = Field(default=True, description="keep kernel timings for faster builds")
-    hardware_compatibility: Compatibility = Field(
+    hardware_compatibility: HardwareCompatibility = Field(
         default="none", description="other GPUs that the engine runs on"
     )
     version_compatible: bool = Field(default=False, description="also runs with later TensorRT versions")
-    weights: Weights = Field(
+    weights: WeightStorage = Field(
         default="embedded",
         description="refittable: can be replaced; stripped: read from the ONNX file at loading",
     )
     max_batch_size: int = Field(default=8, ge=1, le=4096, description="larger batches are split")
     opt_batch_size: int = Field(default=1, ge=1, le=4096, description="fastest batch")
-    lengths: Lengths | None = Field(default=None, description="in tokens; default from the data")
+    lengths: LengthSettings | None = Field(default=None, description="in tokens; default from the data")
     length_percentile: float = Field(
         default=99.0, ge=50, le=100, description="percentile of the data's lengths for lengths.max"
     )
-    profiles: list[Profile] = Field(
+    profiles: list[ProfileSettings] = Field(
         default_factory=list,
         max_length=8,
         description="optimization profiles; each call uses the smallest that fits, one must cover the others",
@@ -77,23 +79,23 @@ class TensorrtSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _batches(self) -> Self:
+    def _check_batch_sizes(self) -> Self:
         for profile in self.each_profile():
             if profile.opt_batch_size > profile.max_batch_size:
                 raise SettingError(
                     f"opt_batch_size ({profile.opt_batch_size}) must not be greater than max_batch_size"
-                    f" ({profile.max_batch_size})",
+                    f" ({profile.max_batch_size}). Change one of them",
                     code="opt-above-max",
                 )
         return self
 
     def each_profile(self) -> list[TensorrtSettings]:
-        """Return these settings once for each profile, with that profile's own values."""
+        """Return these settings once per profile, with that profile's own values."""
         if not self.profiles:
             return [self]
-        return [self._with(profile) for profile in self.profiles]
+        return [self._with_profile(profile) for profile in self.profiles]
 
-    def _with(self, profile: Profile) -> TensorrtSettings:
+    def _with_profile(self, profile: ProfileSettings) -> TensorrtSettings:
         said = {n: getattr(profile, n) for n in profile.model_fields_set if getattr(profile, n) is not None}
         if "length_percentile" in said:
             said["lengths"] = None

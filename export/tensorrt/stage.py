@@ -1,4 +1,4 @@
-"""ONNX to TensorRT: an engine per graph, for the lengths that the data has."""
+"""The stage `tensorrt`: build one engine per ONNX graph, for the lengths of the data."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import EVERY_TASK, Task
+from smelt.core.data import ALL_TASKS, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.tensorrt.build import BuildOptions, build_engine, timing_cache_path
-from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
-from smelt.export.tensorrt.preflight import Problem, check_profile, load_graph, preflight
-from smelt.export.tensorrt.profile import Range, Shapes, shapes_of
-from smelt.export.tensorrt.ranges import largest, profile_ranges
+from smelt.export.tensorrt.build_engine import BuildOptions, build_engine, timing_cache_path
+from smelt.export.tensorrt.optimization_profile import ProfileShapes, SizeRange, profile_shapes
+from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
+from smelt.export.tensorrt.profile_ranges import largest_profile, profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.third_party_ranges import third_party_ranges, third_party_shapes
 from smelt.runtime.backends.tensorrt_module import import_tensorrt
 from smelt.runtime.backends.tensorrt_sidecar import (
-    Sidecar,
-    external_files,
-    gpu_here,
-    hash_of_graph,
-    note_built,
+    EngineSidecar,
+    current_gpu,
+    external_data_files,
+    graph_hash,
+    record_built_engine,
     write_sidecar,
 )
 
@@ -32,18 +32,21 @@ from smelt.runtime.backends.tensorrt_sidecar import (
 class TensorrtStage:
     """Build a TensorRT engine for each ONNX graph.
 
-    Takes what `onnx: {target: tensorrt}` wrote, or an ONNX model that a recipe starts from; its dtype and
-    quantization are the engine's, since TensorRT 11 knows no others. The file is checked first, because
-    TensorRT builds some mistakes without a word. Sizes come from the data: batch 1 to `max_batch_size`,
-    lengths 1 to the 99th percentile, fastest at the median. An engine runs on the kind of GPU that built it,
-    unless `hardware_compatibility` says otherwise; beside each engine, `NAME.plan.json` says what built it.
+    The input is an export with `onnx: {target: tensorrt}`, or a third-party ONNX
+    model that a recipe starts from. Its dtype and quantization are also the
+    engine's, because TensorRT 11 has no precision settings. The file is checked
+    first, because TensorRT silently builds some wrong graphs. Sizes come from the
+    data: batch 1 to `max_batch_size`, lengths 1 to the 99th percentile, fastest
+    at the median. An engine runs on the kind of GPU that built it, unless
+    `hardware_compatibility` is set. `NAME.plan.json` next to each engine records
+    how it was built.
 
         - tensorrt: {optimization_level: 4, max_batch_size: 16}
         - tensorrt:
             profiles:
               - {max_batch_size: 1, length_percentile: 50}
               - {max_batch_size: 16}
-          optional: true      # without TensorRT: skipped, and the report says so
+          optional: true      # without TensorRT the step is skipped
     """
 
     name: ClassVar[str] = "tensorrt"
@@ -53,7 +56,7 @@ class TensorrtStage:
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
     version: ClassVar[int] = 5
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(EVERY_TASK)
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
 
     def __call__(self, src: Artifact, settings: TensorrtSettings, ctx: Context) -> None:
         """Write `NAME.plan` for every `NAME.onnx` of `src`, with config and tokenizer.
@@ -61,59 +64,60 @@ class TensorrtStage:
         Raises:
             InputError: the ONNX file was exported for another target, or no lengths are known.
             MissingDependencyError: TensorRT is not installed.
-            RunError: the preflight found an error, or TensorRT refused the graph (node and remedy named).
+            RunError: the preflight found an error, or TensorRT rejected the graph (with node and hint).
         """
         target, foreign = (src.manifest.details.get(word) for word in ("target", "foreign"))
         if target != "tensorrt" and not foreign:
             raise InputError(
-                f"{src.path}: this ONNX was exported for '{target}'; TensorRT needs its own."
-                " Put `- onnx: {target: tensorrt}` before the step, and `from:` where it branches off.",
+                f"{src.path}: this ONNX model was exported for '{target}', but tensorrt needs target"
+                " tensorrt. Put `- onnx: {target: tensorrt}` before this step, with `from:` set to the"
+                " step to export.",
                 code="unsupported-target",
             )
         trt = import_tensorrt()
-        profiles, limit = (foreign_ranges if foreign else profile_ranges)(src.path, settings, ctx)
+        profiles, limit = (third_party_ranges if foreign else profile_ranges)(src.path, settings, ctx)
         graphs = plan_graphs(
-            src.path, profiles, limit, ctx.warnings, foreign_shapes if foreign else shapes_of
+            src.path, profiles, limit, ctx.warnings, third_party_shapes if foreign else profile_shapes
         )
-        options = _options(trt, settings)
+        options = _build_options(trt, settings)
         for path, shapes in graphs.items():
             plan, said = build_engine(trt, path, shapes, options, ctx.progress)
             target_path = ctx.out / f"{path.stem}.plan"
             target_path.write_bytes(plan)
-            write_sidecar(target_path, _sidecar(trt, path, plan, shapes, options))
-            note_built(target_path)
+            write_sidecar(target_path, _engine_sidecar(trt, path, plan, shapes, options))
+            record_built_engine(target_path)
             for one in said[:5]:
                 ctx.warn(one.code, f"TensorRT: {one.message[:300]}", file=path.name)
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)
-        _copy_the_rest(src.path, ctx.out)
+        _copy_other_files(src.path, ctx.out)
         kept = ("parameters", "dtype", "scheme", "foreign")
         ctx.details.update({k: src.manifest.details[k] for k in kept if k in src.manifest.details})
         ctx.details.update(
             target="tensorrt",
             tensorrt=f"{trt.__name__} {trt.__version__}",
-            profile=_listed(profiles[largest(profiles)]),
+            profile=_as_lists(profiles[largest_profile(profiles)]),
         )
         if len(profiles) > 1:
-            ctx.details["profiles"] = [_listed(ranges) for ranges in profiles]
+            ctx.details["profiles"] = [_as_lists(ranges) for ranges in profiles]
 
 
 def plan_graphs(
     folder: Path,
-    profiles: Sequence[Mapping[str, Range]],
+    profiles: Sequence[Mapping[str, SizeRange]],
     limit: int | None,
     warnings: list[Message],
-    shapes_for: Callable[[Any, Mapping[str, Range], str], Shapes] = shapes_of,
-) -> dict[Path, list[Shapes]]:
-    """Return the shapes to build each ONNX graph for, by profile, after all have passed the preflight.
+    shapes_for: Callable[[Any, Mapping[str, SizeRange], str], ProfileShapes] = profile_shapes,
+) -> dict[Path, list[ProfileShapes]]:
+    """Return the shapes to build each ONNX graph for, by profile, after all passed the preflight.
 
-    shapes_for: what makes the shapes of a graph's inputs from the ranges.
+    shapes_for: the function that computes the shapes of a graph's inputs from the ranges.
 
     Raises:
         RunError: with every error of every graph.
     """
-    graphs: dict[Path, list[Shapes]] = {}
-    problems: list[Problem] = []
+    graphs: dict[Path, list[ProfileShapes]] = {}
+    problems: list[TensorrtProblem] = []
     for path in sorted(folder.glob("*.onnx")):
         model = load_graph(path)
         problems += preflight(model, path)
@@ -121,21 +125,25 @@ def plan_graphs(
         unfit = [problem for shapes in graphs[path] for problem in check_profile(model, shapes, limit)]
         problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(unfit)]
     if not graphs:
-        raise RunError(f"{folder}: no .onnx file in this folder.", code="missing-graph", file=str(folder))
+        raise RunError(
+            f"{folder}: no .onnx file in this folder. Put an onnx step before tensorrt.",
+            code="missing-graph",
+            file=str(folder),
+        )
     found = [problem.as_message() for problem in problems]
     warnings.extend(one for one in found if one.severity == "warning")
     errors = [one for one in found if one.severity == "error"]
     if errors:
         shown = [*map(str, errors[:20])] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)
         raise RunError(
-            "TensorRT cannot take this graph:\n  " + "\n  ".join(shown),
+            "TensorRT does not support this graph:\n  " + "\n  ".join(shown),
             code="unsupported-graph",
             found=errors,
         )
     return graphs
 
 
-def _options(trt: Any, settings: TensorrtSettings) -> BuildOptions:
+def _build_options(trt: Any, settings: TensorrtSettings) -> BuildOptions:
     cache = None
     if settings.timing_cache:
         import platform
@@ -150,14 +158,16 @@ def _options(trt: Any, settings: TensorrtSettings) -> BuildOptions:
     )  # fmt: skip
 
 
-def _sidecar(trt: Any, path: Path, plan: bytes, profiles: Sequence[Shapes], options: BuildOptions) -> Sidecar:
-    """Return what is said beside an engine: what built it, of what, for what."""
-    return Sidecar(
+def _engine_sidecar(
+    trt: Any, path: Path, plan: bytes, profiles: Sequence[ProfileShapes], options: BuildOptions
+) -> EngineSidecar:
+    """Return the metadata of an engine: how and from what it was built, and for which shapes."""
+    return EngineSidecar(
         package=trt.__name__,
         version=trt.__version__,
-        gpu=gpu_here(),
+        gpu=current_gpu(),
         graph=path.name,
-        graph_sha256=hash_of_graph(path),
+        graph_sha256=graph_hash(path),
         size_bytes=len(plan),
         weights=options.weights,
         version_compatible=options.version_compatible,
@@ -169,21 +179,21 @@ def _sidecar(trt: Any, path: Path, plan: bytes, profiles: Sequence[Shapes], opti
     )
 
 
-def _listed(ranges: Mapping[str, Range]) -> dict[str, list[int]]:
+def _as_lists(ranges: Mapping[str, SizeRange]) -> dict[str, list[int]]:
     return {name: [r.min, r.opt, r.max] for name, r in ranges.items()}
 
 
 def copy_graph(path: Path, out: Path) -> None:
-    """Copy a graph and the file of its weights: the engine takes them from there."""
+    """Copy a graph and its weight file, from which a stripped engine reads weights."""
     shutil.copyfile(path, out / path.name)
-    for file in external_files(path):
+    for file in external_data_files(path):
         there = out / file.relative_to(path.parent)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, there)
 
 
-def _copy_the_rest(src: Path, out: Path) -> None:
-    """Copy config, generation config and tokenizer: all that is neither a graph nor its weights."""
+def _copy_other_files(src: Path, out: Path) -> None:
+    """Copy config, generation config and tokenizer: all files that are not a graph or its weights."""
     from smelt.runtime.models.checkpoint import copy_tokenizer
 
     for name in ("config.json", "generation_config.json"):

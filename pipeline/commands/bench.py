@@ -7,13 +7,17 @@ from pathlib import Path
 
 import click
 
-from smelt.commands.options import device
+from smelt.commands.shared_options import device_options
 
 
-@click.command(short_help="Time artifacts side by side.")
+@click.command(short_help="Compare the latency of artifacts.")
 @click.argument("artifacts", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
-@click.option("--data", type=click.Path(path_type=Path), help="Texts: a file of rows, or of lines (.txt).")
-@click.option("--column", metavar="NAME", help="The column with the texts (default: as in a recipe).")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="File with the texts: a table, or one text per line (.txt).",
+)
+@click.option("--column", metavar="NAME", help="Column with the texts (default: as in a recipe).")
 @click.option(
     "--batch-size",
     "sizes",
@@ -26,12 +30,14 @@ from smelt.commands.options import device
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="Per process (default: those that an artifact names, else 1).",
+    help="CPU threads per process (default: the artifact's setting, else 1).",
 )
-@device
+@device_options
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(3, 1000))
-@click.option("--texts", default=16, show_default=True, type=click.IntRange(1, 10_000), help="How many.")
-@click.option("--max-new-tokens", type=click.IntRange(1, 4096), metavar="N", help="The longest output.")
+@click.option(
+    "--texts", default=16, show_default=True, type=click.IntRange(1, 10_000), help="Number of texts."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1, 4096), metavar="N", help="Maximum output length.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     artifacts: tuple[Path, ...],
@@ -46,12 +52,12 @@ def bench(
     max_new_tokens: int | None,
     as_json: bool,
 ) -> None:
-    """Time ARTIFACTS side by side; the first is what the others are against."""
+    """Measure the latency of ARTIFACTS and compare each with the first."""
     import json
 
+    from smelt.api.benchmark import time_artifacts as measure
+    from smelt.api.benchmark import timing_table
     from smelt.execute.display import Display
-    from smelt.use.bench import bench as measure
-    from smelt.use.bench import bench_text
 
     settings = {
         "batch_sizes": tuple(dict.fromkeys(sizes)),
@@ -61,14 +67,14 @@ def bench(
     }
     generation = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if max_new_tokens is not None:
-        settings["new_tokens"] = max_new_tokens  # of a language model, which always makes so many
-    display = Display()  # on standard error: what is printed stays JSON
-    display.begin("latency")
+        settings["new_tokens"] = max_new_tokens  # language models are timed with exactly this many
+    display = Display()  # writes to standard error, so that standard output is valid JSON
+    display.start_work("latency")
     try:
         result = measure(
             artifacts, data, column, settings, generation, device, display.progress, trust_engine
         )
     finally:
         display.close()
-    click.echo(json.dumps(result, indent=1) if as_json else bench_text(result))
+    click.echo(json.dumps(result, indent=1) if as_json else timing_table(result))
     sys.exit(1 if any(a["error"] for a in result["artifacts"].values()) else 0)

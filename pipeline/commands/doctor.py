@@ -1,7 +1,7 @@
-"""What is installed, what really works on this machine, and how to get what is missing.
+"""Check what is installed, what works on this machine, and how to install what is missing.
 
-A runtime counts as working only where it has just computed something. No probe can make the doctor
-fail: whatever goes wrong inside of one becomes its finding.
+A runtime counts as working only if it computes a correct result. Errors in a check become its result, so
+that `smelt doctor` does not fail.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from smelt.commands import runtime_probes as probes
-from smelt.commands.finding import Finding, Group, cause
+from smelt.commands.check_result import CheckGroup, CheckResult, first_error_line
 
-_TITLES: dict[Group, str] = {
+_GROUP_TITLES: dict[CheckGroup, str] = {
     "machine": "This machine",
     "packages": "Installed",
-    "runtimes": "Runtimes and devices (each has just been tried)",
-    "processor": "Processor instructions that make int8 and bf16 fast",
+    "runtimes": "Runtimes and devices (tested now)",
+    "processor": "CPU instructions for fast int8 and bf16",
 }
 _WIDTH = 80
 
 
-def diagnose() -> list[Finding]:
-    """Look at everything; takes a few seconds, since runtimes are imported and tried."""
-    findings: list[Finding] = []
+def run_checks() -> list[CheckResult]:
+    """Run all checks and return their results; takes a few seconds, as runtimes are imported and tested."""
+    findings: list[CheckResult] = []
     for look in (
         _machine,
         _packages,
@@ -36,70 +36,76 @@ def diagnose() -> list[Finding]:
         probes.try_engines,
         _processor,
     ):
-        findings += _safely(look)
+        findings += _run_probe(look)
     return findings
 
 
-def describe(findings: list[Finding]) -> str:
-    """Return the findings as text of at most 80 columns."""
+def format_check_results(results: list[CheckResult]) -> str:
+    """Return the results as text of at most 80 columns."""
     lines: list[str] = []
-    for group, title in _TITLES.items():
-        members = [f for f in findings if f.group == group]
+    for group, title in _GROUP_TITLES.items():
+        members = [f for f in results if f.group == group]
         if not members:
             continue
         lines += ["", title] if lines else [title]
         indent = max(len(f.name) for f in members) + 6
         for finding in members:
             mark = {True: "+", False: "-", None: " "}[finding.ok]
-            lines += _wrap(f"  {mark} {finding.name}".ljust(indent), finding.detail, indent)
+            lines += _wrap_lines(f"  {mark} {finding.name}".ljust(indent), finding.detail, indent)
             if finding.remedy:
-                lines += _wrap(" " * indent + "-> ", finding.remedy, indent + 3)
+                lines += _wrap_lines(" " * indent + "-> ", finding.remedy, indent + 3)
     return "\n".join(lines)
 
 
-def _wrap(head: str, text: str, indent: int) -> list[str]:
+def _wrap_lines(start: str, text: str, indent: int) -> list[str]:
     wrapped = textwrap.wrap(
-        text, _WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False
+        text, _WIDTH, initial_indent=start, subsequent_indent=" " * indent, break_on_hyphens=False
     )
-    return wrapped or [head.rstrip()]
+    return wrapped or [start.rstrip()]
 
 
-def _safely(look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Collect what a probe finds, up to where it breaks."""
-    found: list[Finding] = []
+def _run_probe(probe: Callable[[], Iterator[CheckResult]]) -> list[CheckResult]:
+    """Return the results of a probe; an exception becomes the last result."""
+    found: list[CheckResult] = []
     try:
-        found.extend(look())
-    except Exception as error:  # a broken library must not hide what the others say
-        found.append(Finding("runtimes", look.__name__.removeprefix("try").strip("_"), False, cause(error)))
+        found.extend(probe())
+    except Exception as error:  # a broken library must not hide the other results
+        found.append(
+            CheckResult(
+                "runtimes", probe.__name__.removeprefix("try").strip("_"), False, first_error_line(error)
+            )
+        )
     return found
 
 
-def _machine() -> Iterator[Finding]:
-    from smelt.evaluate.environment import environment
+def _machine() -> Iterator[CheckResult]:
+    from smelt.evaluate.environment import describe_environment
 
-    here = environment()
+    here = describe_environment()
     memory = f"{here['memory_bytes'] / 2**30:.1f} GiB memory"
-    yield Finding("machine", "processor", None, here["cpu"])
-    yield Finding("machine", "cores", None, f"{here['cores']} ({here['logical_cores']} logical), {memory}")
-    yield Finding("machine", "system", None, f"{here['os']}, Python {here['python']}")
+    yield CheckResult("machine", "processor", None, here["cpu"])
+    yield CheckResult(
+        "machine", "cores", None, f"{here['cores']} ({here['logical_cores']} logical), {memory}"
+    )
+    yield CheckResult("machine", "system", None, f"{here['os']}, Python {here['python']}")
     for gpu in here["gpus"]:
-        told = f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, compute {gpu['compute_capability']}"
-        yield Finding("machine", "gpu", None, told)
+        text = f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, compute {gpu['compute_capability']}"
+        yield CheckResult("machine", "gpu", None, text)
     if not here["gpus"]:
-        yield Finding("machine", "gpu", None, "no NVIDIA GPU (nvidia-smi is missing or does not answer)")
+        yield CheckResult("machine", "gpu", None, "no NVIDIA GPU (nvidia-smi is missing or fails)")
 
 
-def _packages() -> Iterator[Finding]:
-    from smelt.evaluate.environment import versions
+def _packages() -> Iterator[CheckResult]:
+    from smelt.evaluate.environment import installed_versions
 
-    found = versions()
+    found = installed_versions()
     for name, number in found.items():
-        yield Finding("packages", name, True, number)
+        yield CheckResult("packages", name, True, number)
     required = {"torch", "transformers", "onnx", "onnxsim", "onnxscript", "numpy", "sacrebleu"}
     for name in sorted(required - found.keys()):
-        yield Finding("packages", name, False, "missing", f"pip install {name}")
+        yield CheckResult("packages", name, False, "missing", f"pip install {name}")
     if {"onnxruntime", "onnxruntime-gpu"} <= found.keys():
-        yield Finding(
+        yield CheckResult(
             "packages",
             "onnxruntime",
             False,
@@ -108,8 +114,8 @@ def _packages() -> Iterator[Finding]:
         )
 
 
-# Linux's names of instruction sets (arch/x86/include/asm/cpufeatures.h, arch/arm64 hwcap) and what they do.
-_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+# Instruction sets with their names in Linux (arch/x86/include/asm/cpufeatures.h, arch/arm64 hwcap).
+_CPU_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86": {
         "AVX2": ("avx2",),
         "AVX-512": ("avx512f",),
@@ -122,13 +128,13 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def _processor() -> Iterator[Finding]:
+def _processor() -> Iterator[CheckResult]:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
-        yield Finding("processor", "unknown", None, f"{platform.system()} does not list them")
+        yield CheckResult("processor", "unknown", None, f"not available on {platform.system()}")
         return
     arm = platform.machine().lower() in ("aarch64", "arm64")
     flags = set(info.read_text(encoding="utf-8", errors="replace").split())
-    for name, any_of in _FLAGS["arm" if arm else "x86"].items():
+    for name, any_of in _CPU_FLAGS["arm" if arm else "x86"].items():
         present = [flag for flag in any_of if flag in flags]
-        yield Finding("processor", name, bool(present), ", ".join(present) or "no")
+        yield CheckResult("processor", name, bool(present), ", ".join(present) or "no")

@@ -8,23 +8,27 @@ from typing import Any
 import click
 
 
-@click.command(short_help="Look at a model, write a first recipe.")
+@click.command(short_help="Write a first recipe for a model.")
 @click.argument("model")
 @click.option(
     "--data",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A folder with train, validation and test, or a file, which is divided; may be repeated.",
+    help="Folder with train, validation and test, or one file, which is split; may be repeated.",
 )
-@click.option("--out", metavar="FILE", help="The recipe (default: NAME.yaml here); - prints it.")
-@click.option("--task", help="What the model is for, where its family can do several tasks.")
+@click.option("--out", metavar="FILE", help="File to write (default: NAME.yaml here); - prints the recipe.")
+@click.option("--task", help="Task, if the model's family supports several.")
 @click.option(
-    "--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name."
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="ROLE=NAME",
+    help="Name of a column, such as label=stars; may be repeated.",
 )
-@click.option("--source-language", metavar="CODE", help="Of a multilingual model, as in en_XX.")
-@click.option("--target-language", metavar="CODE", help="Of a multilingual model, as in de_DE.")
-@click.option("--fast", is_flag=True, help="As fast as we know to make it, by a longer training.")
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option("--source-language", metavar="CODE", help="Multilingual models: source, such as en_XX.")
+@click.option("--target-language", metavar="CODE", help="Multilingual models: target, such as de_DE.")
+@click.option("--fast", is_flag=True, help="Propose stronger compression with longer training.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(
     model: str,
     data: tuple[Path, ...],
@@ -36,24 +40,25 @@ def init(
     fast: bool,
     force: bool,
 ) -> None:
-    """Look at MODEL (a folder, a hub id or an .onnx file) and write a first recipe for it."""
-    from smelt.core.data import EVERY_TASK
-    from smelt.core.errors import InputError, nearest
-    from smelt.look.data import parse_columns
-    from smelt.look.init_recipe import Wishes, init_recipe
+    """Write a first recipe for MODEL (a folder, a hub id or an .onnx file)."""
+    from smelt.core.data import ALL_TASKS
+    from smelt.core.errors import InputError, did_you_mean
+    from smelt.inspect.data_files import parse_columns
+    from smelt.inspect.init_recipe import InitOptions, init_recipe
 
-    if task is not None and task not in EVERY_TASK:
-        known = ", ".join(EVERY_TASK)
+    if task is not None and task not in ALL_TASKS:
+        known = ", ".join(ALL_TASKS)
         raise InputError(
-            f"--task {task}: no such task; there are {known}.{nearest(task, EVERY_TASK)}", code="unknown-task"
+            f"--task {task}: unknown task. Supported tasks: {known}.{did_you_mean(task, ALL_TASKS)}",
+            code="unknown-task",
         )
     named = parse_columns(columns).model_dump(exclude_unset=True)
-    wishes = Wishes(task, named, (source_language, target_language), fast)
+    wishes = InitOptions(task, named, (source_language, target_language), fast)
     text, path = init_recipe(model, data, out, task, force, wishes)
     if path is None:
         click.echo(text, nl=False)
         return
     click.echo(f"Wrote {path}.")
     if not data:
-        click.echo("Name your files in it under data.")
+        click.echo("Set your files under data in the recipe.")
     click.echo(f"Next: smelt plan {path}")

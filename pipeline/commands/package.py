@@ -6,27 +6,27 @@ from pathlib import Path
 
 import click
 
-from smelt.commands.options import FOLDER, show
+from smelt.commands.shared_options import FOLDER_TYPE, print_untrusted
 
 
-def _formats() -> str:
-    """Return the formats, each with its summary, for the help."""
-    from smelt.export.package.registry import FORMS
+def _format_list() -> str:
+    """Return the list of formats with their summaries, for --help."""
+    from smelt.export.package.registry import PACKAGE_FORMATS
 
-    width = max(map(len, FORMS))
-    return "\b\n" + "\n".join(f"{name:{width}}  {form.summary}" for name, form in FORMS.items())
+    width = max(map(len, PACKAGE_FORMATS))
+    return "\b\n" + "\n".join(f"{name:{width}}  {form.summary}" for name, form in PACKAGE_FORMATS.items())
 
 
-class _Package(click.Command):
+class _PackageCommand(click.Command):
     """A command whose help lists the formats, which are imported only then."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        self.epilog = f"Formats:\n\n{_formats()}"
+        self.epilog = f"Formats:\n\n{_format_list()}"
         super().format_help(ctx, formatter)
 
 
-@click.command(cls=_Package, short_help="Write an artifact as a folder to ship.")
-@click.argument("artifact", type=FOLDER)
+@click.command(cls=_PackageCommand, short_help="Write an artifact as a folder for deployment.")
+@click.argument("artifact", type=FOLDER_TYPE)
 @click.option(
     "--format",
     "format_",
@@ -37,12 +37,12 @@ class _Package(click.Command):
 )
 @click.option("--out", metavar="FOLDER", help="The folder to write (default: NAME-FORMAT here).")
 def package(artifact: Path, format_: str, out: str | None) -> None:
-    """Write ARTIFACT as a folder of real files that others can open.
+    """Write ARTIFACT as a self-contained folder for deployment.
 
-    ARTIFACT is a folder such as runs/x/artifacts/onnx-int8. The package is complete or absent, and has a
-    README.md with its scores and how to load it.
+    ARTIFACT is a folder such as runs/x/artifacts/onnx-int8. The package has a README.md with its scores and
+    how to load it. If packaging fails, no folder is written.
     """
-    from smelt.use.package import package_artifact, package_lines
+    from smelt.api.packaging import package_artifact, package_lines
 
     for line in package_lines(package_artifact(artifact, format_, out)):
-        show(line)
+        print_untrusted(line)

@@ -7,28 +7,28 @@ from pathlib import Path
 
 import click
 
-from smelt.commands.options import show
+from smelt.commands.shared_options import print_untrusted
 
 
-@click.command("tensorrt-check", short_help="Say what TensorRT would reject of an ONNX file.")
+@click.command("tensorrt-check", short_help="Check an ONNX file for problems with TensorRT.")
 @click.argument("path", metavar="FILE|ARTIFACT", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tensorrt_check(path: Path, as_json: bool) -> None:
-    """Say what TensorRT would reject of FILE.onnx or ARTIFACT, or silently do otherwise.
+    """Check FILE.onnx or ARTIFACT for what TensorRT rejects or computes differently.
 
-    Needs neither TensorRT nor a GPU. Each finding comes with its node, the reason and what to do. Where
-    TensorRT is installed and can make a builder, its own parser is asked too. Exits with 1 where something
-    would be rejected, or built into an engine that computes something else.
+    Needs neither TensorRT nor a GPU. Each problem is listed with its node, the reason and a fix. If TensorRT
+    is installed and its builder works, its parser is run too. Exits with 1 if TensorRT would reject the
+    graph, or build an engine with different results.
     """
-    from smelt.use.tensorrt_check import as_json as listed
-    from smelt.use.tensorrt_check import check_graphs, describe_checks
+    from smelt.api.tensorrt_compatibility import check_tensorrt_graphs, describe_checks
+    from smelt.api.tensorrt_compatibility import checks_as_json as listed
 
-    checks = check_graphs(path)
+    checks = check_tensorrt_graphs(path)
     if as_json:
         import json
 
         click.echo(json.dumps(listed(checks), indent=1))
     else:
-        show(describe_checks(checks))
+        print_untrusted(describe_checks(checks))
     if any(checked.rejected for checked in checks):
         sys.exit(1)

@@ -1,1 +1,1 @@
-"""Carrying a plan out: steps, scores, times, the run's folder."""
+"""Run a plan: steps, scores, latency, report, the run's folder."""

@@ -1,6 +1,6 @@
-"""What a person sees while a run works: a line with time left on a terminal, plain lines elsewhere.
+"""Progress of a run: a line with the time left on a terminal, plain lines elsewhere.
 
-Everything also goes, with times, into the run's `log.txt`.
+All lines are also written to the run's `log.txt`, with time stamps.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from smelt.core.text import printable
+from smelt.core.text import escape_controls
 
-_REDRAW_EVERY_S = 0.1
-_PLAIN_EVERY_S = 30.0
+_REDRAW_SECONDS = 0.1
+_PLAIN_LINE_SECONDS = 30.0
 
 
 class Display:
-    """Lines for finished things, and one moving line for the work under way."""
+    """Prints lines for finished work, and one progress line that is updated in place."""
 
     def __init__(self, log: Path | None = None, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._stream = stream or sys.stderr
@@ -27,10 +27,10 @@ class Display:
         self._log = log.open("a", encoding="utf-8") if log else None
         self.log_path = log or Path("log.txt")
         self._drawn = False
-        self.begin("")
+        self.start_work("")
 
-    def begin(self, what: str) -> None:
-        """Name the work that the next `progress` calls are about."""
+    def start_work(self, what: str) -> None:
+        """Set the label of the following `progress` calls."""
         self._what = what
         self._started = time.monotonic()
         self._last = self._started if not self._moving else 0.0
@@ -38,7 +38,7 @@ class Display:
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total` with the time left, at most ten times a second."""
         now = time.monotonic()
-        if self._quiet or now - self._last < (_REDRAW_EVERY_S if self._moving else _PLAIN_EVERY_S):
+        if self._quiet or now - self._last < (_REDRAW_SECONDS if self._moving else _PLAIN_LINE_SECONDS):
             return
         self._last = now
         left = (now - self._started) / done * (total - done) if done else None
@@ -46,27 +46,27 @@ class Display:
             f", {duration(left)} left" if left is not None else ""
         )
         if self._moving:
-            self._stream.write(f"\r\x1b[K{printable(text)[:79]}")
+            self._stream.write(f"\r\x1b[K{escape_controls(text)[:79]}")
             self._stream.flush()
             self._drawn = True
         else:
             self._stream.write(text + "\n")
 
-    def line(self, text: str) -> None:
-        """Print a line that stays, and write it to the log."""
+    def print_line(self, text: str) -> None:
+        """Print a permanent line, and write it to the log."""
         self._clear()
-        text = printable(text)
+        text = escape_controls(text)
         if not self._quiet:
             self._stream.write(text + "\n")
             self._stream.flush()
         self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
-    def record(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """Write `text` to the log only."""
-        self._write(f"    {printable(text)}\n")
+        self._write(f"    {escape_controls(text)}\n")
 
     def _write(self, text: str) -> None:
-        """Write to the log; a full disk ends the log, not the run."""
+        """Write to the log; if that fails, stop logging and continue."""
         if self._log is None:
             return
         try:
@@ -74,12 +74,12 @@ class Display:
             self._log.flush()
         except OSError as error:
             log, self._log = self._log, None
-            self._stream.write(f"warning: {self.log_path}: no log from here on: {error.strerror}.\n")
-            with suppress(OSError):  # closing tries to write what is left once more
+            self._stream.write(f"warning: {self.log_path}: logging stopped: {error.strerror}.\n")
+            with suppress(OSError):  # closing flushes the buffer again
                 log.close()
 
     def close(self) -> None:
-        """Remove the moving line and close the log."""
+        """Remove the progress line and close the log."""
         self._clear()
         if self._log:
             with suppress(OSError):
@@ -93,7 +93,7 @@ class Display:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time as a person writes it: 0.3 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration as text: 0.3 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:

@@ -1,8 +1,7 @@
-"""What went wrong in a step or a command, said in words: memory, disk, permission, or a bug.
+"""Explain unexpected errors of steps and commands: memory, disk, permission, or a bug.
 
-A stage raises `SmeltError` for what it foresees. Everything else that comes out of it, or out of the
-libraries below, is told apart here; the traceback goes into a file (the run's log, for a step) and never
-on the terminal.
+Stages raise `SmeltError` for expected errors. All other exceptions, also those of libraries, are classified
+here; the traceback is written to a file (the run's log, for a step), never to the terminal.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from pathlib import Path
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError, SmeltError
-from smelt.core.files import size_of
+from smelt.core.files import folder_size
 
-# What torch, CUDA, ONNX Runtime and C++ say where memory runs out; none of them raises MemoryError.
-_MEMORY_WORDS = (
+# Messages of torch, CUDA, ONNX Runtime and C++ when out of memory; they do not raise MemoryError.
+_MEMORY_PHRASES = (
     "not enough memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -31,45 +30,45 @@ _MEMORY_WORDS = (
     "bad allocation",
     "failed to allocate memory",
 )
-# Written files may pass through Rust or C++, which tell of the disk in words only.
-_DISK_WORDS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
-_DISK_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
-_LIMIT_WORDS = ("file too large", "os error 27)")
+# Libraries in Rust or C++ report a full disk only in the message.
+_DISK_PHRASES = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_FILE_SIZE_PHRASES = ("file too large", "os error 27)")
 
 
 class _ExplainedError(RunError):
-    """An error that was told apart already."""
+    """An error that was explained already."""
 
 
-def explain(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
-    """Return the error that tells the user of `error`; a `SmeltError` is its own.
+def explain_step_error(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
+    """Return an error with a message for the user; a `SmeltError` is returned unchanged.
 
     Args:
-        error: what came out of the step.
+        error: the exception of the step.
         step: the step's name.
-        folder: the step's workspace, while it is still there, else the store or the run's folder.
-        log: the file that gets the traceback.
+        folder: the step's workspace if it still exists, else the store or the run's folder.
+        log: the file with the traceback.
     """
     if isinstance(error, _ExplainedError):
         return error
-    # a library may wrap a full disk or short memory in an error of its own, smelt's runners too
-    shortage = _shortage(error, folder)
+    # libraries and smelt's runners may wrap errors about disk or memory
+    shortage = _resource_shortage(error, folder)
     if shortage is None and isinstance(error, SmeltError):
         return error
-    code, text = shortage or _unforeseen(error, log)
+    code, text = shortage or _unexpected_error(error, log)
     return _ExplainedError(f"{step}: {text}", code=code)
 
 
-def of_the_user(
+def with_user_paths(
     failure: SmeltError, store: Path, given: Path | None, artifacts: Mapping[str, Artifact]
 ) -> SmeltError:
-    """Return `failure` with places that its reader knows instead of folders of the store.
+    """Return `failure` with paths in the store replaced by paths that the user knows.
 
     Args:
-        failure: what is told.
+        failure: the error.
         store: the root of the store.
-        given: the folder that the user named as the model, where its copy is being made.
-        artifacts: of the run, by step: what lies in the store is told as `artifacts/STEP` of the run.
+        given: the user's model folder, replaces the copy that is being made.
+        artifacts: artifacts of the run by step; their paths become `artifacts/STEP`.
     """
     text = str(failure)
     if str(store) not in text:
@@ -85,54 +84,54 @@ def of_the_user(
 
 
 def explain_command(error: Exception, command: str) -> SmeltError:
-    """Return what explains an `error` that no step of a run raised; its traceback goes into a file."""
-    log = Path(os.devnull)  # where a full disk has no room for the traceback either
+    """Return the explanation of an `error` of a command; its traceback is written to a temporary file."""
+    log = Path(os.devnull)  # if the disk is too full for the traceback
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(prefix=f"smelt-{command}-", suffix=".log", text=True)
         log = Path(name)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.writelines(traceback.format_exception(error))
-    return explain(error, f"smelt {command}", Path.cwd(), log)
+    return explain_step_error(error, f"smelt {command}", Path.cwd(), log)
 
 
-def _shortage(error: Exception, folder: Path) -> tuple[str, str] | None:
-    """Return code and text where the disk is full or the memory short, else None."""
-    if _runs_through(error, _is_disk):
-        return "disk-full", f"the disk is full: {_written(error, folder)}"
-    if _runs_through(error, _is_limit):
+def _resource_shortage(error: Exception, folder: Path) -> tuple[str, str] | None:
+    """Return code and message if disk or memory is exhausted, else None."""
+    if _any_in_chain(error, _is_disk_full):
+        return "disk-full", f"the disk is full: {_write_failure_text(error, folder)}"
+    if _any_in_chain(error, _is_file_size_limit):
         return (
             "file-too-large",
-            f"the system allows no file as large as this (ulimit -f): {_written(error, folder)}",
+            f"file larger than the system's limit (ulimit -f): {_write_failure_text(error, folder)}",
         )
-    if _runs_through(error, _is_memory):
+    if _any_in_chain(error, _is_out_of_memory):
         return "out-of-memory", (
-            f"out of memory: {_first_line(error)} Try a smaller batch_size (max_tokens_per_batch),"
+            f"out of memory: {_first_line(error)} Use a smaller batch_size or max_tokens_per_batch,"
             " or a machine with more memory."
         )
     return None
 
 
-def _unforeseen(error: Exception, log: Path) -> tuple[str, str]:
-    """Return code and text of an error that nobody has explained."""
+def _unexpected_error(error: Exception, log: Path) -> tuple[str, str]:
+    """Return code and message of any other unexpected error."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         code = "permission-denied" if isinstance(error, PermissionError) else "system-error"
         return code, f"{where}{error.strerror or error}. The traceback is in {log}."
     return "unforeseen", (
-        f"an error that smelt did not foresee, most likely a bug: {type(error).__name__}:"
-        f" {_first_line(error)} The traceback is in {log}; please report it with the recipe."
+        f"unexpected error, probably a bug in smelt: {type(error).__name__}: {_first_line(error)}"
+        f" The traceback is in {log}. Please report it with the recipe."
     )
 
 
-def trace(error: Exception) -> str:
-    """Return the traceback of what smelt did not foresee in `error`, or nothing where it foresaw it all."""
-    if all(isinstance(e, SmeltError) for e in _chain(error)):
+def unexpected_traceback(error: Exception) -> str:
+    """Return the traceback if the chain of `error` has an unexpected exception; else an empty string."""
+    if all(isinstance(e, SmeltError) for e in _exception_chain(error)):
         return ""
     return "".join(traceback.format_exception(error))
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and what it was raised from."""
+def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error` and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -140,54 +139,54 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _runs_through(error: Exception, test: Callable[[BaseException], bool]) -> bool:
-    return any(test(e) for e in _chain(error))
+def _any_in_chain(error: Exception, test: Callable[[BaseException], bool]) -> bool:
+    return any(test(e) for e in _exception_chain(error))
 
 
-def _is_disk(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _DISK_NUMBERS:
+def _is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
         return True
-    return any(word in str(error).lower() for word in _DISK_WORDS)
+    return any(word in str(error).lower() for word in _DISK_PHRASES)
 
 
-def _is_limit(error: BaseException) -> bool:
+def _is_file_size_limit(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return True
-    return any(word in str(error).lower() for word in _LIMIT_WORDS)
+    return any(word in str(error).lower() for word in _FILE_SIZE_PHRASES)
 
 
-def _is_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     foreign = not isinstance(error, SmeltError | OSError)
-    return foreign and any(word in str(error).lower() for word in _MEMORY_WORDS)
+    return foreign and any(word in str(error).lower() for word in _MEMORY_PHRASES)
 
 
-def _written(error: Exception, folder: Path) -> str:
-    """Say which file could not be written, how much was there, and how much room is left."""
-    # a copy names its source first
-    places = (e.filename2 or e.filename for e in _chain(error) if isinstance(e, OSError))
+def _write_failure_text(error: Exception, folder: Path) -> str:
+    """Return which file could not be written, how much was written, and how much space is free."""
+    # for copies, filename2 is the destination
+    places = (e.filename2 or e.filename for e in _exception_chain(error) if isinstance(e, OSError))
     names = (os.fsdecode(place) for place in places if isinstance(place, str | bytes | os.PathLike))
     out = folder / "out"
-    had = f"; the step had written {size_of(out):,} bytes" if out.is_dir() else ""
+    had = f"; the step wrote {folder_size(out):,} bytes" if out.is_dir() else ""
     try:
-        free = f"; {shutil.disk_usage(folder).free:,} bytes are free there now"
+        free = f"; {shutil.disk_usage(folder).free:,} bytes are free"
     except OSError:
         free = ""
     return (
-        f"{next(names, None) or _newest(out) or folder} could not be written{had}{free}. Nothing half-written"
-        " is kept. Make room, or give other folders with --store and --out."
+        f"cannot write {next(names, None) or _newest_file(out) or folder}{had}{free}. Incomplete files are"
+        " removed. Free some space, or choose other folders with --store and --out."
     )
 
 
-def _newest(folder: Path) -> Path | None:
-    """Return the file below `folder` that was written to last."""
+def _newest_file(folder: Path) -> Path | None:
+    """Return the most recently written file in `folder`."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of the message, as a sentence of at most 300 characters."""
+    """Return the first line of the message, at most 300 characters, ending with a full stop."""
     lines = str(error).strip().splitlines()
     text = (lines[0] if lines else type(error).__name__)[:300].rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""Latency of a run's artifacts, kept in the store by artifact, baseline, texts, settings and machine."""
+"""Measure the latency of a run's artifacts; results are stored by artifact, baseline, texts and machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import IMAGES, Split
-from smelt.core.files import hash_of
-from smelt.core.messages import as_json
+from smelt.core.data import IMAGE_CLASSIFICATION, Split
+from smelt.core.files import json_hash
+from smelt.core.messages import messages_to_json
 from smelt.core.stage import Progress
 from smelt.core.store.store import Store
 from smelt.execute.scoring import library_versions
-from smelt.look.machine import device_of
+from smelt.inspect.machine import artifact_device
 
 if TYPE_CHECKING:
-    from smelt.evaluate.latency import Latency, LatencySettings
+    from smelt.evaluate.latency import LatencyResults, LatencySettings
 
-# What the time from text to text depends on, besides smelt itself.
-_LIBRARIES = (
+# Libraries that affect the latency from text to text.
+_LATENCY_LIBRARIES = (
     "torch",
     "transformers",
     "tokenizers",
@@ -37,14 +37,14 @@ _LIBRARIES = (
     "openvino",
 )
 
-# What reads the rows of a task besides.
-_DECODERS: dict[str, tuple[str, ...]] = {IMAGES: ("pillow",)}
+# Libraries that also decode the inputs of a task.
+_DECODING_LIBRARIES: dict[str, tuple[str, ...]] = {IMAGE_CLASSIFICATION: ("pillow",)}
 
-Measured = Mapping[str, dict[str, Any]]
+MeasuredLatency = Mapping[str, dict[str, Any]]
 
 
 class LatencyScores:
-    """Measures what the store does not know yet, and only that."""
+    """Measures latencies that are not in the store yet."""
 
     def __init__(self, store: Store, recipe: Any, split: Split) -> None:
         self.store, self.recipe, self.split = store, recipe, split
@@ -56,24 +56,24 @@ class LatencyScores:
         progress: Progress,
         fresh: bool = False,
         known_alone: Set[str] = frozenset(),
-        told: Callable[[Measured], None] = lambda measured: None,
+        told: Callable[[MeasuredLatency], None] = lambda measured: None,
         seconds: float | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or a message}`.
 
-        What was timed is kept as soon as an artifact is through, so a run that is stopped loses only the
-        artifact under way. Times that were disturbed are kept for nobody: the next run takes them anew.
+        Results are stored after each artifact, so that an interrupted run loses only the current one.
+        Disturbed measurements are not stored; the next run measures again.
 
         Args:
-            artifacts: by step name.
-            baseline: the step that the others are compared with.
-            progress: told of every pair of rounds.
-            fresh: take all times anew.
-            known_alone: steps that are not timed now; what the store knows of them is returned.
-            told: called with what is known, at first and after each artifact.
-            seconds: what it may take, where the recipe does not say it; None: as long as it needs.
+            artifacts: artifacts by step name.
+            baseline: the step that all others are compared with.
+            progress: called after every pair of rounds.
+            fresh: measure everything again.
+            known_alone: steps that are not measured now; only their stored results are returned.
+            told: called with the results so far, at the start and after each artifact.
+            seconds: time limit if the recipe sets none; None: no limit.
         """
-        from smelt.evaluate.latency import measure
+        from smelt.evaluate.latency import measure_latency
 
         keys = {name: self._key(artifact, artifacts[baseline]) for name, artifact in artifacts.items()}
         known = {n: v for n, key in keys.items() if (v := self.store.read_score(key))}
@@ -84,16 +84,16 @@ class LatencyScores:
             return kept
         score = self.recipe.score
 
-        def keep(result: Latency, name: str) -> None:
-            for each in (name, baseline):  # the baseline's rounds lie beside each artifact's
+        def keep(result: LatencyResults, name: str) -> None:
+            for each in (name, baseline):  # the baseline is measured together with each artifact
                 if each in missing and (each in result.rows or each in result.errors):
-                    kept[each] = _value(artifacts[each], result, each)
-                    if _is_good(kept[each], score.latency.rounds, result.cut):
+                    kept[each] = _score_entry(artifacts[each], result, each)
+                    if _is_reusable(kept[each], score.latency.rounds, result.reduced):
                         self.store.write_score(keys[each], kept[each])
             told(kept)
 
-        with timed_rows(self.split, score.latency) as (split, arrays):
-            result = measure(
+        with timing_samples(self.split, score.latency) as (split, arrays):
+            result = measure_latency(
                 {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}},
                 baseline,
                 [e.text for e in split.examples],
@@ -103,7 +103,7 @@ class LatencyScores:
                 progress=progress,
                 pairs=[e.text_pair for e in split.examples],
                 device=self.recipe.device,
-                counts=_counts(kept),
+                counts=_text_counts(kept),
                 told=keep,
                 arrays=arrays,
                 seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
@@ -114,70 +114,72 @@ class LatencyScores:
 
     def _key(self, artifact: Artifact, baseline: Artifact) -> str:
         from smelt.evaluate.environment import machine_id
-        from smelt.evaluate.latency import VERSION
+        from smelt.evaluate.latency import LATENCY_VERSION
 
-        return hash_of(
+        return json_hash(
             {
                 "kind": "latency",
-                "version": VERSION,
+                "version": LATENCY_VERSION,
                 "artifact": artifact.key,
                 "baseline": baseline.key,
                 "data": self.split.fingerprint,
-                "settings": self.recipe.score.latency.key(),
+                "settings": self.recipe.score.latency.cache_key(),
                 "generation": self.recipe.score.generation.model_dump(),
                 "machine": machine_id(),
-                "device": [device_of(a, self.recipe.device) for a in (artifact, baseline)],
-                "libraries": library_versions((*_LIBRARIES, *_DECODERS.get(self.recipe.task, ()))),
+                "device": [artifact_device(a, self.recipe.device) for a in (artifact, baseline)],
+                "libraries": library_versions(
+                    (*_LATENCY_LIBRARIES, *_DECODING_LIBRARIES.get(self.recipe.task, ()))
+                ),
             }
         )
 
 
 @contextlib.contextmanager
-def timed_rows(split: Split, settings: LatencySettings) -> Iterator[tuple[Split, Path | None]]:
-    """Yield the rows to be timed and, where they are arrays, a file of them for the processes that time.
+def timing_samples(split: Split, settings: LatencySettings) -> Iterator[tuple[Split, Path | None]]:
+    """Yield the samples to measure and, for arrays, a file with them for the measuring processes.
 
-    Of arrays no more rows than are used: they are of one shape, so one is as long as the other.
+    Arrays are limited to the number of samples in use: they all have one shape, so none is longer.
     """
     if split.arrays is None:
         yield split, None
         return
-    from smelt.core.rows.arrays import write_arrays
+    from smelt.core.readers.npz_arrays import write_npz
 
-    some = split.head(max(settings.texts, *settings.batch_sizes))
+    some = split.take(max(settings.texts, *settings.batch_sizes))
     assert some.arrays is not None
     with TemporaryDirectory(prefix="smelt-") as folder:
         path = Path(folder, "rows.npz")
-        write_arrays(path, some.arrays.values)
+        write_npz(path, some.arrays.values)
         yield some, path
 
 
-def _value(artifact: Artifact, result: Latency, name: str) -> dict[str, Any]:
+def _score_entry(artifact: Artifact, result: LatencyResults, name: str) -> dict[str, Any]:
     error = result.errors.get(name)
     return {
         "artifact": artifact.key,
         "rows": result.rows.get(name, []),
         "peak_memory_bytes": result.peak_memory_bytes.get(name),
-        "error": error and as_json([error])[0],
+        "error": error and messages_to_json([error])[0],
     }
 
 
-def _is_good(value: Mapping[str, Any], rounds: int, cut: bool) -> bool:
-    """Say whether a later run may take these times for its own, however long it may take.
+def _is_reusable(value: Mapping[str, Any], rounds: int, reduced: bool) -> bool:
+    """Return whether a later run may reuse these results.
 
     Args:
-        value: of an artifact.
-        rounds: that the recipe asks for.
-        cut: whether fewer texts were used for lack of time.
+        value: results of an artifact.
+        rounds: number of rounds set in the recipe.
+        reduced: whether fewer texts were used because of the time limit.
     """
     return (
         value["error"] is None
-        and not cut
+        and not reduced
         and all(
             row["stable"] and sum(one["counted"] for one in row["rounds"]) >= rounds for row in value["rows"]
         )
     )
 
 
-def _counts(kept: Measured) -> dict[int, int]:
-    """Return how many texts earlier times were taken on, by batch size, so that all are of the same."""
-    return {row["batch_size"]: row["texts"] for value in kept.values() for row in value["rows"]}
+def _text_counts(cached: MeasuredLatency) -> dict[int, int]:
+    """Return the number of texts in earlier measurements by batch size, so that new ones use the same."""
+    return {row["batch_size"]: row["texts"] for value in cached.values() for row in value["rows"]}

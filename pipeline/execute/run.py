@@ -1,4 +1,4 @@
-"""From a recipe to a folder with report and artifacts: the main job of smelt."""
+"""Run a plan and write a folder with report and artifacts."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import CUSTOM, Split
-from smelt.core.errors import UNNAMED, InputError, SmeltError, panics_explained
+from smelt.core.data import CUSTOM_TASK, Split
+from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
 from smelt.core.messages import Message
-from smelt.core.shares import limited
-from smelt.core.store.locks import lock
+from smelt.core.split_division import limit_split
+from smelt.core.store.locks import file_lock
 from smelt.core.store.store import Store
 from smelt.execute.display import Display, duration
-from smelt.execute.failures import explain, of_the_user, trace
+from smelt.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.execute.latency_scores import LatencyScores
-from smelt.execute.report_data import ReportBuilder
-from smelt.execute.roots.begin import begin
-from smelt.execute.run_folder import RunFolder, require_runs_folder
-from smelt.execute.run_result import Report, Result, chosen, write_report
+from smelt.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
+from smelt.execute.run_folder import RunFolder, require_run_folder
+from smelt.execute.run_result import Report, Result, recommended_steps, write_report
 from smelt.execute.scoring import Scorer
-from smelt.execute.steps import Workshop
-from smelt.execute.store_runs import at_work, place_of_store
-from smelt.look.machine import unscored_reason
-from smelt.planning.untrained import NOT_SCORED
-from smelt.planning.warnings import data_warnings, few_windows
-from smelt.recipe.recipe import SPEEDS
+from smelt.execute.sources.first_artifact import make_first_artifact
+from smelt.execute.step_runner import StepRunner
+from smelt.execute.store_runs import default_store, register_run
+from smelt.inspect.machine import unscored_reason
+from smelt.planning.untrained_checks import UNTRAINED_NOT_SCORED
+from smelt.planning.warnings import data_warnings, few_windows_warnings
+from smelt.recipe.recipe import SPEED_METRICS
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
-    from smelt.planning.plan import Plan, Step
+    from smelt.planning.plan import Plan, PlanStep
 
-ROOT = "model"
-_NOT_ASKED = "scores were not asked for"
-# Seconds that taking times may need, however little the stages took.
-_SHORTEST = 60.0
+MODEL_STEP = "model"
+_SCORING_DISABLED = "scoring is disabled"
+# Minimum time limit in seconds for latency measurements, if the stages were faster.
+_MIN_LATENCY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line adds to a recipe.
+class RunOptions:
+    """Options of a run from the command line.
 
-    out: the run's folder (default: runs/NAME beside the current folder). store: where artifacts and
-    scores are kept (default: the nearest .store in a folder above, else one beside the run's folder).
-    fresh: steps to be built anew, {"*"} for all. limit: use so many rows of every split. scored: whether
-    quality and latency are measured.
+    out: the run's folder (default: runs/NAME in the current folder). store: folder for artifacts and scores
+    (default: the nearest .store in a parent folder, else one next to the run's folder). rebuild: steps to
+    build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
+    and latency are measured.
     """
 
     out: Path | None = None
@@ -61,60 +61,61 @@ class Options:
     scored: bool = True
 
 
-def run_plan(plan: Plan, options: Options) -> Result:
-    """Carry out `plan`. The report is written before the first step and after each, so also if it is killed.
+def run_plan(plan: Plan, options: RunOptions) -> Result:
+    """Run `plan` and return its result; the report is written after every step.
 
     Raises:
-        InputError: what can be known before any work is done; nothing has been written then.
+        InputError: the plan, the data or the folders are not suitable; nothing was written.
     """
     plan.require_runnable()
-    unknown = options.rebuild - {"*", ROOT} - {s.name for s in plan.steps}
+    unknown = options.rebuild - {"*", MODEL_STEP} - {s.name for s in plan.steps}
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
         raise InputError(
-            f"--rebuild {', '.join(sorted(unknown))}: no such step; there are {known}.", code="unknown-step"
+            f"--rebuild {', '.join(sorted(unknown))}: unknown step. Known steps: {known}.",
+            code="unknown-step",
         )
-    options = replace(options, limit=_rows(options.limit))
+    options = replace(options, limit=_checked_limit(options.limit))
     whole = plan.read_data()
-    data = {name: limited(split, options.limit) for name, split in whole.items()}
+    data = {name: limit_split(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
-    require_runs_folder(folder)
-    place, new_store = (options.store, "") if options.store else place_of_store(folder)
+    require_run_folder(folder)
+    place, new_store = (options.store, "") if options.store else default_store(folder)
     store = Store(place)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(folder / ".lock", partial(_refuse, folder)))
-            stack.enter_context(at_work(store.root, folder))
+            stack.enter_context(file_lock(folder / ".lock", partial(_raise_folder_in_use, folder)))
+            stack.enter_context(register_run(store.root, folder))
             display = Display(folder / "log.txt", quiet=options.quiet)
         except OSError as error:
             raise InputError(
-                f"{error.filename or folder}: cannot be used for the run: {error.strerror}."
-                " Give another folder with --out.",
+                f"{error.filename or folder}: cannot use this folder for the run: {error.strerror}."
+                " Choose another folder with --out.",
                 code="unusable-folder",
             ) from error
         stack.callback(display.close)
         if any(step.needs & {"train", "unlabelled", "calibration"} for step in plan.steps):
-            from smelt.compress.train.state import denormals_as_zero
+            from smelt.compress.train.training_state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())
         if new_store:
-            display.line(f"note: {new_store}")
-        run = _Run(plan, options, whole, data, folder, store, display)
-        run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
-        return run.go()
+            display.print_line(f"note: {new_store}")
+        run = _PlanRunner(plan, options, whole, data, folder, store, display)
+        run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
+        return run.execute()
 
 
-def _told(failure: SmeltError) -> str:
+def _log_text(failure: SmeltError) -> str:
     """Return an error as a line of the log."""
-    return f"error[{failure.code or UNNAMED}]: {failure}"
+    return f"error[{failure.code or DEFAULT_CODE}]: {failure}"
 
 
-def _rows(limit: Any) -> int | None:
-    """Return a limit as a number of rows.
+def _checked_limit(limit: Any) -> int | None:
+    """Return the limit as a number of samples.
 
     Raises:
-        InputError: it is something else.
+        InputError: it is not an integer of at least 1.
     """
     if limit is None:
         return None
@@ -122,32 +123,32 @@ def _rows(limit: Any) -> int | None:
         if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
             return rows
     raise InputError(
-        f"limit: expected how many rows of every split, 1 or more, read {limit!r}.",
+        f"limit: expected a number of samples of at least 1, got {limit!r}.",
         code="wrong-value",
         setting="limit",
     )
 
 
-def _refuse(folder: Path, holder: str) -> None:
-    """Say that the folder of a run belongs to one run at a time.
+def _raise_folder_in_use(folder: Path, holder: str) -> None:
+    """Raise the error that another run uses the folder.
 
     Raises:
         InputError: always.
     """
     raise InputError(
-        f"{folder}: {holder} is working on a run in this folder. Give another one with --out.",
+        f"{folder}: {holder} is running in this folder. Choose another folder with --out, or wait.",
         code="folder-in-use",
         file=str(folder),
     )
 
 
-class _Run:
-    """The state of one run; `go` is its story."""
+class _PlanRunner:
+    """Runs one plan and holds the state of the run."""
 
     def __init__(
         self,
         plan: Plan,
-        options: Options,
+        options: RunOptions,
         whole: dict[str, Split],
         data: dict[str, Split],
         folder: Path,
@@ -155,9 +156,9 @@ class _Run:
         display: Display,
     ) -> None:
         recipe = plan.recipe
-        self.plan, self.options, self.whole, self.data = plan, options, whole, data
+        self.plan, self.options, self.all_data, self.data = plan, options, whole, data
         self.folder, self.store, self.display = folder, store, display
-        self.place = RunFolder(folder)
+        self.run_folder = RunFolder(folder)
         score = recipe.score
         self.scorer = Scorer(
             store,
@@ -170,7 +171,7 @@ class _Run:
             recipe.device,
             recipe.tokenize,
         )
-        self.shop = Workshop(
+        self.step_runner = StepRunner(
             store,
             recipe.task,
             data,
@@ -182,210 +183,231 @@ class _Run:
             windows=recipe.data.windows if recipe.task == "language-modeling" else None,
         )
         self.artifacts: dict[str, Artifact] = {}
-        self.kept: dict[str, Artifact] = {}
+        self.previous_artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit)
 
-    def warn(self, found: Sequence[Message]) -> None:
-        """Take what a person should know into the report; say what the plan could not."""
+    def add_warnings(self, found: Sequence[Message]) -> None:
+        """Add warnings to the report, and print those that the plan did not have."""
         for message in found:
-            if self.report.warn(message):
-                self.display.line(f"{message.severity}: {message}")
+            if self.report.add_warning(message):
+                self.display.print_line(f"{message.severity}: {message}")
 
-    def go(self) -> Result:
-        """Work through the tree; whatever happens, the report tells it."""
+    def execute(self) -> Result:
+        """Run all steps, measure and write the report; errors of steps are recorded in the report."""
         started = time.monotonic()
-        self._begin()
+        self._prepare_folder()
         try:
-            with panics_explained():
-                self._root()
+            with rust_panics_as_errors():
+                self._import_model()
             for step in self.plan.steps:
-                self._step(step)
-            self._earlier()
+                self._run_step(step)
+            self._report_previous_steps()
             if self.options.scored:
-                self._latency()
-                self.report.judge()
-                self._test()
-            self.report.finish()
+                self._measure_latency()
+                self.report.judge_gates()
+                self._score_on_test()
+            self.report.mark_finished()
         except KeyboardInterrupt:
-            self.report.interrupted()
-            self.display.line("Interrupted. Finished steps are kept; run the same command to go on.")
+            self.report.mark_interrupted()
+            self.display.print_line(
+                "Interrupted. Finished steps are stored; run the same command to continue."
+            )
         except Exception as error:
-            failure = self._explain(error, ROOT)
+            failure = self._explain_error(error, MODEL_STEP)
             if isinstance(failure, InputError) and not self.artifacts:
-                raise  # nothing was done yet: a matter of input, not of the run
-            self.report.failed(failure)
-            self.display.line(_told(failure))
+                raise  # before any work, so an error of the input, not of the run
+            self.report.add_failure(failure)
+            self.display.print_line(_log_text(failure))
         self._write_report(last=True)
-        self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
+        self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
         return Result(Report(self.report.data), self.folder)
 
-    def _begin(self) -> None:
-        if name := self.place.replaced(self.plan):
-            self.display.line(
-                f"note: the report of '{name}' in {self.folder} is replaced; its artifacts stay in the store."
+    def _prepare_folder(self) -> None:
+        if name := self.run_folder.replaced_recipe(self.plan):
+            self.display.print_line(
+                f"note: replacing the report of '{name}' in {self.folder}; its artifacts are kept in the"
+                " store."
             )
         try:
-            self.place.begin(self.plan, self.store.root)
+            self.run_folder.prepare(self.plan, self.store.root)
         except OSError as error:
-            raise explain(error, "recipe.yaml", self.folder, self.display.log_path) from error
+            raise explain_step_error(error, "recipe.yaml", self.folder, self.display.log_path) from error
 
-    def _root(self) -> None:
-        self.display.begin(ROOT)
-        begun = begin(
-            self.plan, self.whole, self.data, self.shop, self.scorer, self.warn, self._is_fresh(ROOT)
+    def _import_model(self) -> None:
+        self.display.start_work(MODEL_STEP)
+        begun = make_first_artifact(
+            self.plan,
+            self.all_data,
+            self.data,
+            self.step_runner,
+            self.scorer,
+            self.add_warnings,
+            self._is_rebuilt(MODEL_STEP),
         )
-        self.shop, self.scorer = begun.shop, begun.scorer
-        self._finished(ROOT, begun.artifact, begun.cached, 0.0)
-        self._write_report()  # the first step may be a long training
+        self.step_runner, self.scorer = begun.step_runner, begun.scorer
+        self._score_and_report(MODEL_STEP, begun.artifact, begun.cached, 0.0)
+        self._write_report()  # the first step may be a long training run
 
-    def _step(self, step: Step) -> None:
+    def _run_step(self, step: PlanStep) -> None:
         if step.unavailable:
-            self.report.skipped(step.name, step.unavailable)
-            self.display.line(f"{step.name}: skipped: {step.unavailable}")
+            self.report.add_skipped_step(step.name, step.unavailable)
+            self.display.print_line(f"{step.name}: skipped: {step.unavailable}")
             return
-        missing = [name for name in step.stands_on if name not in self.artifacts]
+        missing = [name for name in step.dependencies if name not in self.artifacts]
         if missing:
-            self.report.not_reached(step.name, f"step '{missing[0]}', which it needs, gave no artifact")
+            self.report.add_unreached_step(step.name, f"the required step '{missing[0]}' has no artifact")
             return
-        self.display.begin(step.name)
+        self.display.start_work(step.name)
         started = time.monotonic()
         try:
-            with panics_explained():
-                above = {name: self.artifacts[name] for name in self.plan.above(step)}
-                artifact, cached = self.shop.run_step(step, above, self._is_fresh(step.name))
-                self._finished(step.name, artifact, cached, time.monotonic() - started)
+            with rust_panics_as_errors():
+                above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
+                artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
+                self._score_and_report(step.name, artifact, cached, time.monotonic() - started)
         except Exception as error:
-            failure = self._explain(error, step.name)
-            self.report.failed(failure, step.name)
-            self.display.line(f"{step.name}: {_told(failure)}")
+            failure = self._explain_error(error, step.name)
+            self.report.add_failure(failure, step.name)
+            self.display.print_line(f"{step.name}: {_log_text(failure)}")
         self._write_report()
 
-    def _explain(self, error: Exception, step: str) -> SmeltError:
-        """Return what to tell the user of `error`; the log gets the traceback of what nobody foresaw."""
-        failure = explain(error, step, self.store.root, self.display.log_path)
-        given = self.plan.local_model if step == ROOT else None
-        failure = of_the_user(failure, self.store.root, given, self.artifacts)
-        for line in trace(error).splitlines():
-            self.display.record(line)
+    def _explain_error(self, error: Exception, step: str) -> SmeltError:
+        """Return an error with a message for the user; log the traceback of unexpected errors."""
+        failure = explain_step_error(error, step, self.store.root, self.display.log_path)
+        given = self.plan.local_model if step == MODEL_STEP else None
+        failure = with_user_paths(failure, self.store.root, given, self.artifacts)
+        for line in unexpected_traceback(error).splitlines():
+            self.display.log_line(line)
         return failure
 
-    def _finished(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+    def _score_and_report(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Link, score and report a finished artifact."""
-        self.place.link(name, artifact)
-        untrained = NOT_SCORED if artifact.manifest.details.get("untrained") else None
-        if reason := untrained or _unscored(artifact) or (None if self.options.scored else _NOT_ASKED):
+        self.run_folder.link_artifact(name, artifact)
+        reasons = {
+            "untrained": UNTRAINED_NOT_SCORED if artifact.manifest.details.get("untrained") else None,
+            CANNOT_RUN_HERE: _unscored_reason(artifact),
+            "scoring-disabled": None if self.options.scored else _SCORING_DISABLED,
+        }
+        if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
             self.artifacts[name] = artifact
-            self.report.unscored(name, artifact, reason, cached)
+            self.report.add_unscored_step(name, artifact, why, cached)
             took = "from the store" if cached else duration(seconds)
-            self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
+            self.display.print_line(
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}"
+            )
             return
-        if name == (ROOT if self.plan.recipe.task == CUSTOM else self.plan.recipe.baseline):
+        if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):
             self.scorer = replace(self.scorer, reference=artifact)
         score = self._score(name, artifact)
         self.artifacts[name] = artifact
-        self.report.done(name, artifact, score, cached)
+        self.report.add_step(name, artifact, score, cached)
         if name == self.plan.recipe.baseline and self.options.limit is None:
-            self.warn(few_windows(score["statistics"], self.plan.judged_on))
-        if name == self.plan.recipe.baseline and self.scorer.compares:
-            for other in [n for n in self.report.statistics if n != name]:  # scored before it was there
-                self.report.rescored(other, self.artifacts[other], self._score(other, self.artifacts[other]))
+            self.add_warnings(few_windows_warnings(score["statistics"], self.plan.judged_on))
+        if name == self.plan.recipe.baseline and self.scorer.needs_reference:
+            for other in [n for n in self.report.statistics if n != name]:  # scored before the baseline
+                self.report.update_scores(
+                    other, self.artifacts[other], self._score(other, self.artifacts[other])
+                )
         took = "from the store" if cached else duration(seconds)
         first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
-        self.display.line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
+        self.display.print_line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
 
     def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
-        self.display.begin(f"{name}, scoring{' on test' if on_test else ''}")
+        self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
         split = self.data["test" if on_test else self.plan.judged_on]
-        with self.store.lock(f"{artifact.key}-score", self._waits(name)):
+        with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
             return self.scorer.score(artifact, split, self.display.progress)
 
-    def _test(self) -> None:
-        """Score on test what was chosen on validation, with what it is compared with."""
+    def _score_on_test(self) -> None:
+        """Score the steps that were chosen on validation, and the baseline, on test."""
         if self.plan.judged_on == "test":
             return
-        every = self.artifacts | self.kept
-        for name in chosen(self.report.data):
+        every = self.artifacts | self.previous_artifacts
+        for name in recommended_steps(self.report.data):
             try:
-                with panics_explained():
+                with rust_panics_as_errors():
                     score = self._score(name, every[name], on_test=True)
             except Exception as error:
-                failure = self._explain(error, name)
-                self.report.untested(name, failure)
-                self.display.line(f"{name}: on test: {_told(failure)}")
+                failure = self._explain_error(error, name)
+                self.report.add_test_failure(name, failure)
+                self.display.print_line(f"{name}: on test: {_log_text(failure)}")
                 continue
-            self.report.tested(name, score)
+            self.report.add_test_scores(name, score)
             first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
-            self.display.line(f"{name}: on test {first}")
-        self.report.judge_test()
+            self.display.print_line(f"{name}: on test {first}")
+        self.report.judge_test_gates()
 
-    def _earlier(self) -> None:
-        """Report what an earlier run in this folder did of the steps that `--until` leaves out."""
-        self.kept = self.place.keep(self.plan, self.shop, self.artifacts)
+    def _report_previous_steps(self) -> None:
+        """Report artifacts of an earlier run in this folder for steps that `--until` excludes."""
+        self.previous_artifacts = self.run_folder.keep_previous(self.plan, self.step_runner, self.artifacts)
         if self.scorer.reference is None:
-            self.scorer = replace(self.scorer, reference=self.kept.get(self.plan.recipe.baseline))
-        for step in self.plan.rest:
-            if artifact := self.kept.get(step.name):
-                reason = _unscored(artifact)
-                score = None if reason else self.scorer.kept(artifact, self.data[self.plan.judged_on])
-                self.report.earlier(step, artifact, score, reason)
-                self.display.line(f"{step.name}: kept from an earlier run in this folder")
+            self.scorer = replace(
+                self.scorer, reference=self.previous_artifacts.get(self.plan.recipe.baseline)
+            )
+        for step in self.plan.excluded_steps:
+            if artifact := self.previous_artifacts.get(step.name):
+                reason = _unscored_reason(artifact)
+                score = None if reason else self.scorer.cached_score(artifact, self.data[self.plan.judged_on])
+                self.report.add_previous_step(step, artifact, score, reason)
+                self.display.print_line(f"{step.name}: kept from an earlier run in this folder")
 
-    def _waits(self, what: str) -> Callable[[str], None]:
-        return lambda holder: self.display.line(f"{what}: waits for {holder}, which is measuring")
+    def _report_waiting(self, what: str) -> Callable[[str], None]:
+        return lambda holder: self.display.print_line(f"{what}: waits for {holder}, which is measuring")
 
-    def _is_fresh(self, name: str) -> bool:
+    def _is_rebuilt(self, name: str) -> bool:
         return bool(self.options.rebuild & {"*", name})
 
-    def _latency(self) -> None:
+    def _measure_latency(self) -> None:
         settings = self.plan.recipe.score.latency
-        every = self.artifacts | self.kept
+        every = self.artifacts | self.previous_artifacts
         scored = {name: a for name, a in every.items() if name in self.report.statistics}
         if not settings or self.plan.recipe.baseline not in scored:
             return
         timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
-        self.display.begin("latency")
+        self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
         try:
-            with self.store.lock("latency", self._waits("latency")):  # two at once disturb each other
+            with self.store.lock(
+                "latency", self._report_waiting("latency")
+            ):  # concurrent measurements disturb each other
                 scores.measure(
                     timed,
                     self.plan.recipe.baseline,
                     self.display.progress,
-                    self._is_fresh("*"),
-                    frozenset(self.kept),
-                    self._timed,
-                    max(_SHORTEST, sum(a.manifest.seconds for a in self.artifacts.values())),
+                    self._is_rebuilt("*"),
+                    frozenset(self.previous_artifacts),
+                    self._report_latency,
+                    max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values())),
                 )
         except Exception as error:
-            failure = self._explain(error, "latency")
-            self.report.untimed(failure)
-            self.display.line(_told(failure))
+            failure = self._explain_error(error, "latency")
+            self.report.add_latency_failure(failure)
+            self.display.print_line(_log_text(failure))
 
     def _is_timed(self, name: str, settings: LatencySettings) -> bool:
         gates = (gate.metric for gate in self.plan.gates_of(name))
-        always = name == self.plan.recipe.baseline or any(metric in SPEEDS for metric in gates)
-        return always or settings.times(name, self.report.is_deployable(name))
+        always = name == self.plan.recipe.baseline or any(metric in SPEED_METRICS for metric in gates)
+        return always or settings.is_timed(name, self.report.is_deployable(name))
 
-    def _timed(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
-        """Report the times that are known so far, so that nothing is lost when the run is stopped."""
+    def _report_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write the latencies measured so far to the report, so that an interrupted run keeps them."""
         self.report.add_latency(measured)
         self._write_report()
 
     def _write_report(self, last: bool = False) -> None:
-        """Write the report; one that cannot be written stops the run only when it is the last.
+        """Write the report; a failure stops the run only for the last report.
 
         Raises:
             RunError: the last report cannot be written.
         """
         try:
-            write_report(self.folder, self.report.current())
+            write_report(self.folder, self.report.snapshot())
         except OSError as error:
-            failure = explain(error, "report", self.folder, self.display.log_path)
+            failure = explain_step_error(error, "report", self.folder, self.display.log_path)
             if last:
                 raise failure from error
-            self.display.line(f"warning: {failure}")
+            self.display.print_line(f"warning: {failure}")
 
 
-def _unscored(artifact: Artifact) -> str | None:
+def _unscored_reason(artifact: Artifact) -> str | None:
     details = artifact.manifest.details
     return unscored_reason(artifact.format, details.get("target"), details.get("dtype"))

@@ -1,8 +1,8 @@
-"""A run's folder: its recipe, its links into the store, and what an earlier run left there.
+"""A run's folder: its recipe, its links to the store, and results of an earlier run.
 
-A run with `--until` does a part of the recipe. What an earlier run in the same folder did of the rest stays,
-as long as it is what the recipe still asks for, and is marked in the report: its link keeps `smelt store
-clean` from removing it.
+A run with `--until` runs a part of the recipe. Artifacts of the other steps from an earlier run in the same
+folder are kept if they still match the recipe, and are marked in the report. Their links protect them from
+`smelt store clean`.
 """
 
 from __future__ import annotations
@@ -16,112 +16,116 @@ from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.files import load_json, unfinished_in, write_atomically
+from smelt.core.files import load_json, partial_files, write_atomically
 from smelt.execute.store_runs import linked_keys
 
 if TYPE_CHECKING:
-    from smelt.execute.steps import Workshop
+    from smelt.execute.step_runner import StepRunner
     from smelt.planning.plan import Plan
 
-_LOG = "log.txt"
-# What a run that was killed at its very beginning leaves.
-_AT_FIRST = {".lock", _LOG}
-_REPORTS = ("report.json", "report.md", "report.html")
+_LOG_FILE = "log.txt"
+# Files of a run that was killed right after its start.
+_INITIAL_FILES = {".lock", _LOG_FILE}
+_REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
-def require_runs_folder(folder: Path) -> None:
-    """Require that `folder` is a run's, or new: a run removes and overwrites files in it.
+def require_run_folder(folder: Path) -> None:
+    """Require that `folder` is empty or of a run, as a run removes and overwrites files in it.
 
     Raises:
-        InputError: `not-a-run`.
+        InputError: it is not (`not-a-run`).
     """
     there = {place.name for place in folder.iterdir()} if folder.is_dir() else set()
-    if there - _AT_FIRST and not there >= {_LOG, "recipe.yaml"}:
-        some = ", ".join(sorted(there - _AT_FIRST)[:3])
+    if there - _INITIAL_FILES and not there >= {_LOG_FILE, "recipe.yaml"}:
+        some = ", ".join(sorted(there - _INITIAL_FILES)[:3])
         raise InputError(
-            f"{folder}: not the folder of a run, and not empty (it has {some}): a run would write over what"
-            " is there. Give another one with --out.",
+            f"{folder}: not empty and not the folder of a run (contains {some}). A run would overwrite its"
+            " files. Choose another folder with --out.",
             code="not-a-run",
         )
 
 
 @dataclass
 class RunFolder:
-    """The folder of one run. earlier: key of what an earlier run left, by step, that may stay."""
+    """The folder of one run. previous_keys: keys of an earlier run's artifacts that may be kept, by step."""
 
     path: Path
-    earlier: dict[str, str] = field(default_factory=dict)
+    previous_keys: dict[str, str] = field(default_factory=dict)
 
-    def replaced(self, plan: Plan) -> str | None:
-        """Return the name of the recipe whose report is to be replaced; None of none, and of the same."""
+    def replaced_recipe(self, plan: Plan) -> str | None:
+        """Return the name of another recipe whose report will be replaced; None if there is none."""
         try:
             name = load_json(self.path / "report.json")["recipe"]["name"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return name if isinstance(name, str) and name != plan.path.stem else None
 
-    def begin(self, plan: Plan, store: Path) -> None:
-        """Remove what earlier runs left, but what `--until` leaves out; write the recipe.
+    def prepare(self, plan: Plan, store: Path) -> None:
+        """Remove links of earlier runs, except those of steps excluded by `--until`; write the recipe.
 
         Raises:
             OSError: the folder cannot be written to.
         """
-        links = linked_keys(store, self.path) if plan.rest else {}
-        self.earlier = {step.name: links[step.name] for step in plan.rest if step.name in links}
+        links = linked_keys(store, self.path) if plan.excluded_steps else {}
+        self.previous_keys = {
+            step.name: links[step.name] for step in plan.excluded_steps if step.name in links
+        }
         artifacts = self.path / "artifacts"
         for place in artifacts.iterdir() if artifacts.is_dir() else ():
-            if place.name not in self.earlier:
+            if place.name not in self.previous_keys:
                 _remove(place)
-        if not self.earlier:  # otherwise it tells of what stays, until this run's takes its place
-            for name in _REPORTS:
+        if not self.previous_keys:  # else the report describes kept artifacts until this run replaces it
+            for name in _REPORT_FILES:
                 (self.path / name).unlink(missing_ok=True)
-        for part in unfinished_in(self.path):
-            part.unlink(missing_ok=True)  # of a run that was killed: this one has the folder alone
+        for part in partial_files(self.path):
+            part.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
         write_atomically(self.path / "recipe.yaml", plan.text)
 
-    def link(self, name: str, artifact: Artifact) -> None:
-        """Make `artifacts/NAME` lead to `artifact`."""
+    def link_artifact(self, name: str, artifact: Artifact) -> None:
+        """Create the link `artifacts/NAME` to `artifact`."""
         link = self.path / "artifacts" / name
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
         os.symlink(os.path.relpath(artifact.path, link.parent), link)
 
-    def keep(self, plan: Plan, shop: Workshop, done: Mapping[str, Artifact]) -> dict[str, Artifact]:
-        """Return what an earlier run did of the steps that are left out and the recipe still asks for.
+    def keep_previous(
+        self, plan: Plan, shop: StepRunner, done: Mapping[str, Artifact]
+    ) -> dict[str, Artifact]:
+        """Return an earlier run's artifacts of excluded steps that still match the recipe, by step.
 
-        Links to what it does not ask for any more are removed; what cannot be told stays, because a step
-        that it stands on has failed in this run.
+        Links to other artifacts are removed. A link is also kept if its step cannot be checked because a step
+        that it depends on failed in this run.
 
         Args:
-            plan: what this run does.
-            shop: computes keys and knows the store.
-            done: the artifacts of this run, by step.
+            plan: plan of this run.
+            shop: step runner of this run.
+            done: artifacts of this run, by step.
         """
         known, kept, stale = dict(done), dict[str, Artifact](), set[str]()
-        for step in plan.rest:
-            missing = [name for name in step.stands_on if name not in known]
+        for step in plan.excluded_steps:
+            missing = [name for name in step.dependencies if name not in known]
             if missing:
                 stale |= {step.name} if stale.intersection(missing) else set()
                 continue
             found = None
-            if shop.key(step, known) == self.earlier.get(step.name):
-                found = _find(shop, self.earlier[step.name])
+            if shop.step_key(step, known) == self.previous_keys.get(step.name):
+                found = _find_artifact(shop, self.previous_keys[step.name])
             if found is None:
                 stale.add(step.name)
             else:
                 known[step.name] = kept[step.name] = found
-        self._unlink(stale & self.earlier.keys())
+        self._remove_links(stale & self.previous_keys.keys())
         return kept
 
-    def _unlink(self, names: Iterable[str]) -> None:
+    def _remove_links(self, names: Iterable[str]) -> None:
         for name in names:
             (self.path / "artifacts" / name).unlink(missing_ok=True)
 
 
-def _find(shop: Workshop, key: str) -> Artifact | None:
-    """Return the artifact; None where it is gone or damaged, which is no matter of this run."""
+def _find_artifact(step_runner: StepRunner, key: str) -> Artifact | None:
+    """Return the artifact; None if it is missing or damaged."""
     try:
-        return shop.store.find(key)
+        return step_runner.store.find(key)
     except InputError:
         return None
 

@@ -1,4 +1,4 @@
-"""Scores of artifacts, kept in the store so that the same one is never computed twice."""
+"""Score artifacts; scores are stored and reused."""
 
 from __future__ import annotations
 
@@ -8,116 +8,120 @@ from typing import Any, Literal
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import (
-    CLASSIFICATION,
-    CUSTOM,
-    IMAGES,
-    SIMILARITY,
-    TEXT_TO_TEXT,
+    CLASSIFICATION_TASKS,
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
     Example,
     Split,
     Task,
-    texts_read,
+    input_texts,
 )
 from smelt.core.errors import InputError
-from smelt.core.files import hash_of
+from smelt.core.files import json_hash
 from smelt.core.labels import class_names, problem_type
-from smelt.core.messages import Message, as_json, warning
-from smelt.core.rows.targets import check_labels
-from smelt.core.stage import Progress, silent
+from smelt.core.messages import Message, messages_to_json, warning
+from smelt.core.readers.label_targets import check_labels
+from smelt.core.stage import Progress, no_progress
 from smelt.core.store.store import Store
-from smelt.core.text import count
-from smelt.look.machine import device_of
-from smelt.recipe.problem import AGREEMENT
-from smelt.runtime.backends.device import NO_PROVIDER, cuda_devices
+from smelt.core.text import with_count
+from smelt.inspect.machine import artifact_device
+from smelt.recipe.problem_type import AGREEMENT_METRIC
+from smelt.runtime.backends.device import NO_PROVIDER, cuda_device_count
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 from smelt.runtime.backends.registry import find_runtime
-from smelt.runtime.generate.settings import Generation
-from smelt.runtime.text.rules import read_text_rules
+from smelt.runtime.generate.settings import GenerationSettings
+from smelt.runtime.text.text_preprocessing import read_text_rules
 
-# Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 9
-# Outputs that did not end by themselves are warned of from this share on.
-CUT_SHARE = 0.01
+# Increased whenever the same artifact and data would give another score or other statistics.
+SCORE_VERSION = 9
+# Fraction of truncated outputs from which a warning is added.
+TRUNCATED_OUTPUT_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores artifacts on one split with fixed metrics, decoding and batches.
+    """Scores artifacts with fixed metrics, generation settings and batch size.
 
-    tokenize: how BLEU splits texts, None for what the references need.
-    reference: the artifact whose vectors others are compared with (`agreement`); None as long as there is
-    none, and then the metric is left out. Of the outputs of graphs the untouched one. vectors: of the
-    reference, by the rows that they are of.
+    tokenize: BLEU's tokenizer, None to choose it by the references.
+    reference: the artifact that embeddings (`agreement`) or outputs of `custom` are compared with; None if
+        not available yet, then `agreement` is not computed.
+    reference_cache: outputs of the reference by split.
     """
 
     store: Store
     task: Task
     metrics: Sequence[str]
-    generation: Generation
+    generation: GenerationSettings
     batch_size: int
     threads: int | None
     truncation: Literal["warn", "error"] = "warn"
     device: str = "auto"
     tokenize: str | None = None
     reference: Artifact | None = None
-    vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    reference_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def compares(self) -> bool:
-        """Whether a score depends on the reference too."""
-        return self.task == CUSTOM or (self.task == SIMILARITY and AGREEMENT in self.metrics)
+    def needs_reference(self) -> bool:
+        """Whether a score also depends on the reference."""
+        return self.task == CUSTOM_TASK or (
+            self.task == SENTENCE_SIMILARITY and AGREEMENT_METRIC in self.metrics
+        )
 
-    def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
+    def score(self, artifact: Artifact, split: Split, progress: Progress = no_progress) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
 
-        `statistics` are per example, so that two artifacts can be compared in pairs later.
+        `statistics` are per example, for paired comparisons of artifacts.
 
         Raises:
             InputError: texts are too long with truncation: error, or a label is unknown.
-            RunError: outputs that are no numbers (`non-finite-outputs`).
+            RunError: outputs are NaN or infinite (`non-finite-outputs`).
         """
         from smelt.runtime.backends.open_runner import open_runner
 
-        kept = self.kept(artifact, split)
+        kept = self.cached_score(artifact, split)
         if kept is not None:
             return kept
         with open_runner(artifact, self.threads, self.device) as runner:
             too_long = _count_too_long(runner, split.examples, self.task)
             if too_long and self.truncation == "error":
                 raise InputError(
-                    f"{split.origin}: {count(too_long, 'text')} longer than the model's limit"
-                    " (truncation: error).",
+                    f"{split.origin}: {with_count(too_long, 'text')} longer than the model's limit. Shorten"
+                    " them, or set truncation: warn.",
                     code="texts-too-long",
                 )
-            value = _SCORED[self.task](self, runner, split, progress)
+            value = _SCORE_METHODS[self.task](self, runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
             value["device"] = runner.device
             value["artifact"] = artifact.key
             for scored in value["quality"].values():
                 scored["signature"] += f"|device:{runner.device}"
-        warnings: list[Message] = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
+        warnings: list[Message] = [*value.get("warnings", ()), *_device_warnings(artifact, value["device"])]
         if too_long:
             were = "was" if too_long == 1 else "were"
-            text = f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} cut"
+            text = (
+                f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} truncated."
+            )
             warnings.insert(0, warning("truncated-texts", text))
-        value["warnings"] = as_json(warnings)
+        value["warnings"] = messages_to_json(warnings)
         self.store.write_score(self._key(artifact, split), value)
         return value
 
-    def kept(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:
-        """Return what `score` gave earlier for the same artifact, rows and settings; None for nothing."""
+    def cached_score(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:
+        """Return the stored score of the same artifact, samples and settings; None if there is none."""
         kept = self.store.read_score(self._key(artifact, split))
         if kept is None:
             return None
-        # the order of the metrics is the recipe's: the first one leads the report
+        # in the recipe's order: the first metric is the main one
         quality = {name: kept["quality"][name] for name in self.metrics if name in kept["quality"]}
         return {**kept, "quality": quality}
 
-    def conditions(self) -> dict[str, Any]:
-        """Return, JSON-able, what a score depends on besides the artifact, the rows and what runs it."""
+    def key_conditions(self) -> dict[str, Any]:
+        """Return what a score depends on, apart from artifact, samples and runtime, as JSON values."""
         return {
-            "version": VERSION,
-            "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
+            "version": SCORE_VERSION,
+            "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT_TASKS else None,
             "batch_size": self.batch_size,
             "tokenize": self.tokenize,
             "truncation": self.truncation,
@@ -127,24 +131,24 @@ class Scorer:
     def _key(self, artifact: Artifact, split: Split) -> str:
         runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
         libraries = library_versions((*runtime.libraries, *_METRIC_LIBRARIES))
-        beside = {"reference": self.reference and self.reference.key} if self.compares else {}
-        return hash_of(
-            self.conditions()
+        beside = {"reference": self.reference and self.reference.key} if self.needs_reference else {}
+        return json_hash(
+            self.key_conditions()
             | {
                 "kind": "quality",
                 "artifact": artifact.key,
                 "data": split.fingerprint,
                 "metrics": sorted(self.metrics),
-                "device": device_of(artifact, self.device),
+                "device": artifact_device(artifact, self.device),
                 "libraries": libraries,
                 **beside,
             }
         )
 
-    def _texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+    def _score_texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.quality import score_texts
-        from smelt.runtime.generate.decoding import settle
-        from smelt.runtime.predict import generate_texts
+        from smelt.runtime.generate.generation_config import resolve_generation
+        from smelt.runtime.predict_texts import generate_texts
 
         texts = [e.text for e in split.examples]
         stopped: list[tuple[int, int]] = []
@@ -154,119 +158,127 @@ class Scorer:
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language
         scores = score_texts(self.metrics, predictions, references, self.tokenize, language)
-        value = {**_dump(scores), "predictions": predictions, "warnings": _of_lengths(stopped, len(texts))}
+        value = {
+            **_split_scores(scores),
+            "predictions": predictions,
+            "warnings": _truncated_output_warnings(stopped, len(texts)),
+        }
         for scored in value["quality"].values():
-            scored["signature"] += f"|{settle(self.generation, runner).describe()}"
+            scored["signature"] += f"|{resolve_generation(self.generation, runner).describe()}"
         return value
 
-    def _windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+    def _score_windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.perplexity import score_windows
-        from smelt.runtime.causal import window_losses
+        from smelt.runtime.causal import window_nll
         from smelt.runtime.models.checkpoint import load_tokenizer
-        from smelt.runtime.text.limits import length_limit
-        from smelt.runtime.text.windows import cut_windows, joined
+        from smelt.runtime.text.length_limits import max_input_length
+        from smelt.runtime.text.text_windows import cut_windows, join_texts
 
         tokenizer = load_tokenizer(runner.folder)
-        text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
-        losses = window_losses(runner, text, self.batch_size, progress)
-        whole = joined(split)  # a trimmed vocabulary cuts the same text otherwise
+        text = cut_windows(split, tokenizer, max_input_length(tokenizer, runner.config))
+        losses = window_nll(runner, text, self.batch_size, progress)
+        whole = join_texts(split)  # a trimmed vocabulary tokenizes the same text differently
         words = runner.config.get("vocab_size")
-        scores = score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, whole, words)
-        return _dump(scores)
+        scores = score_windows(
+            self.metrics, losses, text.scored_tokens, text.scored_bytes, text.signature, whole, words
+        )
+        return _split_scores(scores)
 
-    def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+    def _score_labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.execute.label_scores import score_classifier
-        from smelt.runtime.predict import class_logits
+        from smelt.runtime.predict_texts import class_logits
 
-        # labels are read before the model works: one that it does not know is told at once
+        # check labels before running the model
         check_labels(split.examples, class_names(runner.config), problem_type(runner.config), split.origin)
         logits = class_logits(runner, split.examples, self.batch_size, progress)
         scores, predictions = score_classifier(self.metrics, runner.config, logits, split)
-        return {**_dump(scores), "predictions": predictions}
+        return {**_split_scores(scores), "predictions": predictions}
 
-    def _vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.sentence_quality import Reference, cosines, score_vectors
-        from smelt.runtime.predict import sentence_vectors
+    def _score_vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.sentence_quality import ReferenceVectors, paired_cosines, score_vectors
+        from smelt.runtime.predict_texts import embed_texts
 
-        texts, _ = texts_read(split.examples, self.task)
-        vectors = sentence_vectors(runner, texts, self.batch_size, progress)
+        texts, _ = input_texts(split.examples, self.task)
+        vectors = embed_texts(runner, texts, self.batch_size, progress)
         reference = None
-        if self.compares and self.reference is not None:
-            key = hash_of([self.reference.key, split.fingerprint])
+        if self.needs_reference and self.reference is not None:
+            key = json_hash([self.reference.key, split.fingerprint])
             if self.reference.path == runner.folder:
-                self.vectors[key] = vectors
-            elif key not in self.vectors:
-                self.vectors[key] = self._reference_vectors(self.reference, texts, progress)
-            reference = Reference(self.vectors[key], self.reference.key)
+                self.reference_cache[key] = vectors
+            elif key not in self.reference_cache:
+                self.reference_cache[key] = self._reference_vectors(self.reference, texts, progress)
+            reference = ReferenceVectors(self.reference_cache[key], self.reference.key)
         paired = split.examples[0].text_pair is not None
         halves = vectors[: len(split)], vectors[len(split) :]
         value = {
-            **_dump(score_vectors(self.metrics, vectors, texts, scores_of(split), reference)),
-            "predictions": [round(float(c), 6) for c in cosines(*halves)] if paired else [],
+            **_split_scores(score_vectors(self.metrics, vectors, texts, pair_scores(split), reference)),
+            "predictions": [round(float(c), 6) for c in paired_cosines(*halves)] if paired else [],
         }
         if reference is not None and reference.vectors.shape != vectors.shape:
             value["warnings"] = [
                 warning(
                     "vectors-not-comparable",
-                    f"{AGREEMENT}: vectors of size {vectors.shape[1]} cannot be compared with the baseline's"
-                    f" of size {reference.vectors.shape[1]}.",
+                    f"{AGREEMENT_METRIC}: vectors of size {vectors.shape[1]} cannot be compared with the"
+                    f" baseline's of size {reference.vectors.shape[1]}.",
                 )
             ]
         return value
 
-    def _arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.tensor_quality import require_numbers, score_outputs, why_low
-        from smelt.runtime.foreign.runner import by_row
+    def _score_arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
+        from smelt.runtime.third_party.graph_runner import outputs_by_sample
 
         assert split.arrays is not None
-        assert self.reference is not None  # the run's root is scored first, `smelt eval` asks for it
-        got = by_row(runner, split.arrays, self.batch_size, progress)
-        key = hash_of([self.reference.key, split.fingerprint])
+        assert self.reference is not None  # a run scores the original first, `smelt eval` requires it
+        got = outputs_by_sample(runner, split.arrays, self.batch_size, progress)
+        key = json_hash([self.reference.key, split.fingerprint])
         if self.reference.path == runner.folder:
-            self.vectors[key] = got
-        elif key not in self.vectors:
-            self.vectors[key] = self._reference_outputs(self.reference, split, progress)
-        require_numbers(got, self.vectors[key], split.arrays.by_row)
-        scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
-        why = why_low(got, self.vectors[key], split.arrays.by_row)
+            self.reference_cache[key] = got
+        elif key not in self.reference_cache:
+            self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
+        require_finite_outputs(got, self.reference_cache[key], split.arrays.per_sample)
+        scores = score_outputs(
+            self.metrics, got, self.reference_cache[key], self.reference.key, split.fingerprint
+        )
+        why = low_agreement_reason(got, self.reference_cache[key], split.arrays.per_sample)
         return {
-            **_dump(scores),
+            **_split_scores(scores),
             "predictions": [],
             "warnings": [warning("non-finite-outputs", why)] if why else [],
         }
 
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
-        """Return the outputs of the untouched graph, which an earlier run scored."""
+        """Return the outputs of the reference graph on `split`."""
         from smelt.runtime.backends.open_runner import open_runner
-        from smelt.runtime.foreign.runner import GraphRunner, by_row
+        from smelt.runtime.third_party.graph_runner import GraphRunner, outputs_by_sample
 
         assert split.arrays is not None
         with open_runner(reference, self.threads, self.device) as runner:
             assert isinstance(runner, GraphRunner)
-            return by_row(runner, split.arrays, self.batch_size, progress)
+            return outputs_by_sample(runner, split.arrays, self.batch_size, progress)
 
     def _reference_vectors(self, reference: Artifact, texts: Sequence[str], progress: Progress) -> Any:
-        """Return the vectors that the reference, which an earlier run scored, makes of `texts`."""
+        """Return the embeddings of `texts` by the reference artifact."""
         from smelt.runtime.backends.open_runner import open_runner
-        from smelt.runtime.predict import sentence_vectors
+        from smelt.runtime.predict_texts import embed_texts
 
         with open_runner(reference, self.threads, self.device) as runner:
-            return sentence_vectors(runner, texts, self.batch_size, progress)
+            return embed_texts(runner, texts, self.batch_size, progress)
 
 
-# How a model of each task is scored.
-_SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
-    **dict.fromkeys(TEXT_TO_TEXT, Scorer._texts),
-    **dict.fromkeys(CLASSIFICATION, Scorer._labels),
-    "language-modeling": Scorer._windows,
-    "sentence-similarity": Scorer._vectors,
-    "custom": Scorer._arrays,
+# Scoring method of each task.
+_SCORE_METHODS: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
+    **dict.fromkeys(TEXT_TO_TEXT_TASKS, Scorer._score_texts),
+    **dict.fromkeys(CLASSIFICATION_TASKS, Scorer._score_labels),
+    "language-modeling": Scorer._score_windows,
+    "sentence-similarity": Scorer._score_vectors,
+    "custom": Scorer._score_arrays,
 }
 _METRIC_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko", "rouge-score", "scikit-learn")
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the installed versions of the packages `names` that are installed."""
+    """Return the versions of those packages in `names` that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
@@ -278,68 +290,68 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Split scores into what the report shows and what paired tests need."""
+def _split_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Split scores into `quality` for the report and `statistics` for paired tests."""
     return {
-        "quality": {name: score.public() for name, score in scores.items()},
+        "quality": {name: score.to_report() for name, score in scores.items()},
         "statistics": {name: score.statistics.dump() for name, score in scores.items()},
     }
 
 
-def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[Message]:
-    """Say how many outputs were cut; fewer than one in a hundred change no score that is worth a word."""
-    cut = sum(count for count, _ in stopped)
-    if cut < max(1, CUT_SHARE * texts):
+def _truncated_output_warnings(truncated: Sequence[tuple[int, int]], texts: int) -> list[Message]:
+    """Return a warning about truncated outputs; none below 1 %, which hardly changes a score."""
+    cut = sum(count for count, _ in truncated)
+    if cut < max(1, TRUNCATED_OUTPUT_SHARE * texts):
         return []
-    longest = max(tokens for _, tokens in stopped)
+    longest = max(tokens for _, tokens in truncated)
     return [
         warning(
             "outputs-not-ended",
             f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
-            " (max_new_tokens) and were truncated.",
+            " and were truncated. Increase max_new_tokens.",
             setting="score.generation.max_new_tokens",
         )
     ]
 
 
-def _of_device(artifact: Artifact, device: str) -> list[Message]:
-    """Say where a graph was not scored on what it was made for."""
+def _device_warnings(artifact: Artifact, device: str) -> list[Message]:
+    """Return a warning if a graph was scored on another device than it is for."""
     details = artifact.manifest.details
     target = details.get("target")
     if device == "cpu" and target in PROVIDERS:
         return [
             warning(
                 "other-device",
-                "This graph is for TensorRT but was run on the CPU without it: scores and latency of its"
+                "This graph is for TensorRT but was run on the CPU without it. Scores and latency of its"
                 " engines may differ.",
             )
         ]
     if device != "cpu" or target != "ort-cuda":
         return []
     half = details.get("dtype") == "fp16"
-    how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
-    why = f" ({NO_PROVIDER})" if cuda_devices() else ""
+    how = ", where ONNX Runtime computes most float16 operators in float32" if half else ""
+    why = f" ({NO_PROVIDER})" if cuda_device_count() else ""
     return [
         warning(
             "other-device",
-            f"This graph is for CUDA but was run on the CPU{how}: scores and latency may differ on a"
+            f"This graph is for CUDA but was run on the CPU{how}. Scores and latency may differ on a"
             f" GPU{why}.",
         )
     ]
 
 
-def scores_of(split: Split) -> list[float] | None:
-    """Return how similar each pair of `split` is, None where its rows do not say it."""
+def pair_scores(split: Split) -> list[float] | None:
+    """Return the similarity scores of the pairs in `split`; None if they have no scores."""
     found = [float(e.label) for e in split.examples if isinstance(e.label, float)]
-    return found if split.labelled else None
+    return found if split.has_labels else None
 
 
 def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
-    from smelt.runtime.predict import encode_texts
+    from smelt.runtime.predict_texts import encode_texts
 
-    if task in (CUSTOM, IMAGES):
+    if task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
         return 0
-    if task == "language-modeling":  # running text is cut in windows, so none of it is too long
+    if task == "language-modeling":  # text is split into windows
         return 0
-    texts, pairs = texts_read(examples, task)
-    return encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs).truncated
+    texts, pairs = input_texts(examples, task)
+    return encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs).truncated

@@ -1,8 +1,7 @@
-"""Which runs use a store: what `smelt store` must know before it calls anything unused.
+"""Find the runs that use a store, so that `smelt store` can identify unused files.
 
-A run's links in its `artifacts` folder say what it uses. Runs beside the store are found there; a run
-elsewhere is known by the note that it leaves in the store, `runs/HASH.json`; beside it is a marker while it
-works.
+A run uses the artifacts that its `artifacts` folder links to. Runs next to the store are found by their
+folders, all others by a record in the store, `runs/HASH.json`; a marker next to it shows an active run.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from smelt.core.files import hash_of, load_json, write_json
-from smelt.core.store.locks import lock
-from smelt.core.store.presence import is_present, present
-from smelt.core.store.store import OWNER
+from smelt.core.files import json_hash, load_json, write_json
+from smelt.core.store.heartbeat import heartbeat, is_active
+from smelt.core.store.locks import file_lock
+from smelt.core.store.store import OWNER_SUFFIX
 
 
 @dataclass(frozen=True)
-class Run:
+class StoreRun:
     """A run that uses the store.
 
-    folder: where its report is. steps: its linked artifacts, step name -> key. busy: it works now.
+    folder: the run's folder. steps: keys of its linked artifacts by step name. busy: whether it is active.
     """
 
     folder: Path
@@ -31,68 +30,68 @@ class Run:
     busy: bool
 
 
-def place_of_store(folder: Path) -> tuple[Path, str]:
-    """Return the store of a run in `folder` that names none, and what to say where that is a new one.
+def default_store(folder: Path) -> tuple[Path, str]:
+    """Return the default store of a run in `folder`, and a note if that is a new one.
 
-    It is the nearest `.store` in a folder above, of the same user; without one it is made beside the run.
+    The default is the nearest `.store` of the same user in a parent folder, else `.store` next to the run.
     """
     for above in folder.parents:
         root = above / ".store"
-        if all((root / part).is_dir() for part in ("artifacts", "scores")) and _is_own(root):
+        if all((root / part).is_dir() for part in ("artifacts", "scores")) and _is_owned(root):
             return root, ""
     root = folder.parent / ".store"
     usual = Path("runs", ".store").resolve()
     if not usual.is_dir():
         return root, ""
     return root, (
-        f"a new store is begun in {root}: what runs in {usual.parent} made is not found there"
-        f" (--store {usual} shares it)."
+        f"Using a new store in {root}; artifacts of runs in {usual.parent} are not reused. To share them, use"
+        f" --store {usual}."
     )
 
 
-def _is_own(root: Path) -> bool:
+def _is_owned(root: Path) -> bool:
     return not hasattr(os, "getuid") or root.stat().st_uid == os.getuid()
 
 
 @contextmanager
-def at_work(store: Path, folder: Path) -> Iterator[None]:
-    """Note that the run in `folder` uses the store at `store`, and that it works until this context ends."""
-    note = _note(store, folder)
+def register_run(store: Path, folder: Path) -> Iterator[None]:
+    """Register the run in `folder` with the store at `store`, as active until this context exits."""
+    note = _run_record(store, folder)
     note.parent.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        with cleaning(store):  # what is being removed now is gone before this run looks for it
+        with cleaning_lock(store):  # waits until a running `smelt store clean` has finished
             if not note.is_file():
                 write_json(note, {"folder": str(folder)})
-            stack.enter_context(present(note.with_suffix(OWNER)))
+            stack.enter_context(heartbeat(note.with_suffix(OWNER_SUFFIX)))
         yield
 
 
-def cleaning(store: Path) -> AbstractContextManager[None]:
-    """Hold what keeps runs from beginning on the store at `store`, and it from being cleaned meanwhile."""
-    return lock(store / "locks" / "clean.lock")
+def cleaning_lock(store: Path) -> AbstractContextManager[None]:
+    """Return the lock that prevents runs from starting while the store at `store` is cleaned."""
+    return file_lock(store / "locks" / "clean.lock")
 
 
-def runs_of(store: Path) -> list[Run]:
-    """Return the runs that are known to use the store at `store`, by the name of their folder."""
+def list_runs(store: Path) -> list[StoreRun]:
+    """Return the known runs that use the store at `store`, sorted by folder."""
     folders = {path.parent.resolve() for path in store.parent.glob("*/artifacts") if path.is_dir()}
     busy = set()
     for note in sorted((store / "runs").glob("*.json")):
-        folder = _folder_in(note)
+        folder = _recorded_folder(note)
         if folder is None:
             continue
         folders.add(folder)
-        marker = note.with_suffix(OWNER)
-        if marker.exists() and is_present(marker):
+        marker = note.with_suffix(OWNER_SUFFIX)
+        if marker.exists() and is_active(marker):
             busy.add(folder)
-    runs = [Run(folder, linked_keys(store, folder), folder in busy) for folder in folders]
+    runs = [StoreRun(folder, linked_keys(store, folder), folder in busy) for folder in folders]
     return sorted((run for run in runs if run.steps or run.busy), key=lambda run: str(run.folder))
 
 
-def _note(store: Path, folder: Path) -> Path:
-    return store / "runs" / f"{hash_of(str(folder))[:32]}.json"
+def _run_record(store: Path, folder: Path) -> Path:
+    return store / "runs" / f"{json_hash(str(folder))[:32]}.json"
 
 
-def _folder_in(note: Path) -> Path | None:
+def _recorded_folder(note: Path) -> Path | None:
     try:
         value = load_json(note)
         return Path(value["folder"])
@@ -101,7 +100,7 @@ def _folder_in(note: Path) -> Path | None:
 
 
 def linked_keys(store: Path, folder: Path) -> dict[str, str]:
-    """Return the keys of the artifacts in `store` that the run's links lead to, also where they are gone."""
+    """Return the keys of the artifacts in `store` that a run links to, by step, including missing ones."""
     place = (store / "artifacts").resolve()
     found = {}
     for link in sorted((folder / "artifacts").glob("*")):

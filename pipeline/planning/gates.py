@@ -1,127 +1,142 @@
-"""What a plan stops at and is judged by: the steps of `--until`, the gates and their rows, the baseline."""
+"""Resolve `--until`, the gates, the split that they are evaluated on, and the baseline of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smelt.core.data import SIMILARITY, Split
+from smelt.core.data import SENTENCE_SIMILARITY, Split
 from smelt.core.messages import warning
-from smelt.planning.order.checks import Checker
+from smelt.planning.order.plan_checker import PlanChecker
 from smelt.planning.plan import PlannedGate
-from smelt.planning.warnings import FEWEST_ROWS
-from smelt.recipe.errors import touches
-from smelt.recipe.problem import AGREEMENT
-from smelt.recipe.recipe import SPEEDS, JudgedOn
-from smelt.recipe.stages import ROOT
+from smelt.planning.warnings import MIN_JUDGING_ROWS
+from smelt.recipe.mistakes import has_mistake
+from smelt.recipe.problem_type import AGREEMENT_METRIC
+from smelt.recipe.recipe import SPEED_METRICS, JudgedOn
+from smelt.recipe.stages import MODEL_STEP
 
 
-def cut(checker: Checker, until: str | None) -> list[str]:
-    """Return the names of the steps that `until` needs and itself (all for None), in order."""
-    if until is None or until == ROOT:
+def steps_until(checker: PlanChecker, until: str | None) -> list[str]:
+    """Return the names of the step `until` and all steps that it needs, in order; all steps for None."""
+    if until is None or until == MODEL_STEP:
         return [] if until else list(checker.drafts)
     if until not in checker.drafts:
-        if not checker.may_be(until):
-            checker.mistakes.say(checker.no_step(until), code="unknown-step", option="--until")
+        if not checker.may_exist(until):
+            checker.mistakes.add_for_option(
+                checker.unknown_step_text(until), code="unknown-step", option="--until"
+            )
         return list(checker.drafts)
     wanted = {until}
-    for name, draft in reversed(checker.drafts.items()):  # what a step stands on comes before it
+    for name, draft in reversed(checker.drafts.items()):  # dependencies come before a step
         if name in wanted:
-            wanted |= {draft.parent or ROOT, *draft.references.values()}
+            wanted |= {draft.parent or MODEL_STEP, *draft.references.values()}
     return [name for name in checker.drafts if name in wanted]
 
 
-def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
-    """Give every gate its steps: those of `at`, else the last of each branch that is scored here.
+def plan_gates(checker: PlanChecker, included: list[str]) -> tuple[PlannedGate, ...]:
+    """Return the gates with the steps to check: those of `at`, or the last scored step of each branch.
 
-    With `--until` a gate whose steps are all left out is not judged: the last step that is done then
-    is not the one that the limit was written for.
+    With `--until`, a gate whose steps are all excluded is not evaluated: its limit was written for another
+    step than the last one of the shortened run.
     """
     out: list[PlannedGate] = []
-    last = _leaves(checker)
+    last = _leaf_steps(checker)
     for metric, gate in checker.recipe.gates.items():
         at = (gate.at,) if isinstance(gate.at, str) else gate.at
-        if touches(checker.bad, f"gates.{metric}.at"):
+        if has_mistake(checker.invalid_paths, f"gates.{metric}.at"):
             at = None
         for name in at or ():
-            if not checker.may_be(name):
-                checker.mistakes.add(("gates", metric, "at"), checker.no_step(name), code="unknown-step")
-        if metric in SPEEDS and checker.recipe.score.latency is None:
+            if not checker.may_exist(name):
+                checker.mistakes.add(
+                    ("gates", metric, "at"), checker.unknown_step_text(name), code="unknown-step"
+                )
+        if metric in SPEED_METRICS and checker.recipe.score.latency is None:
             checker.warnings.append(
-                warning("gate-not-judged", f"The gate on {metric} is not judged: latency is switched off.")
+                warning(
+                    "gate-not-judged",
+                    f"The gate on {metric} is not evaluated: latency is not measured (score.latency: false).",
+                )
             )
             continue
-        steps = tuple(name for name in at or last if name in (ROOT, *kept))
-        left = [name for name in at or last if name in checker.names and name not in (ROOT, *kept)]
+        steps = tuple(name for name in at or last if name in (MODEL_STEP, *included))
+        left = [
+            name for name in at or last if name in checker.step_names and name not in (MODEL_STEP, *included)
+        ]
         if left and (at or not steps):
             checker.warnings.append(
                 warning(
                     "gate-not-judged",
-                    f"The gate on {metric} is not judged at {', '.join(left)}, which --until leaves out.",
+                    f"The gate on {metric} is not evaluated at {', '.join(left)}: excluded by --until.",
                 )
             )
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
-        if checker.recipe.baseline not in (ROOT, *kept):
-            limits.pop("max_drop")  # there is nothing to drop from; a warning says that it is left out
-            if metric == AGREEMENT and checker.recipe.task == SIMILARITY:  # nor anything to agree with
+        if checker.recipe.baseline not in (MODEL_STEP, *included):
+            limits.pop("max_drop")  # no baseline to compare with; check_baseline warns about it
+            if metric == AGREEMENT_METRIC and checker.recipe.task == SENTENCE_SIMILARITY:
                 limits = {}
         given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
         out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
     return tuple(out)
 
 
-def timed(checker: Checker) -> None:
-    """Check that what `score.latency.steps` names are steps."""
+def check_latency_steps(checker: PlanChecker) -> None:
+    """Check that the names in `score.latency.steps` are steps."""
     latency = checker.recipe.score.latency
-    if not latency or touches(checker.bad, "score.latency.steps"):
+    if not latency or has_mistake(checker.invalid_paths, "score.latency.steps"):
         return
-    for name in latency.named():
-        if not checker.may_be(name):
-            checker.mistakes.add(("score", "latency", "steps"), checker.no_step(name), code="unknown-step")
+    for name in latency.named_steps():
+        if not checker.may_exist(name):
+            checker.mistakes.add(
+                ("score", "latency", "steps"), checker.unknown_step_text(name), code="unknown-step"
+            )
 
 
-def judged_on(checker: Checker, splits: Mapping[str, Split]) -> JudgedOn:
-    """Return the rows that gates and recommendation are judged on.
+def choose_judging_split(checker: PlanChecker, splits: Mapping[str, Split]) -> JudgedOn:
+    """Return the split on which gates and the recommendation are evaluated.
 
-    Where several branches compete, the one that looks best on test looks better there than it is: the choice
-    is made on validation, and what was chosen is scored on test. Not by default where validation has too few
-    rows to choose by, nor of similarities, whose validation rows need no scores.
+    Choosing the best of several branches on test overestimates its score. So the choice is made on validation
+    and the chosen step is scored on test. The default is test if validation has too few samples, or for
+    sentence similarity, whose validation samples need no scores.
 
     Args:
-        checker: of the recipe.
-        splits: the rows that were read already; files that were not are large.
+        checker: the checker of the recipe.
+        splits: the splits that were read; files that were not are large.
     """
-    recipe, files = checker.recipe, checker.recipe.data.files()
+    recipe, files = checker.recipe, checker.recipe.data.split_files()
     if recipe.judged_on is not None:
         return recipe.judged_on
-    if "validation" not in recipe.data.splits() or recipe.task == SIMILARITY:
+    if "validation" not in recipe.data.split_sources() or recipe.task == SENTENCE_SIMILARITY:
         return "test"
     few = (
-        recipe.task != "language-modeling" and len(splits.get("validation", range(FEWEST_ROWS))) < FEWEST_ROWS
+        recipe.task != "language-modeling"
+        and len(splits.get("validation", range(MIN_JUDGING_ROWS))) < MIN_JUDGING_ROWS
     )
     same = files.get("validation") is not None and files.get("validation") == files.get("test")
-    return "test" if few or same or len(_leaves(checker)) < 2 else "validation"
+    return "test" if few or same or len(_leaf_steps(checker)) < 2 else "validation"
 
 
-def _leaves(checker: Checker) -> tuple[str, ...]:
+def _leaf_steps(checker: PlanChecker) -> tuple[str, ...]:
     running = [d for d in checker.drafts.values() if not d.unavailable and not d.unscored]
     parents = {d.parent for d in running}
-    return tuple(d.name for d in running if d.name not in parents) or (ROOT,)
+    return tuple(d.name for d in running if d.name not in parents) or (MODEL_STEP,)
 
 
-def baseline(checker: Checker, kept: list[str]) -> None:
-    """Check that the baseline is a step, and one that will be there and scored."""
+def check_baseline(checker: PlanChecker, included: list[str]) -> None:
+    """Check that the baseline is a step of the run and can be scored."""
     name = checker.recipe.baseline
-    if touches(checker.bad, "baseline") or name == ROOT:
+    if has_mistake(checker.invalid_paths, "baseline") or name == MODEL_STEP:
         return
-    if name in kept:
+    if name in included:
         if reason := checker.drafts[name].unscored:
             checker.warnings.append(
-                warning("no-comparison", f"Nothing is compared with the baseline '{name}': {reason}")
+                warning("no-comparison", f"No step is compared with the baseline '{name}': {reason}")
             )
         return
-    if name in checker.names:
+    if name in checker.step_names:
         checker.warnings.append(
-            warning("no-comparison", f"The baseline '{name}' is left out, so nothing is compared with it.")
+            warning(
+                "no-comparison",
+                f"The baseline '{name}' is excluded by --until, so no step is compared with it.",
+            )
         )
-    elif not checker.may_be(name):
-        checker.mistakes.add(("baseline",), checker.no_step(name), code="unknown-step")
+    elif not checker.may_exist(name):
+        checker.mistakes.add(("baseline",), checker.unknown_step_text(name), code="unknown-step")

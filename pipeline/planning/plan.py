@@ -1,4 +1,4 @@
-"""The plan: the tree of steps that a recipe asks for, with what it is judged by."""
+"""The plan of a recipe: the tree of steps, gates and data, and its text form."""
 
 from __future__ import annotations
 
@@ -10,69 +10,70 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Format
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Split
-from smelt.core.errors import InputError, MissingDependencyError, together
+from smelt.core.bleu_tokenizer import bleu_tokenizer
+from smelt.core.data import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.labels import ProblemType
-from smelt.core.messages import Message, mistake
-from smelt.core.scripts import bleu_tokenizer
-from smelt.core.shares import limited
+from smelt.core.messages import Message, error_message
+from smelt.core.split_division import limit_split
 from smelt.core.stage import Need, Settings, Stage
 from smelt.evaluate.metrics import LOWER_IS_BETTER
-from smelt.look.foreign import ForeignModel
-from smelt.look.model_folder import fetch_model
-from smelt.planning.sentences import described, sentence_rules
-from smelt.planning.splits import read_source
-from smelt.planning.text_rules import text_rules
-from smelt.recipe.inputs import Untrained
-from smelt.recipe.recipe import JudgedOn, Recipe
-from smelt.recipe.stages import ROOT
-from smelt.runtime.text.rules import read_text_rules
+from smelt.inspect.model_folder import fetch_model
+from smelt.inspect.onnx_files import ThirdPartyModel
+from smelt.planning.embedder_checks import pooling_text, resolve_pooling
+from smelt.planning.splits import read_split_source
+from smelt.planning.text_rules import resolve_text_rules
+from smelt.recipe.model_and_data import UntrainedModel
+from smelt.recipe.recipe import JudgedOn, ParsedRecipe
+from smelt.recipe.stages import MODEL_STEP
+from smelt.runtime.text.text_preprocessing import read_text_rules
 
 _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Step:
-    """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
+class PlanStep:
+    """One stage with its settings and its parent step (`model` is the original model).
 
-    needs: data and machine, as its settings make it. wrong: settings that are mistakes and have their
-    defaults here, while a recipe is being checked. unavailable: why it cannot run on this machine, or None.
-    unscored: why what it makes cannot be scored on this machine, or None.
+    needs: required data and hardware, given the settings. invalid_settings: settings with mistakes, replaced
+    by their defaults while the recipe is checked. unavailable: why the step cannot run on this machine, or
+    None.
+    unscored: why its artifact cannot be scored on this machine, or None.
     """
 
     name: str
     stage: str
-    cls: type[Stage[Any]]
+    stage_class: type[Stage[Any]]
     settings: Settings
     parent: str
     optional: bool
     line: int
     unavailable: str | None = None
     unscored: str | None = None
-    wrong: frozenset[str] = frozenset()
+    invalid_settings: frozenset[str] = frozenset()
     needs: frozenset[Need] = frozenset()
 
     @property
     def format(self) -> Format:
-        """What the step gives: torch, onnx or tensorrt."""
-        return self.cls.produces
+        """Output format of the step: torch, onnx or tensorrt."""
+        return self.stage_class.produces
 
     @property
     def trains(self) -> bool:
-        """Whether it learns from the training rows."""
+        """Whether the step trains on samples."""
         return bool(self.needs & {"train", "unlabelled"})
 
     @property
-    def stands_on(self) -> tuple[str, ...]:
-        """The steps that must be there before this one: its parent and those that its settings name."""
-        return (self.parent, *self.settings.references().values())
+    def dependencies(self) -> tuple[str, ...]:
+        """The steps that this one needs: its parent and those that its settings name."""
+        return (self.parent, *self.settings.step_references().values())
 
 
 @dataclass(frozen=True)
 class PlannedGate:
     """A limit on one metric, as in report.json. kind: max_drop, min or max. at: names of steps.
 
-    confidence: of the interval whose worse end is judged; None judges the value.
+    confidence: of the interval whose worse end is compared with the limit; None compares the value.
     """
 
     metric: str
@@ -86,18 +87,21 @@ class PlannedGate:
 class Plan:
     """A checked recipe.
 
-    steps: in the recipe's order, parents first; the untouched model is not among them. With `until`
-    only that step and those above it. splits: the rows that were read already, because their files
-    are small. text: the recipe as it stands in its file. rest: the steps that `until` cuts off. order: the
-    names of all steps, as the recipe has them.
-    warnings: what a person should know; the report says it too. notes: what only the plan's reader needs.
-    judged_on: the split that steps are scored on, gates judged and a step recommended.
-    problem: what a classifier does, where model and data are at hand. foreign: the ONNX graph that the recipe
-    starts from; None where it starts from weights.
+    steps: in the recipe's order, parents first, without the original model; with `until` only that step and
+        those that it needs.
+    splits: the splits that were read already, because their files are small.
+    text: the recipe as in its file.
+    excluded_steps: the steps that `until` excludes.
+    step_order: names of all steps in the recipe's order.
+    warnings: warnings for plan and report.
+    notes: notes for the plan only.
+    judged_on: the split for scores, gates and the recommendation.
+    problem_type: problem type of a classifier, if model and data are available.
+    third_party_model: the ONNX model that the recipe starts from; None if it starts from weights.
     """
 
-    recipe: Recipe
-    steps: tuple[Step, ...]
+    recipe: ParsedRecipe
+    steps: tuple[PlanStep, ...]
     gates: tuple[PlannedGate, ...]
     local_model: Path | None
     text: str
@@ -105,19 +109,19 @@ class Plan:
     warnings: tuple[Message, ...] = ()
     notes: tuple[Message, ...] = ()
     until: str | None = None
-    rest: tuple[Step, ...] = ()
-    order: tuple[str, ...] = ()
+    excluded_steps: tuple[PlanStep, ...] = ()
+    step_order: tuple[str, ...] = ()
     judged_on: JudgedOn = "test"
-    problem: ProblemType | None = None
-    foreign: ForeignModel | None = None
+    problem_type: ProblemType | None = None
+    third_party_model: ThirdPartyModel | None = None
 
     def __str__(self) -> str:
-        return _described(self)
+        return _format_plan(self)
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """The names of the steps that `until` cuts off."""
-        return tuple(step.name for step in self.rest)
+    def excluded_names(self) -> tuple[str, ...]:
+        """The names of the steps that `until` excludes."""
+        return tuple(step.name for step in self.excluded_steps)
 
     @property
     def path(self) -> Path:
@@ -126,142 +130,147 @@ class Plan:
 
     @property
     def model_folder(self) -> Path:
-        """The folder of the untouched model; an id on the hub is downloaded now.
+        """The folder of the original model; a hub id is downloaded now.
 
         Raises:
-            InputError: the hub does not give it, or smelt cannot start from it.
+            InputError: the download failed, or the model is not supported.
         """
         return self.local_model or fetch_model(str(self.recipe.model), self.recipe.base, self.recipe.task)
 
     def recipe_dict(self) -> dict[str, Any]:
-        """Return the recipe as plain values, `--set` applied."""
+        """Return the recipe as plain values with `--set` applied."""
         return dict(self.recipe.document)
 
     def gates_of(self, name: str) -> list[PlannedGate]:
         """Return the gates on the step `name`."""
         return [gate for gate in self.gates if name in gate.at]
 
-    def step(self, name: str) -> Step:
+    def step(self, name: str) -> PlanStep:
         """Return the step `name`."""
         return next(step for step in self.steps if step.name == name)
 
-    def children(self, name: str) -> list[Step]:
-        """Return the steps that go on from the step `name` (`model` for the untouched one)."""
+    def children(self, name: str) -> list[PlanStep]:
+        """Return the steps whose parent is the step `name` (`model` for the original model)."""
         return [step for step in self.steps if step.parent == name]
 
     @property
-    def blocked(self) -> list[Step]:
+    def blocked_steps(self) -> list[PlanStep]:
         """The steps that cannot run on this machine and are not optional."""
         return [step for step in self.steps if step.unavailable and not step.optional]
 
-    def above(self, step: Step) -> list[str]:
-        """Return what `step` may look at: the model, the steps that it names, those it goes on from."""
+    def ancestor_names(self, step: PlanStep) -> list[str]:
+        """Return the steps that `step` may read: the model, the steps that it names, its ancestors."""
         parents = {s.name: s.parent for s in self.steps}
         line, name = list[str](), step.parent
-        while name != ROOT:
+        while name != MODEL_STEP:
             line.append(name)
             name = parents[name]
-        named = [name for name in step.stands_on if name != ROOT and name not in line]
-        return [ROOT, *named, *reversed(line)]
+        named = [name for name in step.dependencies if name != MODEL_STEP and name not in line]
+        return [MODEL_STEP, *named, *reversed(line)]
 
     def require_runnable(self) -> None:
-        """Make sure that all that is to be done can be done on this machine.
+        """Require that all steps that are not optional can run on this machine.
 
         Raises:
-            MissingDependencyError: a step that is not optional cannot run; every such step is named.
+            MissingDependencyError: some cannot; the message lists every such step.
         """
-        if self.blocked:
-            raise together(
+        if self.blocked_steps:
+            raise combined_error(
                 (
-                    mistake(
+                    error_message(
                         "step-unavailable",
-                        f"step '{step.name}' cannot run here: {step.unavailable}"
-                        " With `optional: true` beside the stage it is skipped.",
+                        f"step '{step.name}' cannot run on this machine: {step.unavailable}"
+                        " Set `optional: true` next to the stage to skip it.",
                         file=str(self.recipe.path),
                         line=step.line,
                     )
-                    for step in self.blocked
+                    for step in self.blocked_steps
                 ),
                 MissingDependencyError,
             )
 
     def read_data(self, limit: int | None = None) -> dict[str, Split]:
-        """Read the rows of every split that the recipe names, `limit` of each.
+        """Read every split of the recipe, at most `limit` samples of each.
 
         Raises:
-            InputError: what is wrong with the data, all splits together.
+            InputError: there are mistakes in the data; the message lists those of all splits.
         """
         splits, problems = dict(self.splits), list[Message]()
-        for name in self.recipe.data.files():
+        for name in self.recipe.data.split_files():
             if name not in splits:
                 try:
-                    splits |= read_source(self.recipe, name)
+                    splits |= read_split_source(self.recipe, name)
                 except InputError as error:
                     problems += error.found or [error.as_message()]
         if problems:
-            raise together(problems)
-        return {name: limited(splits[name], limit) for name in self.recipe.data.splits()}
+            raise combined_error(problems)
+        return {name: limit_split(splits[name], limit) for name in self.recipe.data.split_sources()}
 
 
-def _described(plan: Plan) -> str:
+def _format_plan(plan: Plan) -> str:
     """Return the plan as text of at most 80 columns: model, data, tree of steps, score, gates, warnings."""
     recipe = plan.recipe
-    lines = [*_wrapped(f"{recipe.path}: {recipe.task}, {_count(len(plan.steps), 'step')}", 2), ""]
-    lines += _wrapped(f"model       {_model(recipe.model)}", 12)
-    for said in _graph(plan.foreign) if plan.foreign else ():
-        lines += _wrapped(said, 12)
-    for name, origin in recipe.data.splits().items():
-        rows = f" ({_count(len(plan.splits[name]), 'row')})" if name in plan.splits else ""
-        share = recipe.data.split.given().get(name)
+    lines = [*_wrap_lines(f"{recipe.path}: {recipe.task}, {_pluralize(len(plan.steps), 'step')}", 2), ""]
+    lines += _wrap_lines(f"model       {_model_text(recipe.model)}", 12)
+    for said in _graph_lines(plan.third_party_model) if plan.third_party_model else ():
+        lines += _wrap_lines(said, 12)
+    for name, origin in recipe.data.split_sources().items():
+        rows = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
+        share = recipe.data.split.named_fractions().get(name)
         said = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
-        lines += _wrapped(f"{name:<12}{said}{rows}", 12)
-    for said in text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
-        lines += _wrapped(f"texts       {said}", 12)
-    if recipe.task == SIMILARITY and plan.local_model:
-        lines += _wrapped(f"vectors     {described(sentence_rules(recipe, plan.local_model)[0])}", 12)
-    lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
-    lines += _score(plan)
+        lines += _wrap_lines(f"{name:<12}{said}{rows}", 12)
+    for said in resolve_text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
+        lines += _wrap_lines(f"texts       {said}", 12)
+    if recipe.task == SENTENCE_SIMILARITY and plan.local_model:
+        lines += _wrap_lines(f"vectors     {pooling_text(resolve_pooling(recipe, plan.local_model)[0])}", 12)
+    lines += ["", MODEL_STEP, *_tree_lines(plan, MODEL_STEP, ""), ""]
+    lines += _score_lines(plan)
     if plan.judged_on != "test":
-        text = "judged on   validation: gates and what is recommended; that and the front are scored on test"
-        lines += _wrapped(text, 12)
+        text = (
+            "judged on   validation: gates and recommendation; the recommended and Pareto-optimal steps are"
+            " scored on test"
+        )
+        lines += _wrap_lines(text, 12)
     elif recipe.judged_on == "test":
-        text = "judged on   test: of several branches the one that looks best there looks better than it is"
-        lines += _wrapped(text, 12)
+        text = "judged on   test: choosing the best of several branches on test overestimates its score"
+        lines += _wrap_lines(text, 12)
     for gate in plan.gates:
         way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
         sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]
         sure = f", with confidence {gate.confidence:g}" if gate.confidence is not None else ""
         limit = f"{sign} {gate.limit:,.10g}{sure}"
-        lines += _wrapped(f"gate        {gate.metric}: {limit} at {', '.join(gate.at)}", 12)
+        lines += _wrap_lines(f"gate        {gate.metric}: {limit} at {', '.join(gate.at)}", 12)
     if plan.until:
-        lines += _wrapped(f"until       {plan.until}; left out: {', '.join(plan.left_out) or 'nothing'}", 12)
+        lines += _wrap_lines(
+            f"until       {plan.until}; excluded: {', '.join(plan.excluded_names) or 'none'}", 12
+        )
     for note in plan.notes:
-        lines += _wrapped(f"note        {note}", 12)
+        lines += _wrap_lines(f"note        {note}", 12)
     for warning in plan.warnings:
-        lines += _wrapped(f"warning     {warning}", 12)
-    if plan.blocked:
-        names = ", ".join(step.name for step in plan.blocked)
-        lines += _wrapped(
-            f"cannot run here as it is: {names}. Install what is missing, or write"
-            " `optional: true` beside the stage to skip it.",
+        lines += _wrap_lines(f"warning     {warning}", 12)
+    if plan.blocked_steps:
+        names = ", ".join(step.name for step in plan.blocked_steps)
+        lines += _wrap_lines(
+            f"cannot run on this machine: {names}. Install what is missing, or set"
+            " `optional: true` next to the stage to skip it.",
             0,
         )
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _tree(plan: Plan, name: str, indent: str) -> Iterator[str]:
-    """Yield the steps below `name`; a chain stays in one column, branches are indented."""
+def _tree_lines(plan: Plan, name: str, indent: str) -> Iterator[str]:
+    """Yield the steps below `name`; a chain has one column, branches are indented."""
     children = [step for step in plan.steps if step.parent == name]
     for number, step in enumerate(children):
         last = number == len(children) - 1
         mark, bar = ("", "") if len(children) == 1 else ("└─ ", "   ") if last else ("├─ ", "│  ")
-        yield from _step(step, indent + mark, indent + bar)
-        yield from _tree(plan, step.name, indent + bar)
+        yield from _step_lines(step, indent + mark, indent + bar)
+        yield from _tree_lines(plan, step.name, indent + bar)
 
 
-def _step(step: Step, first: str, rest: str) -> Iterator[str]:
+def _step_lines(step: PlanStep, first: str, rest: str) -> Iterator[str]:
     given = step.settings.model_dump(mode="json", exclude_defaults=True)
-    settings = ", ".join(f"{name}: {_value(value)}" for name, value in given.items())
+    settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in given.items())
     reads = sorted(
         need for need in step.needs if need in ("train", "unlabelled", "validation", "calibration")
     )
@@ -286,11 +295,11 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
     )
 
 
-def _tokenizer(plan: Plan) -> str:
-    """Return how BLEU will split the test references; they are read by then, unless they are large."""
+def _bleu_tokenizer_text(plan: Plan) -> str:
+    """Return BLEU's tokenizer for the test references, if these were read."""
     recipe = plan.recipe
-    if recipe.task not in TEXT_TO_TEXT or "test" not in plan.splits:
-        return "as the references need"
+    if recipe.task not in TEXT_TO_TEXT_TASKS or "test" not in plan.splits:
+        return "tokenizer by the references"
     language = recipe.data.target_language
     if language is None and plan.local_model:
         language = read_text_rules(plan.local_model).target_language
@@ -298,24 +307,24 @@ def _tokenizer(plan: Plan) -> str:
     return bleu_tokenizer(texts, language=language)
 
 
-def _score(plan: Plan) -> list[str]:
+def _score_lines(plan: Plan) -> list[str]:
     score = plan.recipe.score
-    tokenize = plan.recipe.tokenize or _tokenizer(plan)
+    tokenize = plan.recipe.tokenize or _bleu_tokenizer_text(plan)
     names = [f"{m} ({tokenize})" if m == "bleu" else m for m in score.quality]
-    text = f"score       {', '.join(names) or 'what fits the labels'}"
-    if plan.recipe.task in TEXT_TO_TEXT:
+    text = f"score       {', '.join(names) or 'metrics by the labels'}"
+    if plan.recipe.task in TEXT_TO_TEXT_TASKS:
         text += f"; {score.generation.summary()}"
     if score.latency:
         sizes = ", ".join(map(str, score.latency.batch_sizes))
-        text += f"; latency at batch size {sizes} against {plan.recipe.baseline}"
-    return _wrapped(text, 12)
+        text += f"; latency at batch size {sizes} compared with {plan.recipe.baseline}"
+    return _wrap_lines(text, 12)
 
 
-def _value(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace('"', "")
 
 
-def _model(model: str | Untrained) -> str:
+def _model_text(model: str | UntrainedModel) -> str:
     if isinstance(model, str):
         return model
     made = model.tokenizer
@@ -325,23 +334,23 @@ def _model(model: str | Untrained) -> str:
     return f"{model.config}, untrained; tokenizer: {words}"
 
 
-def _count(number: int, word: str) -> str:
+def _pluralize(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
+def _wrap_lines(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-def _graph(model: ForeignModel) -> Iterator[str]:
-    """Yield what `smelt plan` says of a graph."""
+def _graph_lines(model: ThirdPartyModel) -> Iterator[str]:
+    """Yield the lines about an ONNX model in `smelt plan`."""
     details = model.details
-    made = f", written by {details['producer']}" if details.get("producer") else ""
+    made = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
-    if model.parts:
-        names = ", ".join(f"{name}.onnx" for name in model.parts)
+    if model.graphs:
+        names = ", ".join(f"{name}.onnx" for name in model.graphs)
         yield f"graphs      {names}: {nodes} of opset {details['opset']}{made}"
         return
     yield f"graph       {nodes} of opset {details['opset']}{made}"
-    yield f"inputs      {'; '.join(value.described() for value in model.signature.inputs)}"
-    yield f"outputs     {'; '.join(value.described() for value in model.signature.outputs)}"
+    yield f"inputs      {'; '.join(value.describe() for value in model.signature.inputs)}"
+    yield f"outputs     {'; '.join(value.describe() for value in model.signature.outputs)}"

@@ -1,4 +1,4 @@
-"""Which prefix and languages a run takes: the recipe's, else those that the model brings along."""
+"""Resolve the text prefix and the languages of a run from the recipe or the model's files."""
 
 from __future__ import annotations
 
@@ -6,69 +6,72 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
-from smelt.core.errors import InputError, nearest
+from smelt.core.data import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json
-from smelt.core.text import article
+from smelt.core.text import with_article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
-from smelt.recipe.recipe import Recipe
-from smelt.runtime.text.rules import FILE, TextRules, read_text_rules
-from smelt.runtime.text.sentence_files import PROMPTS, default_prompt, read_sentence_rules
+from smelt.recipe.recipe import ParsedRecipe
+from smelt.runtime.text.sentence_files import PROMPTS_FILE, default_prompt, read_sentence_rules
+from smelt.runtime.text.text_preprocessing import TEXT_RULES_FILE, TextRules, read_text_rules
 
 
-def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
-    """Return the rules for the texts of `recipe` with the model in `folder`, and what the plan says of them.
+def resolve_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return the text rules of `recipe` for the model in `folder`, and their description for the plan.
 
-    What the recipe does not say comes from the model: from its text.json, if smelt made it, else the
-    prefix from `task_specific_params` in its config, as T5 checkpoints have them.
+    Values that the recipe does not set come from the model: from its text.json, if smelt made it, else the
+    prefix from `task_specific_params` in its config, as in T5 checkpoints.
 
     Raises:
-        InputError: the recipe says what does not fit the task or the model, or leaves out what it needs.
+        InputError: settings do not fit the task or the model, or required ones are missing.
     """
     data = recipe.data
-    if recipe.task not in TEXT_TO_TEXT:
-        known = ("prefix", "source_language", "target_language")[recipe.task == SIMILARITY :]
+    if recipe.task not in TEXT_TO_TEXT_TASKS:
+        known = ("prefix", "source_language", "target_language")[recipe.task == SENTENCE_SIMILARITY :]
         given = [k for k in known if getattr(data, k) is not None]
         if given:
             raise InputError(
-                f"{given[0]}: fits {' and '.join(sorted(TEXT_TO_TEXT))}, not {recipe.task}.",
+                f"{given[0]}: only for {' and '.join(sorted(TEXT_TO_TEXT_TASKS))}; the task is {recipe.task}."
+                " Remove it.",
                 code="does-not-fit-task",
                 setting=f"data.{given[0]}",
             )
-        return _of_vectors(recipe, folder) if recipe.task == SIMILARITY else (TextRules(), [])
-    config = _config(folder)
+        return (
+            _embedder_text_rules(recipe, folder) if recipe.task == SENTENCE_SIMILARITY else (TextRules(), [])
+        )
+    config = _read_config_or_empty(folder)
     kind = config.get("model_type")
     family = find_family(config)
-    languages = family.languages if family else None
+    languages = family.language_selection if family else None
     if family and languages == "codes":
-        return _languages(recipe, folder, family)
+        return _multilingual_text_rules(recipe, folder, family)
     if data.prefix is not None:
-        return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (the recipe's)"]
-    if (folder / FILE).is_file():
+        return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (from the recipe)"]
+    if (folder / TEXT_RULES_FILE).is_file():
         rules = read_text_rules(folder)
-        return rules, [f"prefix {rules.prefix!r} (the model's {FILE})"]
+        return rules, [f"prefix {rules.prefix!r} (from the model's {TEXT_RULES_FILE})"]
     if languages == "prefix" and data.target_language:
         prefix = f">>{data.target_language}<< "
         return TextRules(prefix=prefix), [
-            f"prefix {prefix!r} ({article(kind)} model's word for the target language)"
+            f"prefix {prefix!r} (target language token of {with_article(kind)} model)"
         ]
-    return _from_params(recipe, config)
+    return _task_specific_rules(recipe, config)
 
 
-def _of_vectors(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
-    """Return what a sentence embedder has done to its texts: a prefix, lower case.
+def _embedder_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return the text rules of a sentence embedder: prefix and lower case.
 
     Raises:
-        InputError: sentence-transformers puts a prompt before every text, and the recipe says no prefix.
+        InputError: the model has a default prompt in sentence-transformers, and the recipe sets no prefix.
     """
     known, own = read_text_rules(folder), read_sentence_rules(folder)
     prefix = known.prefix if recipe.data.prefix is None else recipe.data.prefix
     prompt = default_prompt(folder)
-    if prompt and recipe.data.prefix is None and not (folder / FILE).is_file():
+    if prompt and recipe.data.prefix is None and not (folder / TEXT_RULES_FILE).is_file():
         raise InputError(
-            f"{folder / PROMPTS}: sentence-transformers puts the prompt {prompt!r} before every text of this"
-            f' model. Say so with data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.',
+            f"{folder / PROMPTS_FILE}: sentence-transformers adds the prompt {prompt!r} to every text of this"
+            f' model. Set data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.',
             code="missing-prompt",
         )
     rules = TextRules(prefix=prefix, lower=known.lower or (own is not None and own.lower))
@@ -76,29 +79,32 @@ def _of_vectors(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
     return rules, said + (["lowercased"] if rules.lower else [])
 
 
-def _languages(recipe: Recipe, folder: Path, family: Family) -> tuple[TextRules, list[str]]:
+def _multilingual_text_rules(
+    recipe: ParsedRecipe, folder: Path, family: Family
+) -> tuple[TextRules, list[str]]:
     data, known = recipe.data, read_text_rules(folder)
     source = data.source_language or known.source_language
     target = data.target_language or known.target_language
     if source is None or target is None:
         raise InputError(
-            f"{article(family.name)} model has to be told its languages, as its tokenizer writes them, for"
-            f" instance: data: {{source_language: {family.codes[0]}, target_language: {family.codes[1]}}}.",
+            f"{with_article(family.name)} model needs a source and a target language, as codes of its"
+            f" tokenizer. Set, for example, data: {{source_language: {family.example_languages[0]}, "
+            f"target_language: {family.example_languages[1]}}}.",
             code="missing-languages",
         )
     for code in (source, target):
-        _check_code(code, folder)
+        _check_language_code(code, folder)
     prefix = known.prefix if data.prefix is None else data.prefix
     rules = TextRules(prefix=prefix, source_language=source, target_language=target)
     said = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
     return rules, said
 
 
-def _check_code(code: str, folder: Path) -> None:
-    """Require that the tokenizer knows the language `code`, where its files say what it knows.
+def _check_language_code(code: str, folder: Path) -> None:
+    """Require that tokenizer.json, if there is one, has a token for the language `code`.
 
     Raises:
-        InputError: tokenizer.json has no such token.
+        InputError: it has no such token.
     """
     try:
         content = load_json(folder / "tokenizer.json")
@@ -106,17 +112,17 @@ def _check_code(code: str, folder: Path) -> None:
         pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
         added = [token["content"] for token in content["added_tokens"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # without such a file the tokenizer itself says it, when it is loaded
+        return  # without such a file the tokenizer checks it when it is loaded
     if code not in added and code not in pieces:
         raise InputError(
-            f"{folder}: the model's tokenizer knows no language {code!r}: tokenizer.json has no such token."
-            f"{nearest(code, added)}",
+            f"{folder}: unknown language {code!r}: tokenizer.json has no such token."
+            f"{did_you_mean(code, added)}",
             code="unknown-language",
         )
 
 
-def _from_params(recipe: Recipe, config: dict[str, Any]) -> tuple[TextRules, list[str]]:
-    """Return the prefix that the config names for the task (and the languages)."""
+def _task_specific_rules(recipe: ParsedRecipe, config: dict[str, Any]) -> tuple[TextRules, list[str]]:
+    """Return the prefix for task and languages from the config's `task_specific_params`."""
     params = config.get("task_specific_params")
     prefixes = {
         name: value["prefix"]
@@ -131,23 +137,23 @@ def _from_params(recipe: Recipe, config: dict[str, Any]) -> tuple[TextRules, lis
             known = ", ".join(fitting) or "none"
             raise InputError(
                 f"source_language and target_language: the model's config has no prefix for {wanted}"
-                f" (task_specific_params: {known}). Say data: {{prefix: ...}} instead.",
+                f" (task_specific_params: {known}). Set data: {{prefix: ...}} instead.",
                 code="unknown-language",
             )
         fitting = {wanted: fitting[wanted]}
     if len(fitting) == 1:
         [(name, prefix)] = fitting.items()
-        return TextRules(prefix=prefix), [f"prefix {prefix!r} (the model's, for {name})"]
+        return TextRules(prefix=prefix), [f"prefix {prefix!r} (from the model, for {name})"]
     if fitting:
         return TextRules(), [
-            f"no prefix; the model's config has one each for {', '.join(fitting)}: choose with"
+            f"no prefix; the model's config has several, for {', '.join(fitting)}. Set"
             " data: {source_language: ..., target_language: ...} or data: {prefix: ...}"
         ]
     return TextRules(), []
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """Return config.json, or nothing where it cannot be read; other checks say why."""
+def _read_config_or_empty(folder: Path) -> dict[str, Any]:
+    """Return config.json, empty if it cannot be read; other checks report why."""
     try:
         config = load_json(folder / "config.json")
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""What a person should know of a run's data and settings before believing its numbers.
+"""Warnings about a run's data and settings that limit what its scores mean.
 
-Said by the plan as far as model and data are at hand then, by the run for the rest, and by the report.
+The plan shows them as far as model and data are available, the run the rest, and the report all of them.
 """
 
 from __future__ import annotations
@@ -9,74 +9,84 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.data import CLASSIFICATION, CUSTOM, IMAGES, TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.data import (
+    CLASSIFICATION_TASKS,
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    TEXT_TO_TEXT_TASKS,
+    Example,
+    Split,
+    Task,
+)
 from smelt.core.files import load_json
-from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
+from smelt.core.labels import MULTI_LABEL, SINGLE_LABEL, infer_problem_type, similar_labels
 from smelt.core.messages import Message, warning
-from smelt.core.text import article
+from smelt.core.text import with_article
 from smelt.evaluate.metrics import WINDOW_METRICS
 
 if TYPE_CHECKING:
-    from smelt.planning.plan import Step
-    from smelt.recipe.recipe import Recipe
+    from smelt.planning.plan import PlanStep
+    from smelt.recipe.recipe import ParsedRecipe
 
-# Below this an interval is so wide that most steps cannot be told apart: +-10 points of accuracy.
-FEWEST_ROWS = 100
-# Shorter rows of running text are empty lines and headings, which any two texts share.
-_LEAST_CHARACTERS = 80
-_NAMED = 3
+# With fewer samples, intervals are too wide to compare most steps: +-10 points of accuracy.
+MIN_JUDGING_ROWS = 100
+# Shorter lines of running text are empty lines and headings, which any two texts share.
+_MIN_CHARACTERS = 80
+_MAX_NAMED = 3
 
 
-def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> list[Message]:
-    """Return what is doubtful about the rows that were read.
+def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split]) -> list[Message]:
+    """Return warnings about the data: few test samples, overlap of splits, label spelling, quotes.
 
     Args:
         recipe: the recipe.
-        trains: a step learns from the training rows.
-        splits: as far as they were read, before `--limit` cuts them.
+        trains: whether a step trains on the training samples.
+        splits: the splits that were read, before `--limit` is applied.
     """
     found: list[Message] = []
     test = splits.get("test")
     if test is not None:
-        # of running text the rows say nothing of how much there is
-        if recipe.task != "language-modeling" and len(test) < FEWEST_ROWS:
+        # for running text the number of lines is not the amount of text
+        if recipe.task != "language-modeling" and len(test) < MIN_JUDGING_ROWS:
             found.append(
                 warning(
                     "few-test-rows",
-                    f"test has {_rows(len(test))}; below {FEWEST_ROWS} the intervals are too wide to compare"
-                    " most steps.",
+                    f"test has only {_rows_text(len(test))}; with fewer than {MIN_JUDGING_ROWS} the"
+                    " confidence intervals are too wide to compare most steps. Add test samples.",
                 )
             )
         for name in ("train", "validation") if trains else ():
             if name in splits:
-                found += _copies(test, splits[name], name, recipe.task)
-        calibrated = next((name for name in _calibrating(recipe.task) if name in splits), None)
+                found += _overlap_warnings(test, splits[name], name, recipe.task)
+        calibrated = next((name for name in _calibration_splits(recipe.task) if name in splits), None)
         if calibrated is not None:
-            found += _calibrated_on(test, splits[calibrated], calibrated, recipe.task)
-    if recipe.task in CLASSIFICATION:
-        found += _spellings(splits)
-    for name, split in splits.items() if recipe.task not in (IMAGES, CUSTOM, "language-modeling") else ():
-        found += _swallowed(split, name)
+            found += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
+    if recipe.task in CLASSIFICATION_TASKS:
+        found += _label_spelling_warnings(splits)
+    for name, split in (
+        splits.items() if recipe.task not in (IMAGE_CLASSIFICATION, CUSTOM_TASK, "language-modeling") else ()
+    ):
+        found += _unbalanced_quote_warnings(split, name)
     return found
 
 
-def kept_last(recipe: Recipe, steps: Iterable[Step]) -> list[Message]:
-    """Return that trainings have no rows to choose their weights by."""
+def last_checkpoint_warnings(recipe: ParsedRecipe, steps: Iterable[PlanStep]) -> list[Message]:
+    """Return a warning if there is no validation data to choose the best checkpoint by."""
     names = [step.name for step in steps if hasattr(step.settings, "metric_for_best_model")]
-    if not names or "validation" in recipe.data.splits():
+    if not names or "validation" in recipe.data.split_sources():
         return []
     keep = "keep their" if len(names) > 1 else "keeps its"
     return [
         warning(
             "no-validation-data",
-            f"There is no validation data: {', '.join(names)} {keep} last weights, which may not be the best."
-            f" Add data: validation, or data: {{split: {{validation: 0.1}}}}.",
+            f"No validation data: {', '.join(names)} {keep} last checkpoint, which may not be the best."
+            f" Set data: validation, or data: {{split: {{validation: 0.1}}}}.",
         )
     ]
 
 
-def _swallowed(split: Split, name: str) -> list[Message]:
-    """Name the rows whose text holds a line end and a tab: most likely several rows in one pair of quotes."""
+def _unbalanced_quote_warnings(split: Split, name: str) -> list[Message]:
+    """Return a warning if texts contain a line break and a tab, which an unclosed quote may cause."""
     rows = [
         e.line or e.row or at + 1
         for at, e in enumerate(split.examples)
@@ -87,75 +97,77 @@ def _swallowed(split: Split, name: str) -> list[Message]:
     return [
         warning(
             "unclosed-quote",
-            f"{_rows(len(rows))} with a line break and a tab in a text: an unclosed quote may join several"
-            " rows. Double the quotes inside texts, or remove them.",
+            f"{_rows_text(len(rows))} with a line break and a tab in a text: an unclosed quote may have"
+            " joined several samples. Double the quotes inside texts, or remove them.",
             file=split.origin,
             line=rows[0],
         )
     ]
 
 
-def few_windows(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list[Message]:
-    """Return that a text has few windows, from which intervals and tests draw.
+def few_windows_warnings(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list[Message]:
+    """Return a warning if a text has few windows, which are the units of intervals and tests.
 
     Args:
-        statistics: of a step, by metric.
-        split: the name of what was scored.
+        statistics: statistics of a step, by metric.
+        split: name of the scored split.
     """
     counts = {len(found["rows"]) for metric, found in statistics.items() if metric in WINDOW_METRICS}
     return [
         warning(
             "few-windows",
-            f"{split} has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to"
-            " compare most steps. Add text, or use shorter windows (data: windows: length).",
+            f"{split} has only {many} window{'s' * (many > 1)}; with fewer than {MIN_JUDGING_ROWS} the"
+            " confidence intervals are too wide to compare most steps. Add text, or use shorter windows"
+            " (data: windows: length).",
         )
         for many in counts
-        if many < FEWEST_ROWS
+        if many < MIN_JUDGING_ROWS
     ]
 
 
-def _copies(test: Split, other: Split, name: str, task: Task) -> list[Message]:
-    """Compare the rows of `test` with those of the split `name`, on which something is decided."""
+def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
+    """Return a warning if samples of `test` are also in the split `name`, used for training or selection."""
     seen: dict[tuple[str, str | None], set[object]] = {}
-    for example, text in zip(other.examples, other.contents, strict=True):
-        seen.setdefault((text, example.text_pair), set()).update(_answers(example))
+    for example, text in zip(other.examples, other.row_contents, strict=True):
+        seen.setdefault((text, example.text_pair), set()).update(_expected_outputs(example))
     rows = [
         (e, text)
-        for e, text in zip(test.examples, test.contents, strict=True)
-        if task != "language-modeling" or len(text) >= _LEAST_CHARACTERS
+        for e, text in zip(test.examples, test.row_contents, strict=True)
+        if task != "language-modeling" or len(text) >= _MIN_CHARACTERS
     ]
     known = [(e, text) for e, text in rows if (text, e.text_pair) in seen]
-    copies = [e for e, text in known if seen[text, e.text_pair] & _answers(e)]
+    copies = [e for e, text in known if seen[text, e.text_pair] & _expected_outputs(e)]
     if not known:
         return []
-    long = f" of {_LEAST_CHARACTERS} characters or more" if task == "language-modeling" else ""
-    alike, one = ("byte for byte", "image") if task == IMAGES else ("word for word", "text")
-    text = f"{len(copies):,} of {len(rows):,} test rows{long} are also in {name}, {alike}"
+    long = f" of {_MIN_CHARACTERS} characters or more" if task == "language-modeling" else ""
+    alike, one = ("byte for byte", "image") if task == IMAGE_CLASSIFICATION else ("word for word", "text")
+    text = f"{len(copies):,} of {len(rows):,} test samples{long} are also in {name}, {alike}"
     if len(known) > len(copies):
-        what, more = "target" if task in TEXT_TO_TEXT else "label", len(known) - len(copies)
-        unlike = f"have {article(one)} of {name} with another {what}"
+        what, more = "target" if task in TEXT_TO_TEXT_TASKS else "label", len(known) - len(copies)
+        unlike = f"have {with_article(one)} of {name} with another {what}"
         text = (
             f"{text}; {more:,} more {unlike}"
             if copies
-            else f"{more:,} of {len(rows):,} test rows{long} {unlike}"
+            else f"{more:,} of {len(rows):,} test samples{long} {unlike}"
         )
-    why = "the model is trained on" if name == "train" else "chose the checkpoint"
+    why = "used for training" if name == "train" else "used to choose the checkpoint"
     code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
-    return [warning(code, f"{text}. Scores on {one}s that {why} overestimate those on new ones.")]
+    fix = "Remove them from one of the two."
+    return [warning(code, f"{text}. Scores on {one}s {why} overestimate quality on new ones. {fix}")]
 
 
-def _calibrating(task: Task) -> tuple[str, ...]:
-    """Return the splits of which the first that is there calibrates; texts that train are told of above."""
-    return ("calibration", "validation", "train") if task == CUSTOM else ("calibration",)
+def _calibration_splits(task: Task) -> tuple[str, ...]:
+    """Return the candidate splits for calibration, best first; `_overlap_warnings` covers training texts."""
+    return ("calibration", "validation", "train") if task == CUSTOM_TASK else ("calibration",)
 
 
-def _calibrated_on(test: Split, other: Split, name: str, task: Task) -> list[Message]:
-    """Compare the rows of `test` with those that calibrate, whatever is to be answered to them."""
-    known = {(text, e.text_pair) for e, text in zip(other.examples, other.contents, strict=True)}
+def _calibration_overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
+    """Return a warning if samples of `test` are also used for calibration, whatever their labels are."""
+    known = {(text, e.text_pair) for e, text in zip(other.examples, other.row_contents, strict=True)}
     rows = [
         (text, e.text_pair)
-        for e, text in zip(test.examples, test.contents, strict=True)
-        if task != "language-modeling" or len(text) >= _LEAST_CHARACTERS
+        for e, text in zip(test.examples, test.row_contents, strict=True)
+        if task != "language-modeling" or len(text) >= _MIN_CHARACTERS
     ]
     copies = sum(row in known for row in rows)
     if not copies:
@@ -163,57 +175,57 @@ def _calibrated_on(test: Split, other: Split, name: str, task: Task) -> list[Mes
     return [
         warning(
             "test-rows-in-other-split",
-            f"{copies:,} of {len(rows):,} test rows are also in {name}, which is used for calibration. Scores"
-            " on them overestimate those on new rows. Use other rows for one of the two.",
+            f"{copies:,} of {len(rows):,} test samples are also in {name}, which is used for calibration."
+            " Scores on them overestimate quality on new samples. Remove them from one of the two.",
         )
     ]
 
 
-def _answers(example: Example) -> set[object]:
-    """Return what is to be answered to the text: any of its references, or its label."""
+def _expected_outputs(example: Example) -> set[object]:
+    """Return the expected outputs of a sample: its references, or its label."""
     label = example.label
     return set(example.references) or {
         "|".join(sorted(map(str, label))) if isinstance(label, tuple) else label
     }
 
 
-def _spellings(splits: Mapping[str, Split]) -> list[Message]:
-    """Name the labels that only case or blanks tell apart."""
+def _label_spelling_warnings(splits: Mapping[str, Split]) -> list[Message]:
+    """Return warnings about labels that differ only in case or blanks."""
     labels = [e.label for split in splits.values() for e in split.examples if e.label is not None]
-    if decide_problem(None, labels) not in (SINGLE, MULTI):
+    if infer_problem_type(None, labels) not in (SINGLE_LABEL, MULTI_LABEL):
         return []
-    groups = spelled_alike(labels)
+    groups = similar_labels(labels)
     found = [
         warning(
             "labels-spelled-alike",
-            f"Labels that differ only in case or blanks are different classes: {_counted(group)}. Write them"
-            " alike.",
+            f"Labels that differ only in case or spaces are different classes: {_counts_text(group)}. Use one"
+            " spelling for each class.",
         )
-        for group in groups[:_NAMED]
+        for group in groups[:_MAX_NAMED]
     ]
-    more = len(groups) - _NAMED
+    more = len(groups) - _MAX_NAMED
     if more > 0:
         found.append(
-            warning("labels-spelled-alike", f"{more:,} more groups of labels differ only in case or blanks.")
+            warning("labels-spelled-alike", f"{more:,} more groups of labels differ only in case or spaces.")
         )
     return found
 
 
-def _counted(group: Mapping[str, int]) -> str:
-    return ", ".join(f"{name!r} ({_rows(rows)})" for name, rows in group.items())
+def _counts_text(group: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r} ({_rows_text(rows)})" for name, rows in group.items())
 
 
-def _rows(number: int) -> str:
-    return f"{number:,} row{'' if number == 1 else 's'}"
+def _rows_text(number: int) -> str:
+    return f"{number:,} sample{'' if number == 1 else 's'}"
 
 
-def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
-    """Compare how the model in `folder` asks to generate with how it is scored.
+def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
+    """Return a warning if the model's generation config differs from the recipe's generation settings.
 
-    What the recipe says of `num_beams` and `do_sample`, be it their defaults, is meant.
+    No warning if the recipe sets `num_beams` or `do_sample` explicitly, even to the default.
     """
     generation = recipe.score.generation
-    if recipe.task not in TEXT_TO_TEXT:
+    if recipe.task not in TEXT_TO_TEXT_TASKS:
         return []
     own = _generation_config(folder)
     beams, sampled = own.get("num_beams"), own.get("do_sample")
@@ -227,8 +239,9 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
         return [
             warning(
                 "generation-config-differs",
-                f"The model's generation config asks for {beams} beams, but greedy search is scored and"
-                f" timed. Set score: {{generation: {{num_beams: {beams}}}}}, or num_beams: 1 to confirm.",
+                f"The model's generation config uses {beams} beams, but scores and latency are measured with"
+                f" greedy search. Set score: {{generation: {{num_beams: {beams}}}}}, or num_beams: 1 to"
+                " confirm.",
                 setting="score.generation.num_beams",
             )
         ]
@@ -236,8 +249,8 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
         return [
             warning(
                 "generation-config-differs",
-                "The model's generation config asks for sampling, but greedy search is scored and timed. Set"
-                " score: {generation: {do_sample: true}}, or do_sample: false to confirm.",
+                "The model's generation config uses sampling, but scores and latency are measured with greedy"
+                " search. Set score: {generation: {do_sample: true}}, or do_sample: false to confirm.",
                 setting="score.generation.do_sample",
             )
         ]
@@ -245,7 +258,7 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """Return generation_config.json, else config.json, as transformers does; nothing of a broken file."""
+    """Return generation_config.json, else config.json, as transformers does; empty for a broken file."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             try:

@@ -1,1 +1,1 @@
-"""The recipe as its author wrote it, and what is wrong with it, by line."""
+"""Read recipes and report their mistakes with line numbers."""

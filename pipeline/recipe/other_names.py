@@ -1,10 +1,10 @@
-"""Names that other tools, or smelt before its first release, have for stages, settings and values."""
+"""Names of stages, settings and values in other tools, and in smelt before its first release."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# A name may stand for several here; the first that the place knows is meant.
+# A name may map to several; the first one that is valid at the place is suggested.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     # stages and tasks
     "depth": ("drop-layers",),
@@ -111,7 +111,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def own_name(word: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` that stands for another tool's or an earlier `word`, None without one."""
+    """Return the name in `known` that corresponds to `word` of another tool or version; None without one."""
     return next((name for name in OTHER_NAMES.get(word, ()) if name in known), None)
 
 
@@ -123,9 +123,9 @@ _FORMS = {
 }
 
 
-def called(word: str, known: Collection[str]) -> str:
+def other_name_hint(word: str, known: Collection[str]) -> str:
     """Return a hint such as " 'depth' is called 'drop-layers'.", or an empty string."""
     found = own_name(word, known)
-    kept = " (the fraction that is kept, not the one that is removed)" if found == "keep_ratio" else ""
+    kept = " (the fraction to keep, not to remove)" if found == "keep_ratio" else ""
     kept = "" if word in _FORMS else kept
     return f" '{word}' is called '{_FORMS.get(word, found)}'{kept}." if found else ""

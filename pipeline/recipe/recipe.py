@@ -1,4 +1,4 @@
-"""What a recipe says: its keys, their types and defaults, and reading them from a file."""
+"""Keys of a recipe with their types and defaults, and the functions that read a recipe."""
 
 from __future__ import annotations
 
@@ -8,57 +8,59 @@ from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import EVERY_TASK, IMAGES, SIMILARITY, Task
-from smelt.core.errors import InputError, nearest
-from smelt.core.scripts import TOKENIZERS
+from smelt.core.bleu_tokenizer import BLEU_TOKENIZERS
+from smelt.core.data import ALL_TASKS, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Settings
-from smelt.core.windows import Windows
+from smelt.core.window_settings import Windows
 from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics import LOWER_IS_BETTER
-from smelt.recipe.errors import Mistakes, check, dotted, shown, touches
-from smelt.recipe.inputs import Data, Embedding, Untrained
-from smelt.recipe.other_names import called
+from smelt.recipe.mistakes import Mistakes, dotted_path, has_mistake, validate_settings, value_text
+from smelt.recipe.model_and_data import DataSettings, EmbeddingSettings, UntrainedModel
+from smelt.recipe.other_names import other_name_hint
 from smelt.recipe.overrides import apply_overrides
-from smelt.recipe.problem import LABEL_METRICS, TENSOR_METRICS, VECTOR_METRICS
+from smelt.recipe.problem_type import CLASSIFIER_METRICS, EMBEDDING_METRICS, OUTPUT_METRICS
 from smelt.recipe.stages import StageEntry, read_stages, step_names
-from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
+from smelt.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml, read_yaml
 from smelt.runtime.backends.device import Device
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.settings import GenerationSettings
 
-METRICS: dict[str, tuple[str, ...]] = {
+METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
     "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf"),
     "language-modeling": ("perplexity", "bits_per_byte"),
-    IMAGES: LABEL_METRICS,
-    "text-classification": LABEL_METRICS,
-    "sentence-similarity": VECTOR_METRICS,
-    "custom": TENSOR_METRICS,
+    IMAGE_CLASSIFICATION: CLASSIFIER_METRICS,
+    "text-classification": CLASSIFIER_METRICS,
+    "sentence-similarity": EMBEDDING_METRICS,
+    "custom": OUTPUT_METRICS,
 }
-# What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
-# the problem type decides, of vectors whether there are scores, which is known when model and data are
-# (smelt.planning.labels, smelt.planning.sentences).
-DEFAULT_METRICS = METRICS | {
+# Metrics of a recipe that names none: all that fit the task, except here. For a classifier they depend on
+# the problem type, for sentence embedders on whether the samples have scores; both are known after reading
+# model and data (smelt.planning.label_checks, smelt.planning.embedder_checks).
+DEFAULT_METRICS = METRICS_BY_TASK | {
     "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
     "text-classification": (),
-    IMAGES: (),
+    IMAGE_CLASSIFICATION: (),
     "sentence-similarity": (),
 }
 
-# What a gate may ask of the times: by the clock, by processor time.
-SPEEDS = ("speedup", "cpu_speedup")
+# Gates on latency: by wall-clock time, by CPU time.
+SPEED_METRICS = ("speedup", "cpu_speedup")
 
-# The rows that gates and the recommendation may be judged on.
+# Splits that gates and the recommendation may be evaluated on.
 JudgedOn = Literal["validation", "test"]
 
-# Stages that train all weights: a model without any needs one before it can be a baseline.
+# Stages that train all weights: an untrained model needs one before it can be a baseline.
 TRAINING_STAGES = ("finetune", "distill")
 
 
 class ScoreSettings(Settings):
-    """What is measured after every step; `latency` is None where the recipe has `false`."""
+    """What is measured after every step. `latency` is None if the recipe has `latency: false`."""
 
     quality: tuple[str, ...] = Field(default=(), description="metrics; the first is the main one")
-    generation: Generation = Field(default=Generation(), description="how texts are generated")
+    generation: GenerationSettings = Field(
+        default=GenerationSettings(), description="how texts are generated"
+    )
     latency: LatencySettings | Literal[False] | None = Field(
         default=LatencySettings(), description="false: not measured"
     )
@@ -66,60 +68,62 @@ class ScoreSettings(Settings):
 
     @field_validator("latency")
     @classmethod
-    def _off(cls, value: LatencySettings | bool | None) -> LatencySettings | None:
+    def _false_is_none(cls, value: LatencySettings | bool | None) -> LatencySettings | None:
         return value if isinstance(value, LatencySettings) else None
 
 
-class Gate(Settings):
-    """A limit of a metric."""
+class GateSettings(Settings):
+    """Limits of one metric."""
 
-    max_drop: float | None = Field(default=None, ge=0, description="largest loss against the baseline")
-    min: float | None = Field(default=None, description="smallest value")
-    max: float | None = Field(default=None, description="largest value")
+    max_drop: float | None = Field(
+        default=None, ge=0, description="largest allowed drop compared with the baseline"
+    )
+    min: float | None = Field(default=None, description="smallest allowed value")
+    max: float | None = Field(default=None, description="largest allowed value")
     confidence: float | None = Field(
         default=None,
         ge=0.5,
         le=0.999,
-        description="judge the worse end of this interval, not the value",
+        description="compare the worse end of this confidence interval, not the value",
     )
     at: str | tuple[str, ...] | None = Field(
-        default=None, description="steps to judge; default the last of each branch"
+        default=None, description="steps to check; default: the last of each branch"
     )
 
 
 class RecipeKeys(Settings):
     """The keys of a recipe other than `stages`, as in the file."""
 
-    model: str | Untrained = Field(description="folder, hub id, .onnx file, or an untrained model")
+    model: str | UntrainedModel = Field(description="folder, hub id, .onnx file, or an untrained model")
     task: Task = Field(description="task of the model")
     tokenizer: str | None = Field(
-        default=None, description=".onnx file: folder with config.json and tokenizer"
+        default=None, description="for an .onnx file: folder with config.json and tokenizer"
     )
-    data: Data = Field(description="data of each split")
-    embedding: Embedding = Field(
-        default=Embedding(), description="sentence embedders: how texts become vectors"
+    data: DataSettings = Field(description="data of each split")
+    embedding: EmbeddingSettings = Field(
+        default=EmbeddingSettings(), description="sentence embedders: pooling and normalization"
     )
     score: ScoreSettings = Field(default=ScoreSettings(), description="what is measured after every step")
-    baseline: str = Field(default="model", description="step that others are compared with")
-    gates: dict[str, Gate] = Field(default_factory=dict, description="limits by metric")
-    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="of all random numbers")
+    baseline: str = Field(default="model", description="step that all others are compared with")
+    gates: dict[str, GateSettings] = Field(default_factory=dict, description="limits by metric")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="seed of all random numbers")
     truncation: Literal["warn", "error"] = Field(
         default="warn",
-        description="texts beyond the model's limit: truncate with a warning, or refuse",
+        description="texts beyond the model's limit: truncate with a warning, or stop with an error",
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads of torch; default all cores"
+        default=None, ge=1, le=1024, description="number of torch threads; default: all cores"
     )
-    device: Device = Field(default="auto", description="where to train; auto: CUDA if available")
+    device: Device = Field(default="auto", description="device for training; auto: CUDA if available")
 
 
-class Recipe(RecipeKeys):
-    """A recipe that was read.
+class ParsedRecipe(RecipeKeys):
+    """A parsed recipe.
 
-    stages: the steps as they were written. path: the file. tokenize: of BLEU, as its entry in score.quality
-    says, None where the references decide. judged_on: the rows of gates and recommendation, as `gates.on`
-    says, None where the plan decides. document: the file's content as plain values, `--set` applied, as
-    report.json shows it.
+    stages: the steps as written. path: the file. tokenize: BLEU's tokenizer as set in score.quality; None to
+    choose it by the references. judged_on: the split for gates and the recommendation, as set by `gates.on`;
+    None to let the plan choose. document: the file's content as plain values with `--set` applied, as in
+    report.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -135,16 +139,16 @@ class Recipe(RecipeKeys):
         return self.path.parent
 
 
-# What stands in for a part that is wrong, so that the rest can be checked in the same go.
-_STAND_INS: dict[str, Any] = {"model": "", "task": EVERY_TASK[0], "data": {}}
-_KEYS = (*RecipeKeys.model_fields, "stages")
+# Values that replace invalid parts, so that the rest of the recipe can be checked in the same pass.
+_PLACEHOLDERS: dict[str, Any] = {"model": "", "task": ALL_TASKS[0], "data": {}}
+_RECIPE_KEYS = (*RecipeKeys.model_fields, "stages")
 
 
 def find_recipe(word: str) -> Path:
-    """Return the file that `word` means: a path, or the name of a recipe that ships with smelt.
+    """Return the recipe file for `word`: a path, or the name of a recipe included in smelt.
 
     Raises:
-        InputError: neither; the message names the nearest file.
+        InputError: no such recipe; the message suggests the closest name.
     """
     import smelt.configs
 
@@ -156,95 +160,104 @@ def find_recipe(word: str) -> Path:
         return shipped[word]
     if path.is_dir():
         model = (path / "config.json").is_file()
-        hint = f" `smelt init {word}` writes one for the model in it." if model else ""
+        hint = f" Create one for the model in it: `smelt init {word}`." if model else ""
         raise InputError(
-            f"{word}: a folder, and not a recipe, which is a YAML file.{hint}", code="not-a-recipe"
+            f"{word} is a folder, not a recipe. A recipe is a YAML file.{hint}", code="not-a-recipe"
         )
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     names = ", ".join(sorted(shipped)) or "none"
-    hint = nearest(path.name, [*beside, *shipped])
+    hint = did_you_mean(path.name, [*beside, *shipped])
     raise InputError(
-        f"{word}: no such recipe: there is no such file, and smelt ships: {names}.{hint}",
+        f"{word}: recipe not found. No such file, and the recipes included in smelt are: {names}.{hint}",
         code="unknown-recipe",
     )
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe at `path` with the `--set` texts `overrides`.
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
+    """Read the recipe at `path` and apply the `--set` options `overrides`.
 
     Raises:
-        InputError: every mistake that the text shows, one per line.
+        InputError: the recipe is invalid; the message lists every mistake, one per line.
     """
-    recipe, mistakes, _ = examine(read_yaml(path), path, overrides)
-    mistakes.raise_all()
+    recipe, mistakes, _ = check_recipe(read_yaml(path), path, overrides)
+    mistakes.raise_if_any()
     return recipe
 
 
-def parse_recipe(text: str, path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from `text`, as if it stood at `path`.
+def parse_recipe(text: str, path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
+    """Read a recipe from `text`, as if it were the file `path`.
 
     Raises:
-        InputError: every mistake that the text shows, one per line.
+        InputError: the recipe is invalid; the message lists every mistake, one per line.
     """
-    recipe, mistakes, _ = examine(parse_yaml(text, str(path)), path, overrides)
-    mistakes.raise_all()
+    recipe, mistakes, _ = check_recipe(parse_yaml(text, str(path)), path, overrides)
+    mistakes.raise_if_any()
     return recipe
 
 
-def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[Recipe, Mistakes, set[str]]:
-    """Check what the text of a recipe shows.
+def check_recipe(
+    document: YamlDocument, path: Path, overrides: Sequence[str]
+) -> tuple[ParsedRecipe, Mistakes, set[str]]:
+    """Check the keys and settings of a recipe, without reading its model and data.
 
     Returns:
-        The recipe, with defaults and placeholders for what is wrong; the mistakes; where it is wrong, as
-        dotted paths (a whole key such as `data`, or a part of it), of which nothing more should be said.
+        The recipe, with defaults and placeholders for invalid parts; the mistakes; the dotted paths of the
+        invalid parts (a whole key such as `data`, or a part of it), which later checks must skip.
     """
     if not isinstance(document.value, dict):
-        read = "an empty file" if document.value is None else shown(document.value)
+        read = "an empty file" if document.value is None else value_text(document.value)
         raise InputError(
-            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, read {read}.",
+            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, got {read}.",
             code="not-a-recipe",
             file=document.name,
             line=1,
         )
     mistakes = Mistakes(document)
     value: dict[str, Any] = document.value
-    apply_overrides(value, overrides, mistakes, _KEYS)
+    apply_overrides(value, overrides, mistakes, _RECIPE_KEYS)
     head = {key: part for key, part in value.items() if key in RecipeKeys.model_fields}
     for key in value:
-        if key not in _KEYS:
+        if key not in _RECIPE_KEYS:
+            hint = other_name_hint(key, _RECIPE_KEYS) or did_you_mean(key, _RECIPE_KEYS)
             mistakes.add(
                 (key,),
-                f"unknown key. Known: {', '.join(_KEYS)}.{called(key, _KEYS) or nearest(key, _KEYS)}",
+                f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
                 code="unknown-setting",
             )
-    tokenize, judged_on = _take_metric_options(head, mistakes), _take_judged_on(head, mistakes)
+    tokenize, judged_on = _extract_metric_options(head, mistakes), _extract_judged_on(head, mistakes)
     task_bad = _check_task(head, mistakes)
-    keys, places = check(RecipeKeys, head | task_bad, (), mistakes, _STAND_INS)
-    assert keys is not None  # each key has a default or a stand-in
-    bad = {dotted(place) for place in places} | set(task_bad)
+    keys, places = validate_settings(RecipeKeys, head | task_bad, (), mistakes, _PLACEHOLDERS)
+    assert keys is not None  # each key has a default or a placeholder
+    bad = {dotted_path(place) for place in places} | set(task_bad)
     _check_data(keys, bad, mistakes)
     keys = _check_quality(keys, bad, mistakes)
     _check_gates(keys, bad, mistakes)
     entries, stages_bad = read_stages(value.get("stages"), mistakes)
     if stages_bad:
         bad.add("stages")
-    if isinstance(keys.model, Untrained) and "baseline" not in head:
+    if isinstance(keys.model, UntrainedModel) and "baseline" not in head:
         names = zip(entries, step_names(entries), strict=True)
-        trained = next((name for entry, name in names if entry.word in TRAINING_STAGES), keys.baseline)
+        trained = next((name for entry, name in names if entry.stage in TRAINING_STAGES), keys.baseline)
         keys = keys.model_copy(update={"baseline": trained})
     parts: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
-    if judged_on == "validation" and "validation" not in keys.data.splits() and not touches(bad, "data"):
+    if (
+        judged_on == "validation"
+        and "validation" not in keys.data.split_sources()
+        and not has_mistake(bad, "data")
+    ):
         mistakes.add(
-            ("gates", "on"), "the recipe has no validation rows; give data: validation.", code="missing-data"
+            ("gates", "on"),
+            "the recipe has no validation samples. Set data: validation.",
+            code="missing-data",
         )
     parts |= {"tokenize": tokenize, "judged_on": judged_on, "document": value}
-    recipe = Recipe(**parts, stages=tuple(entries), path=path)
+    recipe = ParsedRecipe(**parts, stages=tuple(entries), path=path)
     return recipe, mistakes, bad
 
 
-def _take_metric_options(head: dict[str, Any], mistakes: Mistakes) -> str | None:
-    """Put the name in place of each metric with options; return how BLEU tokenizes, None where none says."""
-    score = head.get("score")
+def _extract_metric_options(values: dict[str, Any], mistakes: Mistakes) -> str | None:
+    """Replace each metric with options by its name; return BLEU's `tokenize` option, None if not set."""
+    score = values.get("score")
     if not isinstance(score, dict) or not isinstance(score.get("quality"), list):
         return None
     names: list[Any] = []
@@ -255,11 +268,11 @@ def _take_metric_options(head: dict[str, Any], mistakes: Mistakes) -> str | None
             continue
         [(name, options)] = entry.items()
         names.append(name)
-        path: Where = ("score", "quality", number, name)
+        path: KeyPath = ("score", "quality", number, name)
         if not isinstance(options, dict):
             mistakes.add(
                 path,
-                f"expected settings such as {{tokenize: zh}}, read {shown(options)}.",
+                f"expected settings such as {{tokenize: zh}}, got {value_text(options)}.",
                 code="wrong-value",
             )
             continue
@@ -268,165 +281,178 @@ def _take_metric_options(head: dict[str, Any], mistakes: Mistakes) -> str | None
                 known = "tokenize" if name == "bleu" else "none"
                 mistakes.add(
                     (*path, key),
-                    f"'{name[:60]}' has no such setting. Known: {known}.",
+                    f"'{name[:60]}' has no such setting. Known settings: {known}.",
                     code="unknown-setting",
                 )
-            elif value not in TOKENIZERS:
-                hint = nearest(str(value), TOKENIZERS)
-                known = ", ".join(TOKENIZERS)
+            elif value not in BLEU_TOKENIZERS:
+                hint = did_you_mean(str(value), BLEU_TOKENIZERS)
+                known = ", ".join(BLEU_TOKENIZERS)
                 mistakes.add(
-                    (*path, key), f"expected one of {known}; read {shown(value)}.{hint}", code="wrong-value"
+                    (*path, key),
+                    f"expected one of {known}, got {value_text(value)}.{hint}",
+                    code="wrong-value",
                 )
             else:
                 tokenize = str(value)
-    head["score"] = score | {"quality": names}
+    values["score"] = score | {"quality": names}
     return tokenize
 
 
-def _take_judged_on(head: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
-    """Take `on` from among the gates, whose names are those of metrics; None where it is not said."""
-    gates = head.get("gates")
+def _extract_judged_on(values: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
+    """Remove `on` from the gates (all other keys are metrics) and return it; None if not set."""
+    gates = values.get("gates")
     if not isinstance(gates, dict) or "on" not in gates:
         return None
-    head["gates"] = {name: gate for name, gate in gates.items() if name != "on"}
+    values["gates"] = {name: gate for name, gate in gates.items() if name != "on"}
     for word in get_args(JudgedOn):
         if gates["on"] == word:
             return word  # type: ignore[no-any-return]
     mistakes.add(
-        ("gates", "on"), f"expected validation or test, read {shown(gates['on'])}.", code="wrong-value"
+        ("gates", "on"), f"expected validation or test, got {value_text(gates['on'])}.", code="wrong-value"
     )
     return None
 
 
-def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
-    """Return what is to stand in for a task that this version does not know; nothing for one it does."""
-    task = head.get("task")
-    if not isinstance(task, str) or task in EVERY_TASK:
+def _check_task(values: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+    """Return a replacement for an unknown task; an empty dict for a known one."""
+    task = values.get("task")
+    if not isinstance(task, str) or task in ALL_TASKS:
         return {}
-    known = ", ".join(EVERY_TASK)
-    hint = called(task, EVERY_TASK) or nearest(task, EVERY_TASK)
-    mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}", code="unknown-task")
-    return {"task": EVERY_TASK[0]}
+    known = ", ".join(ALL_TASKS)
+    hint = other_name_hint(task, ALL_TASKS) or did_you_mean(task, ALL_TASKS)
+    mistakes.add(
+        ("task",), f"unknown task {value_text(task)}. Supported tasks: {known}.{hint}", code="unknown-task"
+    )
+    return {"task": ALL_TASKS[0]}
 
 
 def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
-    """Check that there is a test split, each split comes from one place, and windows are for text."""
+    """Check that there is a test split, each split has one source, and windows and embedding fit the task."""
     data = keys.data
-    parts = data.split.given()
+    parts = data.split.named_fractions()
     for name in parts:
         if getattr(data, name) is not None:
             mistakes.add(
                 ("data", "split", name),
-                f"'{name}' has a file of its own. Remove one of the two.",
+                f"'{name}' also has its own file (data: {name}). Remove one of the two.",
                 code="settings-conflict",
             )
-    if parts and data.train is None and not touches(bad, "data.train"):
+    if parts and data.train is None and not has_mistake(bad, "data.train"):
         mistakes.add(
             ("data", "split"),
-            "takes rows out of train, and there is no train: name a file.",
+            "takes samples from train, but data: train is missing. Set data: train.",
             code="missing-data",
         )
-    elif "test" not in data.splits() and not touches(bad, "data.test", "data.split", "data.train"):
-        beside = " (or beside train, `split: {test: 0.1}`)" if data.train is not None else ""
+    elif "test" not in data.split_sources() and not has_mistake(bad, "data.test", "data.split", "data.train"):
+        or_split = " (or `split: {test: 0.1}` to take samples from train)" if data.train is not None else ""
         mistakes.add(
-            ("data", "test"), f"missing; expected a file or a hub id{beside}.", code="missing-setting"
+            ("data", "test"), f"missing. Expected a file or a hub id{or_split}.", code="missing-setting"
         )
     wrong = keys.task != "language-modeling" and data.windows != Windows()
-    if wrong and not touches(bad, "task", "data.windows"):
+    if wrong and not has_mistake(bad, "task", "data.windows"):
         mistakes.add(
             ("data", "windows"),
-            f"is for language-modeling; {keys.task} has rows of its own.",
+            f"only for language-modeling; the task is {keys.task}. Remove it.",
             code="does-not-fit-task",
         )
-    if keys.task != SIMILARITY and keys.embedding != Embedding() and not touches(bad, "task", "embedding"):
+    if (
+        keys.task != SENTENCE_SIMILARITY
+        and keys.embedding != EmbeddingSettings()
+        and not has_mistake(bad, "task", "embedding")
+    ):
         mistakes.add(
             ("embedding",),
-            f"is for {SIMILARITY}; a model for {keys.task} makes no vectors.",
+            f"only for {SENTENCE_SIMILARITY}; the task is {keys.task}. Remove it.",
             code="does-not-fit-task",
         )
 
 
 def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:
-    """Check that the metrics fit the task, and fill in the task's own where none is named."""
-    if touches(bad, "task", "score.quality"):
+    """Check that the metrics fit the task, and fill in the task's defaults if none is named."""
+    if has_mistake(bad, "task", "score.quality"):
         return keys
-    fitting = METRICS[keys.task]
+    fitting = METRICS_BY_TASK[keys.task]
     if not keys.score.quality:
         score = keys.score.model_copy(update={"quality": DEFAULT_METRICS[keys.task]})
         return keys.model_copy(update={"score": score})
-    everything = {metric: task for task, metrics in METRICS.items() for metric in metrics}
+    everything = {metric: task for task, metrics in METRICS_BY_TASK.items() for metric in metrics}
     for number, metric in enumerate(keys.score.quality):
-        path: Where = ("score", "quality", number)
+        path: KeyPath = ("score", "quality", number)
         known = f"Known for {keys.task}: {', '.join(fitting)}."
         if metric in keys.score.quality[:number]:
-            mistakes.add(path, f"'{metric}' is named twice.", code="duplicate-metric")
+            mistakes.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
         elif metric not in fitting:
             bad.add("score.quality")
             elsewhere = metric in everything
-            what = f"belongs to {everything[metric]}" if elsewhere else "is no metric"
+            what = f"is a metric for {everything[metric]}" if elsewhere else "is not a metric"
             mistakes.add(
                 path,
-                f"{shown(metric)} {what}. {known}{nearest(metric, fitting)}",
+                f"{value_text(metric)} {what}. {known}{did_you_mean(metric, fitting)}",
                 code="does-not-fit-task" if elsewhere else "unknown-metric",
             )
     return keys
 
 
 def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
-    """Check that each gate is on something that is measured, and has the limits that fit it."""
-    if touches(bad, "task"):
+    """Check that each gate is on a measured quantity and has limits that fit it."""
+    if has_mistake(bad, "task"):
         return
-    every = METRICS[keys.task]
-    measured = every if touches(bad, "score.quality") else keys.score.quality or every
+    every = METRICS_BY_TASK[keys.task]
+    measured = every if has_mistake(bad, "score.quality") else keys.score.quality or every
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
-    # of these less is better, so that `max_drop` limits a rise
+    # lower is better for these, so `max_drop` limits an increase
     limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
-    limits |= {**dict.fromkeys(SPEEDS, ("min",)), "size_bytes": ("max",)}
+    limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():
-        path: Where = ("gates", metric)
+        path: KeyPath = ("gates", metric)
         if metric not in limits:
             code, what = (
-                ("metric-not-scored", "is not measured; add it to score.quality")
+                ("metric-not-scored", "is not measured. Add it to score.quality")
                 if metric in every
-                else ("unknown-metric", "is nothing that has a gate")
+                else ("unknown-metric", "is not a metric for gates")
             )
             mistakes.add(
                 path,
-                f"'{metric[:60]}' {what}. Known: {', '.join(limits)}.{nearest(metric, limits)}",
+                f"'{metric[:60]}' {what}. Available: {', '.join(limits)}.{did_you_mean(metric, limits)}",
                 code=code,
             )
             continue
-        # switched off for one run, the gate is not judged in it; the plan says so
-        if metric in SPEEDS and not keys.score.latency and ("score", "latency") not in mistakes.overridden:
+        # latency disabled for one run by --set: the plan warns that the gate is not evaluated
+        if (
+            metric in SPEED_METRICS
+            and not keys.score.latency
+            and ("score", "latency") not in mistakes.overridden
+        ):
             mistakes.add(
                 path,
-                f"there is no {metric} without latency; remove `latency: false` or this gate.",
+                f"{metric} needs latency measurements, but `latency: false` is set. Remove that setting or"
+                " this gate.",
                 code="settings-conflict",
             )
-        _check_limits(metric, gate, limits[metric], path, mistakes, touches(bad, f"gates.{metric}"))
+        _check_limits(metric, gate, limits[metric], path, mistakes, has_mistake(bad, f"gates.{metric}"))
 
 
 def _check_limits(
-    metric: str, gate: Gate, fitting: Sequence[str], path: Where, mistakes: Mistakes, wrong: bool
+    metric: str, gate: GateSettings, fitting: Sequence[str], path: KeyPath, mistakes: Mistakes, wrong: bool
 ) -> None:
-    """Check the limits of one gate; `wrong`: something in it was left out, which may have been its limit."""
+    """Check the limits of one gate. wrong: an invalid part was dropped, which may have been the limit."""
     given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
     for name in given:
         if name not in fitting:
             mistakes.add(
                 (*path, name),
-                f"does not fit '{metric}', which takes {' or '.join(fitting)}.",
+                f"not available for '{metric}'. Use {' or '.join(fitting)}.",
                 code="does-not-fit-metric",
             )
     if gate.confidence is not None and metric == "size_bytes":
         mistakes.add(
             (*path, "confidence"),
-            "a size is exact: there is no interval to judge; leave it out.",
+            "size_bytes is exact and has no confidence interval. Remove confidence.",
             code="does-not-fit-metric",
         )
     if not given and not wrong:
         mistakes.add(
             path,
-            f"no limit; give {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
+            f"no limit. Set {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
             code="missing-setting",
         )

@@ -1,54 +1,54 @@
-"""The table of stages: the word in a recipe and the class behind it, imported when it is asked for."""
+"""Map the names of stages in a recipe to their classes, which are imported on demand."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Stage
-from smelt.recipe.other_names import called
+from smelt.recipe.other_names import other_name_hint
 
-TABLE: dict[str, str] = {
+STAGE_CLASSES: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
-    "distill": "smelt.compress.distill.logits:Distill",
-    "trim-vocabulary": "smelt.compress.vocabulary.stage:TrimVocabulary",
-    "drop-layers": "smelt.compress.depth.stage:DropLayers",
-    "prune": "smelt.compress.prune.structured:Prune",
+    "distill": "smelt.compress.distill.stage:Distill",
+    "trim-vocabulary": "smelt.compress.trim_vocabulary.stage:TrimVocabulary",
+    "drop-layers": "smelt.compress.drop_layers.stage:DropLayers",
+    "prune": "smelt.compress.prune.stage:Prune",
     "sparsify": "smelt.compress.sparsify.stage:Sparsify",
     "factorize": "smelt.compress.factorize.stage:Factorize",
-    "share-weights": "smelt.compress.share.layers:ShareWeights",
+    "share-weights": "smelt.compress.share_weights.stage:ShareWeights",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
-    "simplify": "smelt.export.foreign.simplify:Simplify",
-    "quantize-onnx": "smelt.export.foreign.quantize:QuantizeOnnx",
-    "fp16": "smelt.export.foreign.fp16:Fp16",
+    "simplify": "smelt.export.third_party.simplify_stage:Simplify",
+    "quantize-onnx": "smelt.export.third_party.quantize_onnx:QuantizeOnnx",
+    "fp16": "smelt.export.third_party.fp16:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
-# What a word means behind an ONNX graph that a recipe starts from.
-ON_GRAPHS = {"quantize": "quantize-onnx"}
+# Stages that have another class in recipes that start from an ONNX file.
+ONNX_EQUIVALENTS = {"quantize": "quantize-onnx"}
 
 
 def load_stage(word: str) -> type[Stage[Any]]:
-    """Return the class behind `word`.
+    """Return the class of the stage `word`.
 
     Raises:
-        InputError: there is no such stage; the message names the nearest.
+        InputError: no such stage; the message suggests the closest name.
     """
-    if word not in TABLE:
-        raise InputError(unknown_stage(word), code="unknown-stage")
-    module, _, name = TABLE[word].partition(":")
+    if word not in STAGE_CLASSES:
+        raise InputError(unknown_stage_text(word), code="unknown-stage")
+    module, _, name = STAGE_CLASSES[word].partition(":")
     stage: type[Stage[Any]] = getattr(import_module(module), name)
     return stage
 
 
-def stages() -> dict[str, type[Stage[Any]]]:
-    """Return every stage by its word, in the order in which they are usually used."""
-    return {word: load_stage(word) for word in TABLE}
+def all_stages() -> dict[str, type[Stage[Any]]]:
+    """Return every stage class by name, in the usual order of use."""
+    return {word: load_stage(word) for word in STAGE_CLASSES}
 
 
-def unknown_stage(word: str) -> str:
-    """Return the sentence that says that `word` is no stage."""
-    hint = called(word, TABLE) or nearest(word, TABLE)
-    return f"unknown stage '{word[:60]}'. Known: {', '.join(TABLE)}.{hint}"
+def unknown_stage_text(name: str) -> str:
+    """Return the message that `name` is not a stage."""
+    hint = other_name_hint(name, STAGE_CLASSES) or did_you_mean(name, STAGE_CLASSES)
+    return f"unknown stage '{name[:60]}'. Known stages: {', '.join(STAGE_CLASSES)}.{hint}"

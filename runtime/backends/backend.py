@@ -1,10 +1,10 @@
-"""What every runtime is asked for: graphs that are called by name, and caches that pass from call to call.
+"""The interface of every runtime: graphs called by name, and caches passed from call to call.
 
-A backend knows files, memory, threads and devices; what is fed when, the runners know (`runtime/generate/`,
-`runtime/classifier.py`). Graphs, inputs and outputs have Optimum's names. What a graph leaves for its next
-call is its output `present.*`, which that call takes as `past_key_values.*`.
+A backend handles files, memory, threads and devices; the runners (`runtime/generate/`,
+`runtime/classifier.py`) prepare the inputs. Graphs, inputs and outputs have Optimum's names. A graph passes
+its output `present.*` to its next call, which takes it as `past_key_values.*`.
 
-Shapes: B = batch, R = rows, S = tokens fed at once, P = tokens fed before, V = vocabulary.
+Shapes: B = batch, R = rows, S = input tokens of one call, P = tokens of previous calls, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from smelt.runtime.batch import Logits, Tokens
 
-PRESENT, PAST = "present.", "past_key_values."
-# graphs that hold a whole generation, from `input_ids` to `sequences`
-GREEDY, BEAMS = "generate", "generate_beams"
-WHOLE = (GREEDY, BEAMS)
+PRESENT_PREFIX, PAST_PREFIX = "present.", "past_key_values."
+# graphs with the whole generation loop, from `input_ids` to `sequences`
+GREEDY_GRAPH, BEAM_SEARCH_GRAPH = "generate", "generate_beams"
+GENERATION_GRAPHS = (GREEDY_GRAPH, BEAM_SEARCH_GRAPH)
 Feeds: TypeAlias = Mapping[str, NDArray[Any]]
-"""Input name -> int64 array. What a graph does not know of them is left out."""
+"""Input name -> int64 array. Names that a graph does not have are ignored."""
 
 
 @dataclass(frozen=True)
-class Graph:
-    """A graph's name, and what must be among its inputs and outputs; caches are not counted."""
+class GraphInterface:
+    """A graph's name, and its required inputs and outputs, without caches."""
 
     name: str
     inputs: frozenset[str]
@@ -37,128 +37,129 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Graphs:
+class ModelGraphs:
     """The graphs of a model.
 
-    main: what gives the logits. before: is called once for a batch; what it leaves, every call of `main`
-    takes. caches: whether `main` is called again and again, each time with what the call before has left.
-    whole: names of graphs that hold all calls, from `input_ids` to `sequences`; an export need not have them.
+    main: gives the logits. encoder: called once per batch; every call of `main` takes its outputs.
+    uses_cache: whether `main` is called repeatedly, each time with the caches of the previous call.
+    generation_graphs: names of graphs with all calls, from `input_ids` to `sequences`; optional in an export.
     """
 
-    main: Graph
-    before: Graph | None = None
-    caches: bool = True
-    whole: tuple[str, ...] = ()
+    main: GraphInterface
+    encoder: GraphInterface | None = None
+    uses_cache: bool = True
+    generation_graphs: tuple[str, ...] = ()
 
     @property
-    def in_order(self) -> tuple[Graph, ...]:
-        """The graphs in the order in which they are called."""
-        return (self.main,) if self.before is None else (self.before, self.main)
+    def call_order(self) -> tuple[GraphInterface, ...]:
+        """Return the graphs in the order in which they are called."""
+        return (self.main,) if self.encoder is None else (self.encoder, self.main)
 
 
 class Backend(Protocol):
     """The graphs of one model, opened in a runtime.
 
-    It is made by `(folder, graphs, target, threads, device, dtype)`: where the files lie, which graphs are
-    wanted, what they were exported for (None where that is not known), the threads of the processor (None: as
-    many as the runtime likes), the device that was asked for, and the precision that the export was told
-    (None: as the files have it), which only those look at that compute float32 graphs in another one.
+    It is created by `(folder, graphs, target, threads, device, dtype)`: the folder of the files, the required
+    graphs, the export target (None: not known), the number of CPU threads (None: the runtime's default), the
+    requested device, and the precision of the export (None: as in the files), which is used only by backends
+    that compute float32 graphs in another one.
 
     name and version (for example onnxruntime 1.31.1) are part of every score's key, as is the device,
-    cpu or cuda. at_once: tokens of a text that one call takes. in_all: tokens that a text may have where
-    its caches grow with every call. Both are None where the runtime sets no limit. long_in_steps: whether
-    a long prompt is continued faster by single steps than by a graph of the whole generation.
+    cpu or cuda. max_tokens_per_call: tokens of a text that one call takes. max_total_tokens: tokens that a
+    text may have where its caches grow with every call. Both are None where the runtime sets no limit.
+    prefers_stepwise: whether a long prompt is continued faster by single steps than by a graph with the
+    generation loop.
     """
 
     name: str
     version: str
-    at_once: int | None
-    in_all: int | None
-    long_in_steps: bool
+    max_tokens_per_call: int | None
+    max_total_tokens: int | None
+    prefers_stepwise: bool
 
     @property
-    def whole(self) -> frozenset[str]:
-        """Those of `Graphs.whole` that are there."""
+    def generation_graphs(self) -> frozenset[str]:
+        """Return those of `ModelGraphs.generation_graphs` that exist."""
 
-    def using(self, graph: str) -> AbstractContextManager[bool]:
-        """Say whether one of `whole` is to be called inside of this context; if not, the steps do it.
+    def acquire_graph(self, graph: str) -> AbstractContextManager[bool]:
+        """Return whether one of `generation_graphs` can be called within this context; else step graphs are.
 
-        Threads may ask at the same time: what was promised to one stays open for it until the context ends.
+        Safe for threads: the graph stays open for the caller until the context ends.
 
         Raises:
-            InputError: it was closed, or the graph cannot be opened.
+            InputError: the backend is closed, or the graph cannot be opened.
         """
 
     @property
     def device(self) -> str:
-        """Where it runs: cpu or cuda."""
+        """Return the device: cpu or cuda."""
 
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name.
 
         Raises:
-            InputError: it was closed.
+            InputError: the backend is closed.
         """
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> Any:
-        """Return what is held for `rows` rows that have seen nothing, for `step` and `reorder` alone.
+        """Return the decoding state of `rows` empty rows, for `step` and `reorder_cache` only.
 
         Args:
             rows: of a batch.
-            feeds: of the graph that comes before, which is run now.
+            feeds: inputs of the graph before `main`, which is run now.
             shared: inputs of `main` that are the same in every call.
 
         Raises:
-            InputError: it was closed.
+            InputError: the backend is closed.
         """
 
     def step(self, held: Any, feeds: Feeds, last: int = 1) -> Logits:
-        """Run `main` on `feeds`, keep in `held` what it leaves, return float32 logits that may be changed.
+        """Run `main` on `feeds`, update the caches in `held`, return writable float32 logits.
 
         Args:
             held: changed in place.
-            feeds: input_ids, int64 [R, S], and what else the graph takes.
-            last: of how many of the last tokens logits are wanted, 0 to S; more of them may come.
+            feeds: input_ids, int64 [R, S], and the other inputs of the graph.
+            last: number of last tokens whose logits are needed, 0 to S; more may be returned.
 
         Returns:
-            [R, S or fewer, V] of a graph that takes whole prompts, [R, V] of one that takes a token.
+            [R, S or fewer, V] of a graph that takes whole prompts, [R, V] of one that takes single tokens.
 
         Raises:
             InputError: the graph cannot take several tokens for these rows.
-            RunError: longer than what the runtime was built for, or the device failed.
+            RunError: longer than the engines' size limit, or the device failed.
         """
 
-    def reorder(self, held: Any, rows: Tokens, shared: bool) -> None:
-        """Make row i what row rows[i] (int64 [R]) was.
+    def reorder_cache(self, held: Any, rows: Tokens, shared: bool) -> None:
+        """Replace row i by row rows[i] (int64 [R]).
 
         Args:
             held: changed in place.
-            rows: as many as before, or more, or fewer.
-            shared: whether what is shared moves too. If not, beams have changed places within their
-                sentences: there are as many rows as before, and what is shared stays as it is.
+            rows: any number.
+            shared: whether the shared tensors are reordered too. If not, beams have moved within their
+                sentences: the number of rows is the same, and shared tensors are unchanged.
         """
 
     def close(self) -> None:
         """Free the memory and the runtime's threads."""
 
 
-class StepByStep:
-    """What a `Backend` says that has no graphs of whole generations."""
+class NoGenerationGraphs:
+    """The part of a `Backend` without graphs of whole generations."""
 
-    whole: frozenset[str] = frozenset()
+    generation_graphs: frozenset[str] = frozenset()
 
-    def using(self, graph: str) -> AbstractContextManager[bool]:
-        """Say no."""
+    def acquire_graph(self, graph: str) -> AbstractContextManager[bool]:
+        """Yield False."""
         return nullcontext(False)
 
 
-class Opens(Protocol):
-    """What makes a `Backend`."""
+class BackendFactory(Protocol):
+    """Creates a `Backend`."""
 
     def __call__(
         self,
         folder: Path,
-        graphs: Graphs,
+        graphs: ModelGraphs,
         target: str | None,
         threads: int | None,
         device: str,
@@ -167,17 +168,17 @@ class Opens(Protocol):
         """Open `graphs` in `folder`; see `Backend`.
 
         Raises:
-            InputError: a file is missing or is not such a graph, or there is no such device.
+            InputError: a file is missing or is not such a graph, or the device does not exist.
             MissingDependencyError: the runtime or a part of it is not installed.
         """
 
 
-def past_of(name: str) -> str:
+def past_input_name(name: str) -> str:
     """Return the input that takes the output `name` in the next call."""
-    return PAST + name.removeprefix(PRESENT)
+    return PAST_PREFIX + name.removeprefix(PRESENT_PREFIX)
 
 
-def take_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
-    """Return `array[rows]`; over two dimensions `take` copies five times as fast as over four."""
+def gather_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
+    """Return `array[rows]`; `take` over two dimensions copies five times as fast as over four."""
     taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
     return taken.reshape(len(rows), *array.shape[1:])

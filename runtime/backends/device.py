@@ -1,4 +1,4 @@
-"""Which device a runner uses, from what the user asked for and what the machine has."""
+"""Selects a runner's device from the request and the hardware."""
 
 from __future__ import annotations
 
@@ -15,71 +15,70 @@ from smelt.core.child_process import child_environment, python_command
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 
 Device = Literal["auto", "cpu", "cuda"]
-Place = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 
 NO_TORCH_CUDA = (
-    "device: cuda was asked for, but torch sees no CUDA device here. `smelt doctor` says what is missing"
-    " (a driver, or a CUDA build of torch: https://pytorch.org/get-started/locally); or set device: cpu."
+    "device: cuda was asked for, but torch finds no CUDA device. `smelt doctor` shows what is missing (a"
+    " driver, or a CUDA build of torch: https://pytorch.org/get-started/locally); or use device: cpu."
 )
 NO_ORT_CUDA = (
-    "device: cuda was asked for, but this ONNX Runtime has no CUDAExecutionProvider that loads:"
-    " pip install 'onnxruntime-gpu[cuda,cudnn]' (and not onnxruntime beside it), or set device: cpu."
+    "device: cuda was asked for, but this ONNX Runtime cannot load CUDAExecutionProvider: pip install"
+    " 'onnxruntime-gpu[cuda,cudnn]' (without the package onnxruntime), or use device: cpu."
 )
 
 NO_PROVIDER = (
-    "An NVIDIA GPU is here, but the CUDA provider of ONNX Runtime does not load: this graph runs on the CPU."
+    "An NVIDIA GPU is available, but ONNX Runtime cannot load its CUDA provider: this graph runs on the CPU."
     " pip install 'onnxruntime-gpu[cuda,cudnn]', or set device: cpu. `smelt doctor` shows what is missing."
 )
 
 
-def torch_device(wanted: str) -> Place:
-    """Return where torch is to work: `cuda` if that was asked for, or with `auto` where torch sees one.
+def torch_device(requested: str) -> DeviceType:
+    """Return torch's device: `cuda` if requested, or with `auto` where torch finds one.
 
     Raises:
-        InputError: cuda is asked for and torch sees none.
+        InputError: cuda is requested and torch finds none.
     """
-    if wanted == "cpu":
+    if requested == "cpu":
         return "cpu"
     import torch
 
     if torch.cuda.is_available():
         return "cuda"
-    if wanted == "cuda":
+    if requested == "cuda":
         raise InputError(NO_TORCH_CUDA, code="no-gpu")
     return "cpu"
 
 
-def onnx_device(wanted: str, target: str | None) -> Place:
-    """Return where ONNX Runtime is to work: on CUDA only with graphs that were made for it.
+def onnx_device(requested: str, target: str | None) -> DeviceType:
+    """Return ONNX Runtime's device: CUDA only for graphs that were exported for it.
 
-    A graph of another target (ort-cpu) stays on the CPU whatever was asked for: its operators are the
-    fast ones there.
+    A graph of another target (ort-cpu) runs on the CPU whatever was requested: its operators are fast there.
 
-    With `auto` where a GPU is there whose provider does not load (CUDA or cuDNN are missing), the CPU; a
-    `DeviceWarning` says why.
+    With `auto` and a GPU whose provider cannot be loaded (CUDA or cuDNN are missing), it is the CPU, with a
+    `DeviceWarning`.
 
     Raises:
-        MissingDependencyError: cuda is asked for, the graph is for it, and this ONNX Runtime has none.
+        MissingDependencyError: cuda is requested, the graph is for it, and this ONNX Runtime has no provider.
     """
-    if target != "ort-cuda" or wanted == "cpu":
+    if target != "ort-cuda" or requested == "cpu":
         return "cpu"
     import onnxruntime
 
-    if "CUDAExecutionProvider" in onnxruntime.get_available_providers() and cuda_devices():
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find; the session tells
-            onnxruntime.preload_dlls()  # cuBLAS and cuDNN from their packages, without torch's help
-        if wanted == "cuda" or cuda_provider_loads():
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers() and cuda_device_count():
+        with contextlib.redirect_stdout(io.StringIO()):  # prints missing libraries; the session reports them
+            onnxruntime.preload_dlls()  # cuBLAS and cuDNN from their packages, without torch
+        if requested == "cuda" or cuda_provider_loads():
             return "cuda"
         warnings.warn(DeviceWarning(NO_PROVIDER), stacklevel=2)
         return "cpu"
-    if wanted == "cuda":
+    if requested == "cuda":
         raise MissingDependencyError(NO_ORT_CUDA, code="no-cuda-provider")
     return "cpu"
 
 
 @cache
 def cuda_provider_loads() -> bool:
-    """Try whether ONNX Runtime's CUDA provider loads: it needs CUDA and cuDNN, not the driver alone."""
+    """Return whether ONNX Runtime's CUDA provider loads: it needs CUDA and cuDNN, not only the driver."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -97,8 +96,8 @@ def cuda_provider_loads() -> bool:
     return "CUDAExecutionProvider" in session.get_providers()
 
 
-def cuda_devices() -> int:
-    """Return how many devices NVIDIA's driver sees; 0 where there is no driver. Asked without torch."""
+def cuda_device_count() -> int:
+    """Return the number of devices of NVIDIA's driver; 0 without a driver. Does not import torch."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -109,13 +108,13 @@ def cuda_devices() -> int:
     return 0 if failed else count.value
 
 
-def cuda_gpus() -> tuple[tuple[str, str], ...]:
-    """Return name and compute capability ("8.6") of each NVIDIA GPU, as the driver tells them."""
-    if not cuda_devices():
+def list_cuda_gpus() -> tuple[tuple[str, str], ...]:
+    """Return name and compute capability ("8.6") of each NVIDIA GPU, as the driver reports them."""
+    if not cuda_device_count():
         return ()
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     found = []
-    for ordinal in range(cuda_devices()):
+    for ordinal in range(cuda_device_count()):
         device, text = ctypes.c_int(0), ctypes.create_string_buffer(256)
         driver.cuDeviceGet(ctypes.byref(device), ordinal)
         driver.cuDeviceGetName(text, len(text), device)
@@ -129,13 +128,13 @@ def cuda_gpus() -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def bf16_gain() -> float:
+def bf16_speedup() -> float:
     """Return how many times as fast as in fp32 a linear layer trains under bf16 autocast on the CPU.
 
-    Another process tries it, on one thread: the least processor time of five forward and backward passes
+    Measured in another process, on one thread: the minimum processor time of five forward and backward passes
     each. 0.0 where bf16 does not work: some virtual machines list AMX among the processor's flags and then
-    stop whoever uses it with an illegal instruction (met on a Xeon), which no question to the processor
-    foretells. Nor do the flags tell the speed: a Xeon with avx512_bf16 and without AMX multiplies bf16 at
+    stop programs that use it with an illegal instruction (seen on a Xeon), which no processor flag predicts.
+    Nor do the flags predict the speed: a Xeon with avx512_bf16 and without AMX multiplies bf16 at
     0.6 of fp32's speed.
     """
     try:

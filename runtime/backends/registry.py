@@ -1,4 +1,4 @@
-"""The runtimes that smelt knows. A new one is its file and a line here."""
+"""The runtimes of smelt. A new one is a file and a line here."""
 
 from __future__ import annotations
 
@@ -8,69 +8,78 @@ from importlib import import_module
 
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
-from smelt.runtime.backends.backend import Opens
-from smelt.runtime.backends.device import Place, onnx_device, torch_device
-from smelt.runtime.backends.ort_tensorrt.provider import place_of
+from smelt.runtime.backends.backend import BackendFactory
+from smelt.runtime.backends.device import DeviceType, onnx_device, torch_device
+from smelt.runtime.backends.ort_tensorrt.provider import provider_device
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """What is known of a runtime without importing it.
+class RuntimeSpec:
+    """Properties of a runtime, known without importing it.
 
-    format: of the artifacts that it runs. opens: its `Backend`, "module:class", imported when one is opened.
-    libraries: the packages whose versions are part of the key of a score. place: the device where it always
-    works, or what chooses one by what was asked for (auto, cpu, cuda) and the artifact's target. calls: how
-    many it serves at a time, None for any number. target: the artifacts of its format that it runs, None for
-    those that no other runtime is for.
+    format: of its artifacts. backend_class: its `Backend`, "module:class", imported when one is opened.
+    libraries: the packages whose versions are part of the key of a score. device: its only device, or the
+    function that selects one from the request (auto, cpu, cuda) and the artifact's target.
+    max_concurrent_calls: number of concurrent calls, None for any number. target: the artifacts of its format
+    that it runs, None for those of no other runtime.
     """
 
     format: Format
-    opens: str
+    backend_class: str
     libraries: tuple[str, ...]
-    place: Place | Callable[[str, str | None], Place]
-    calls: int | None = None
+    device: DeviceType | Callable[[str, str | None], DeviceType]
+    max_concurrent_calls: int | None = None
     target: str | None = None
 
-    def load(self) -> Opens:
-        """Import the runtime; return what opens graphs in it."""
-        module, name = self.opens.split(":")
-        found: Opens = getattr(import_module(module), name)
+    def load_backend(self) -> BackendFactory:
+        """Import the runtime; return the function that opens graphs in it."""
+        module, name = self.backend_class.split(":")
+        found: BackendFactory = getattr(import_module(module), name)
         return found
 
 
-def _torch(wanted: str, target: str | None) -> Place:
+def _torch_place(wanted: str, target: str | None) -> DeviceType:
     return torch_device(wanted)
 
 
 _HERE = "smelt.runtime.backends"
-_IN_ORT = f"{_HERE}.ort_tensorrt.backend:OrtTensorrtBackend"
+_IN_ORT = f"{_HERE}.ort_tensorrt.ort_tensorrt_backend:OrtTensorrtBackend"
 _ORT_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 _RTX = "onnxruntime-ep-nv-tensorrt-rtx"
 _RTX_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", _RTX, f"{_RTX}-cu13", f"{_RTX}-cu12")
-RUNTIMES: tuple[Runtime, ...] = (
-    Runtime("torch", f"{_HERE}.torch_backend:TorchBackend", ("torch", "transformers"), _torch),
-    Runtime("onnx", f"{_HERE}.onnx_backend:OnnxBackend", ("onnxruntime-gpu", "onnxruntime"), onnx_device),
-    Runtime("onnx", f"{_HERE}.openvino_backend:OpenvinoBackend", ("openvino",), "cpu", target="openvino"),
-    Runtime("onnx", _IN_ORT, _ORT_LIBRARIES, place_of, calls=1, target="ort-tensorrt"),
-    Runtime("onnx", _IN_ORT, _RTX_LIBRARIES, place_of, calls=1, target="ort-tensorrt-rtx"),
-    # an engine's execution context and its stream serve one thread at a time
-    Runtime(
-        "tensorrt", f"{_HERE}.tensorrt_backend:TensorrtBackend", ("tensorrt", "tensorrt-rtx"), "cuda", calls=1
+RUNTIMES: tuple[RuntimeSpec, ...] = (
+    RuntimeSpec("torch", f"{_HERE}.torch_backend:TorchBackend", ("torch", "transformers"), _torch_place),
+    RuntimeSpec("onnx", f"{_HERE}.onnx_backend:OnnxBackend", ("onnxruntime-gpu", "onnxruntime"), onnx_device),
+    RuntimeSpec("onnx", f"{_HERE}.openvino_backend:OpenvinoBackend", ("openvino",), "cpu", target="openvino"),
+    RuntimeSpec(
+        "onnx", _IN_ORT, _ORT_LIBRARIES, provider_device, max_concurrent_calls=1, target="ort-tensorrt"
+    ),
+    RuntimeSpec(
+        "onnx", _IN_ORT, _RTX_LIBRARIES, provider_device, max_concurrent_calls=1, target="ort-tensorrt-rtx"
+    ),
+    # an engine's execution context and its stream support one thread at a time
+    RuntimeSpec(
+        "tensorrt",
+        f"{_HERE}.tensorrt_backend:TensorrtBackend",
+        ("tensorrt", "tensorrt-rtx"),
+        "cuda",
+        max_concurrent_calls=1,
     ),
 )
 
 
-def find_runtime(made: str, target: str | None) -> Runtime:
-    """Return what runs artifacts of the format `made` that were exported for `target`.
+def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
+    """Return the runtime of artifacts in the format `artifact_format` that were exported for `target`.
 
     Raises:
-        InputError: nothing does.
+        InputError: there is none.
     """
-    fitting = [runtime for runtime in RUNTIMES if runtime.format == made]
+    fitting = [runtime for runtime in RUNTIMES if runtime.format == artifact_format]
     found = [r for r in fitting if r.target == target] or [r for r in fitting if r.target is None]
     if not found:
         known = ", ".join(dict.fromkeys(runtime.format for runtime in RUNTIMES))
         raise InputError(
-            f"no runner for the format '{made}'; there are some for {known}.", code="unknown-format"
+            f"unknown artifact format '{artifact_format}'; known formats: {known}.",
+            code="unknown-format",
         )
     return found[0]

@@ -1,4 +1,4 @@
-"""Finding TensorRT: the package `tensorrt`, or `tensorrt_rtx`, which has the same API."""
+"""Imports TensorRT: the package `tensorrt`, or `tensorrt_rtx`, which has the same API."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 
-NAMES = ("tensorrt", "tensorrt_rtx")
+TENSORRT_PACKAGES = ("tensorrt", "tensorrt_rtx")
 _INSTALL = (
-    "TensorRT is not installed. On a machine with an NVIDIA GPU: pip install tensorrt."
-    " To go on without it, mark the step `optional: true`."
+    "TensorRT is not installed. On a machine with an NVIDIA GPU: pip install tensorrt. To continue without"
+    " it, mark the step `optional: true`."
 )
 
 
 def find_tensorrt() -> str | None:
     """Return the name of the installed package without importing it, or None."""
-    return next((name for name in NAMES if importlib.util.find_spec(name) is not None), None)
+    return next((name for name in TENSORRT_PACKAGES if importlib.util.find_spec(name) is not None), None)
 
 
 def require_tensorrt() -> str:
@@ -37,7 +37,7 @@ def import_tensorrt() -> Any:
 
     Raises:
         MissingDependencyError: it is not installed, or its libraries cannot be loaded.
-        InputError: it is older than TensorRT 11, whose API is another one.
+        InputError: it is older than TensorRT 11, which has another API.
     """
     name = require_tensorrt()
     try:
@@ -56,14 +56,14 @@ def import_tensorrt() -> Any:
 
 
 def make_logger(trt: Any) -> Any:
-    """Return a TensorRT logger that keeps what it hears in `.errors` and `.warnings` (lists of text).
+    """Return a TensorRT logger that stores messages in `.errors` and `.warnings` (lists of text).
 
-    TensorRT's builder and runtime return None on failure and say why only here.
+    TensorRT's builder and runtime return None on failure and report the reason only here.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
-            trt.ILogger.__init__(self)  # the bindings demand it by name
+            trt.ILogger.__init__(self)  # the bindings require it by name
             self.errors: list[str] = []
             self.warnings: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What stands beside an engine, `NAME.plan.json`: what built it, of what, for what; read before it is loaded.
+"""The sidecar of an engine, `NAME.plan.json`: its builder, source and GPU; read before the engine is loaded.
 
 TensorRT refuses an engine of another version or GPU with an assertion about a magic number.
 """
@@ -16,17 +16,17 @@ from smelt.core.files import load_json, sha256_of
 
 _SCHEMA = 1
 _AMPERE = 8  # major compute capability
-_BUILD = "Build it here: run the recipe on this machine (--rebuild, if it has been run here)."
+_REBUILD_HINT = "Build it here: run the recipe on this machine (with --rebuild if it was run here before)."
 
 
 @dataclass(frozen=True)
-class Sidecar:
-    """What an engine is.
+class EngineSidecar:
+    """Properties of an engine.
 
-    package, version: of TensorRT. gpu: `name` and `compute_capability` of the one that built it, None where
+    package, version: of TensorRT. gpu: `name` and `compute_capability` of the GPU that built it, None if
     it was built ahead of time, without one. graph, graph_sha256: the ONNX file and its weights. size_bytes:
-    of the engine. weights: embedded, refittable, or stripped: in the graph, which then lies beside it. flags:
-    what the builder was told besides. profiles: input -> min, opt and max shape.
+    of the engine. weights: embedded, refittable, or stripped: in the graph, which is then next to it. flags:
+    other builder flags. profiles: input -> min, opt and max shape.
     """
 
     package: str
@@ -43,53 +43,54 @@ class Sidecar:
 
 
 def sidecar_path(plan: Path) -> Path:
-    """Return where the sidecar of an engine lies."""
+    """Return the path of an engine's sidecar."""
     return plan.with_name(f"{plan.name}.json")
 
 
-def write_sidecar(plan: Path, sidecar: Sidecar) -> None:
-    """Write it beside the engine `plan`."""
+def write_sidecar(plan: Path, sidecar: EngineSidecar) -> None:
+    """Write the sidecar next to the engine `plan`."""
     text = json.dumps({"schema_version": _SCHEMA, **asdict(sidecar)}, indent=1)
     sidecar_path(plan).write_text(text + "\n", encoding="utf-8")
 
 
-def note_built(plan: Path) -> None:
+def record_built_engine(plan: Path) -> None:
     """Record, for this user, that the engine `plan` was built here, by its hash; see `require_trusted`."""
-    record = _records() / sha256_of(plan)
+    record = _trusted_engines_folder() / sha256_of(plan)
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
 
 
-def require_trusted(folder: Path, trusted: bool) -> None:
+def require_trusted_engines(folder: Path, trusted: bool) -> None:
     """Require that each engine in `folder` was built by this user here, or that the caller trusts it.
 
-    An engine is native code that runs in the process which opens it; a version-compatible one may bring host
-    code besides (TensorRT, IRuntime::setEngineHostCodeAllowed). Its manifest proves nothing: whoever wrote
-    the engine wrote that too.
+    An engine is native code that runs in the process which opens it; a version-compatible one may also
+    contain host code (TensorRT, IRuntime::setEngineHostCodeAllowed). Its manifest proves nothing: its author
+    also wrote the manifest.
 
     Raises:
         InputError: `untrusted-engine`.
     """
     for plan in () if trusted else sorted(folder.glob("*.plan")):
-        if not (_records() / sha256_of(plan)).is_file():
+        if not (_trusted_engines_folder() / sha256_of(plan)).is_file():
             raise InputError(
-                f"{plan}: this TensorRT engine was not built here by you. Engines are native code: to open"
-                " one runs whatever its author put in. Build it here, or, if you trust who made it, use"
-                " smelt.load(..., trust_engine=True) or --trust-engine.",
+                f"{plan}: this TensorRT engine was not built on this machine by your user. Engines"
+                " contain native code, which is executed when they are loaded. Build the engine"
+                " here, or, if you trust its author, use smelt.load(..., trust_engine=True)"
+                " or --trust-engine.",
                 code="untrusted-engine",
             )
 
 
-def _records() -> Path:
+def _trusted_engines_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "smelt" / "engines"
 
 
-def read_sidecar(plan: Path) -> Sidecar | None:
-    """Return what stands beside the engine `plan`, None where nothing does.
+def read_sidecar(plan: Path) -> EngineSidecar | None:
+    """Return the sidecar of the engine `plan`, None if there is none.
 
     Raises:
-        InputError: the file is damaged, or of a later smelt.
+        InputError: the file is damaged, or of a later version of smelt.
     """
     path = sidecar_path(plan)
     if not path.is_file():
@@ -97,14 +98,17 @@ def read_sidecar(plan: Path) -> Sidecar | None:
     try:
         said = load_json(path)
         if said.pop("schema_version") != _SCHEMA:
-            raise InputError(f"{path}: written by another version of smelt. {_BUILD}", code="wrong-version")
-        return Sidecar(**said)
+            raise InputError(
+                f"{path}: this file was written by another version of smelt. {_REBUILD_HINT}",
+                code="wrong-version",
+            )
+        return EngineSidecar(**said)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}. {_BUILD}", code="damaged-file") from error
+        raise InputError(f"{path}: cannot be read: {error}. {_REBUILD_HINT}", code="damaged-file") from error
 
 
-def gpu_here() -> dict[str, str] | None:
-    """Return name and compute capability of the GPU that torch uses, None where it sees none."""
+def current_gpu() -> dict[str, str] | None:
+    """Return name and compute capability of torch's GPU, None without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -113,86 +117,88 @@ def gpu_here() -> dict[str, str] | None:
     return {"name": torch.cuda.get_device_name(), "compute_capability": f"{major}.{minor}"}
 
 
-def check_sidecar(plan: Path, said: Sidecar, package: str, version: str, gpu: dict[str, str] | None) -> None:
-    """Compare what stands beside `plan` with the TensorRT and the GPU that are here.
+def check_sidecar(
+    plan: Path, sidecar: EngineSidecar, package: str, version: str, gpu: dict[str, str] | None
+) -> None:
+    """Compare the sidecar of `plan` with the TensorRT and the GPU of this machine.
 
     Raises:
-        InputError: it cannot run here; the message says what built it, what is here and what to do.
+        InputError: it cannot run here; the message contains its builder, this machine and the fix.
     """
     size = plan.stat().st_size
-    if size != said.size_bytes:
+    if size != sidecar.size_bytes:
         raise InputError(
-            f"{plan}: {size:,} bytes, but {said.size_bytes:,} were written; the copy is not whole. Copy"
-            " it again.",
+            f"{plan}: this file has {size:,} bytes, but {sidecar.size_bytes:,} were written; the copy"
+            " is incomplete. Copy it again.",
             code="incomplete-file",
         )
-    if not _version_fits(said, package, version):
-        hint = (
-            "" if said.version_compatible else " An engine for later versions too: version_compatible: true."
-        )
+    if not _version_matches(sidecar, package, version):
+        hint = "" if sidecar.version_compatible else " For later versions too, use version_compatible: true."
         raise InputError(
-            f"{plan}: built by {said.package} {said.version}; here is {package} {version}. {_BUILD}{hint}",
+            f"{plan}: this engine was built by {sidecar.package} {sidecar.version}, but this machine"
+            f" has {package} {version}. {_REBUILD_HINT}{hint}",
             code="wrong-engine-version",
         )
-    if gpu is not None and not _gpu_fits(said, gpu):
+    if gpu is not None and not _gpu_matches(sidecar, gpu):
         raise InputError(
-            f"{plan}: built for {_named(said.gpu)} (hardware_compatibility: {said.hardware_compatibility});"
-            f" here is {_named(gpu)}. {_BUILD} For more kinds of GPUs: hardware_compatibility: ampere+.",
+            f"{plan}: this engine was built for {_gpu_label(sidecar.gpu)} (hardware_compatibility:"
+            f" {sidecar.hardware_compatibility}), but this machine has {_gpu_label(gpu)}."
+            f" {_REBUILD_HINT} For several kinds of GPUs, use hardware_compatibility: ampere+.",
             code="wrong-gpu",
         )
-    if said.weights == "stripped":
-        _require_graph(plan, said)
+    if sidecar.weights == "stripped":
+        _require_graph(plan, sidecar)
 
 
-def _version_fits(said: Sidecar, package: str, version: str) -> bool:
-    if said.package != package:
+def _version_matches(sidecar: EngineSidecar, package: str, version: str) -> bool:
+    if sidecar.package != package:
         return False
-    here, built = _numbers(version), _numbers(said.version)
-    return here >= built if said.version_compatible else here == built
+    here, built = _version_numbers(version), _version_numbers(sidecar.version)
+    return here >= built if sidecar.version_compatible else here == built
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the parts that count: major, minor, patch."""
+def _version_numbers(version: str) -> tuple[int, ...]:
+    """Return the compared parts of a version: major, minor, patch."""
     return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
-def _gpu_fits(said: Sidecar, gpu: dict[str, str]) -> bool:
-    if said.gpu is None:  # ahead of time: TensorRT for RTX makes the kernels when it is loaded
+def _gpu_matches(sidecar: EngineSidecar, gpu: dict[str, str]) -> bool:
+    if sidecar.gpu is None:  # ahead of time: TensorRT for RTX builds the kernels at loading
         return True
-    if said.hardware_compatibility == "ampere+":
+    if sidecar.hardware_compatibility == "ampere+":
         return int(gpu["compute_capability"].split(".")[0]) >= _AMPERE
-    return gpu["compute_capability"] == said.gpu["compute_capability"]
+    return gpu["compute_capability"] == sidecar.gpu["compute_capability"]
 
 
-def _named(gpu: dict[str, str] | None) -> str:
+def _gpu_label(gpu: dict[str, str] | None) -> str:
     return "no GPU" if gpu is None else f"{gpu['name']} (compute capability {gpu['compute_capability']})"
 
 
-def _require_graph(plan: Path, said: Sidecar) -> None:
-    graph = plan.with_name(Path(said.graph).name)
+def _require_graph(plan: Path, sidecar: EngineSidecar) -> None:
+    graph = plan.with_name(Path(sidecar.graph).name)
     if not graph.is_file():
         raise InputError(
-            f"{plan}: its weights lie in {graph.name}, which is not beside it. Copy that file too.",
+            f"{plan}: its weights are in {graph.name}, which is missing from the folder. Copy that file too.",
             code="missing-file",
         )
-    if hash_of_graph(graph) != said.graph_sha256:
+    if graph_hash(graph) != sidecar.graph_sha256:
         raise InputError(
-            f"{graph}: not the graph that {plan.name} was built from. {_BUILD}", code="changed-file"
+            f"{graph}: {plan.name} was built from another graph. {_REBUILD_HINT}", code="changed-file"
         )
 
 
-def hash_of_graph(path: Path) -> str:
-    """Return the SHA-256 of an ONNX file, or of its and its weights' where these lie beside it."""
+def graph_hash(path: Path) -> str:
+    """Return the SHA-256 of an ONNX file, including its external weights next to it."""
     import hashlib
 
-    files = external_files(path)
+    files = external_data_files(path)
     if not files:
         return sha256_of(path)
     return hashlib.sha256("".join(sha256_of(file) for file in (path, *files)).encode()).hexdigest()
 
 
-def external_files(path: Path) -> list[Path]:
-    """Return the files beside an ONNX file in which its weights lie."""
+def external_data_files(path: Path) -> list[Path]:
+    """Return the files with the external weights of an ONNX file."""
     import onnx
 
     tensors = onnx.load(path, load_external_data=False).graph.initializer

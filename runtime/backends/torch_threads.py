@@ -1,8 +1,8 @@
-"""How many threads torch works with while runners want so many, and the caller's number again afterwards.
+"""Sets torch's number of threads while runners are open, and restores the caller's number afterwards.
 
-torch has one number for the whole process (and one per thread that set it). The last runner that was opened
-decides; when it is closed, the one before it does, and after the last one the caller's own number is back.
-A runner that nobody closed lets go when it is collected.
+torch has one number for the whole process (and one per thread that set it). The number of the last opened
+runner applies; when it is closed, that of the one before it, and after the last one the caller's own number.
+A runner that was not closed releases it when it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 
-# Reentrant: a runner may be collected, and let go, while the same thread is in here.
+# Reentrant: a runner may be garbage-collected, and release, while the same thread is in here.
 _lock = threading.RLock()
-_wanted: dict[object, int] = {}  # in the order of their coming
-_callers: list[int] = []  # what was there before the first runner; empty while there is none
+_wanted: dict[object, int] = {}  # in the order of opening
+_callers: list[int] = []  # the number before the first runner; empty while there is none
 
 
 class TorchThreads:
-    """Holds torch at `count` threads until `give_back` or its own end; None leaves it as it is."""
+    """Sets torch to `count` threads until `release` or the end of the object; None changes nothing."""
 
     def __init__(self, count: int | None) -> None:
         self.count = count
@@ -31,16 +31,16 @@ class TorchThreads:
                 _callers[:] = [torch.get_num_threads()]
             _wanted[token] = count
             torch.set_num_threads(count)
-        self._end = weakref.finalize(self, _let_go, token)
-        self._end.atexit = False  # nothing is left to restore, and torch may be gone
+        self._end = weakref.finalize(self, _release_threads, token)
+        self._end.atexit = False  # nothing to restore, and torch may be unloaded
 
-    def give_back(self) -> None:
-        """Let go; a second time does nothing."""
+    def release(self) -> None:
+        """Release the number of threads; a second call does nothing."""
         if self.count is not None:
             self._end()
 
 
-def _let_go(token: object) -> None:
+def _release_threads(token: object) -> None:
     import torch
 
     with _lock:

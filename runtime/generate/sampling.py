@@ -1,4 +1,4 @@
-"""Drawing a token: temperature, the k most likely, the nucleus, and a draw from what is left.
+"""Sampling a token: temperature, top-k, nucleus (top-p), and the draw.
 
 The filters are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper, in
 that order. Nucleus: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration,
@@ -16,14 +16,14 @@ from smelt.core.errors import RunError
 from smelt.runtime.batch import Logits, Tokens
 
 
-def narrow(scores: Logits, temperature: float, top_k: int, top_p: float) -> None:
-    """Filter float32 `scores` [R, V] in place; what is left out becomes -inf.
+def filter_logits(scores: Logits, temperature: float, top_k: int, top_p: float) -> None:
+    """Filter float32 `scores` [R, V] in place; excluded tokens get -inf.
 
     Args:
-        scores: unnormalized log-probabilities; -inf where a token may not come.
-        temperature: what they are divided by.
-        top_k: how many of the most likely stay (ties with the last one too); 0 keeps all.
-        top_p: the most likely stay that together have at least this probability; 1 keeps all.
+        scores: unnormalized log-probabilities; -inf for forbidden tokens.
+        temperature: divisor of the scores.
+        top_k: number of most likely tokens that are kept (with ties of the last one); 0 keeps all.
+        top_p: the most likely tokens with at least this total probability are kept; 1 keeps all.
     """
     if temperature != 1.0:
         scores /= temperature
@@ -31,24 +31,24 @@ def narrow(scores: Logits, temperature: float, top_k: int, top_p: float) -> None
         last = np.partition(scores, -top_k, axis=1)[:, -top_k, None]
         scores[scores < last] = -np.inf
     if top_p < 1.0:
-        _keep_nucleus(scores, top_p)
+        _filter_top_p(scores, top_p)
 
 
-def _keep_nucleus(scores: Logits, top_p: float) -> None:
-    # after top-k almost everything is out: sort only the columns that some row still has
+def _filter_top_p(scores: Logits, top_p: float) -> None:
+    # after top-k almost everything is excluded: sort only the columns that some row still has
     columns = np.flatnonzero(np.isfinite(scores).any(axis=0))
     kept = scores[:, columns]
     order = np.argsort(kept, axis=1, kind="stable")
     below = np.cumsum(_probabilities(np.take_along_axis(kept, order, axis=1)), axis=1)
     out = below <= 1 - top_p
-    out[:, -1] = False  # the most likely token stays, whatever it has
+    out[:, -1] = False  # the most likely token is always kept
     rows, places = np.nonzero(out)
     kept[rows, order[rows, places]] = -np.inf
     scores[:, columns] = kept
 
 
-def draw(scores: Logits, random: np.random.Generator) -> Tokens:
-    """Draw one token per row with the probabilities that `scores` [R, V] stand for.
+def sample_tokens(scores: Logits, random: np.random.Generator) -> Tokens:
+    """Draw one token per row with the probabilities of `scores` [R, V].
 
     Every row takes one number from `random`, so that a row's draws do not depend on the others.
 
@@ -56,16 +56,17 @@ def draw(scores: Logits, random: np.random.Generator) -> Tokens:
         int64 [R].
 
     Raises:
-        RunError: no row has a token that may come.
+        RunError: a row has no allowed token.
     """
     columns = np.flatnonzero(np.isfinite(scores).any(axis=0))
     if not columns.size:
         raise RunError(
-            "No token may come next: the generation settings forbid all of them.", code="no-allowed-token"
+            "The generation settings forbid every possible next token. Allow at least one.",
+            code="no-allowed-token",
         )
     sums = np.cumsum(_probabilities(scores[:, columns]), axis=1)
     wanted = random.random((scores.shape[0], 1)) * sums[:, -1:]
-    # the first token whose sum is above the wanted one; a token without probability never is
+    # the first token whose cumulative sum exceeds the drawn number; a token without probability never does
     places = (sums <= wanted).sum(axis=1)
     chosen: Tokens = columns[places].astype(np.int64)
     return chosen

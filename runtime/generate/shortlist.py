@@ -1,15 +1,15 @@
-"""A shortlist: the words that may come in a text, by the words of its source.
+"""A shortlist: the tokens that are allowed in a text, by the tokens of its source.
 
-It travels inside the artifact, in `shortlist.safetensors`, which every stage copies with the tokenizer's
-files. The model itself stays whole: the runner hides all other words of a row, so that training, scores and
-every runtime see the same, and a row's result does not depend on its batch. The graph of a whole generation
-goes further and multiplies with the rows of the head alone that some source of the batch asks for.
+It is part of the artifact, in `shortlist.safetensors`, which every stage copies with the tokenizer's
+files. The model itself is complete: the runner excludes all other tokens of a row, so that training, scores
+and every runtime are consistent, and a row's result does not depend on its batch. The graph with the
+generation loop also multiplies only with the rows of the output layer that some source of the batch needs.
 
 Source: Jean et al. 2015, On Using Very Large Target Vocabulary for Neural Machine Translation,
 arXiv:1412.2007 (section 3.3); L'Hostis et al. 2016, arXiv:1610.00072.
 
-Shapes: B = batch, L = source length, S = words of the source vocabulary, V = words of the head, n = words
-that a source word brings, k = words that are always there.
+Shapes: B = batch, L = source length, S = tokens of the source vocabulary, V = tokens of the output layer,
+n = candidates of a source token, k = tokens that are always allowed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.runtime.batch import Batch, Tokens
 
-FILE = "shortlist.safetensors"
+SHORTLIST_FILE = "shortlist.safetensors"
 # the tensors in it
-TABLE, ALWAYS = "shortlist.table", "shortlist.always"
+TABLE_TENSOR, ALWAYS_TENSOR = "shortlist.table", "shortlist.always"
 _SMALL = 2**16
 
 
 @dataclass(frozen=True)
 class Shortlist:
-    """table: uint16 or int32 [S, n], filled up by repeating. always: int64 [k], rising, two or more."""
+    """table: uint16 or int32 [S, n], padded by repetition. always: int64 [k], rising, two or more."""
 
     table: NDArray[Any]
     always: Tokens
 
-    def allowed(self, batch: Batch, vocabulary: int) -> NDArray[np.bool_]:
-        """Return bool [B, V]: which words may come in each row of the batch."""
+    def allowed_tokens(self, batch: Batch, vocabulary: int) -> NDArray[np.bool_]:
+        """Return bool [B, V]: which tokens are allowed in each row of the batch."""
         found = np.zeros((len(batch.input_ids), vocabulary), dtype=bool)
         found[:, self.always] = True
         rows, places = np.nonzero(batch.attention_mask)
@@ -48,14 +48,14 @@ class Shortlist:
         return found
 
 
-def vocabularies(config: Mapping[str, Any]) -> tuple[int, int]:
+def vocabulary_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return S and V of a model with this config (config.json)."""
     source = int(config["vocab_size"])
     return source, int(config.get("decoder_vocab_size") or source)
 
 
 def make_shortlist(table: NDArray[Any], always: Tokens, vocabulary: int) -> Shortlist:
-    """Return a shortlist whose table has the smallest type that holds every word; V is `vocabulary`."""
+    """Return a shortlist whose table has the smallest type that holds every token; V is `vocabulary`."""
     kind = np.uint16 if vocabulary <= _SMALL else np.int32
     return Shortlist(np.ascontiguousarray(table, dtype=kind), np.unique(always).astype(np.int64))
 
@@ -64,16 +64,16 @@ def write_shortlist(shortlist: Shortlist, folder: Path) -> None:
     """Store `shortlist` in `folder`."""
     from safetensors.numpy import save_file
 
-    save_file({TABLE: shortlist.table, ALWAYS: shortlist.always}, folder / FILE)
+    save_file({TABLE_TENSOR: shortlist.table, ALWAYS_TENSOR: shortlist.always}, folder / SHORTLIST_FILE)
 
 
 def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
     """Return the shortlist in `folder`, None where there is none; `config` is the model's.
 
     Raises:
-        InputError: it is damaged, or of another model.
+        InputError: it is damaged, or belongs to another model.
     """
-    path = folder / FILE
+    path = folder / SHORTLIST_FILE
     if not path.is_file():
         return None
     from safetensors import SafetensorError
@@ -81,13 +81,13 @@ def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
 
     try:
         tensors = load_file(path)
-        table, always = tensors[TABLE], tensors[ALWAYS]
+        table, always = tensors[TABLE_TENSOR], tensors[ALWAYS_TENSOR]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(
-            f"{path}: not a shortlist that this version of smelt reads: {type(error).__name__}: {error}.",
+            f"{path}: this version of smelt cannot read this shortlist: {type(error).__name__}: {error}.",
             code="damaged-file",
         ) from error
-    source, vocabulary = vocabularies(config)
+    source, vocabulary = vocabulary_sizes(config)
     fits = table.ndim == 2 and len(table) == source and table.dtype in (np.uint16, np.int32)
     fits = fits and always.dtype == np.int64 and always.ndim == 1 and len(always) > 1
     words = [part for part in (table, always) if part.size]
@@ -95,7 +95,7 @@ def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
         raise InputError(
             f"{path}: this shortlist has {table.dtype} {list(table.shape)} and {always.dtype}"
             f" {list(always.shape)}, which does not fit a model with {source} source and {vocabulary} target"
-            " words. It belongs to another model, or is damaged; run the stage 'shortlist' again.",
+            " tokens. It belongs to another model, or is damaged; run the stage 'shortlist' again.",
             code="does-not-fit-model",
         )
     return Shortlist(table, always)

@@ -1,1 +1,1 @@
-"""Images on their way into a model: how they are made to pixels, and the runner that they go through."""
+"""Images as model inputs: preprocessing, and the runner of image classifiers."""

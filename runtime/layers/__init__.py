@@ -1,1 +1,1 @@
-"""The layers that stages put in, and what they become in a graph."""
+"""The layers that stages insert, and their exported operators."""

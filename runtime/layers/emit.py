@@ -1,6 +1,6 @@
-"""What a module becomes when it is exported: the operators that the target runs fastest.
+"""Exported operators of modules: those that the target runs fastest.
 
-A contextvar says which target is being exported to; outside an export it is None and modules compute
+A contextvar holds the export target; outside an export it is None and modules compute
 in torch. `torch.onnx.ops.symbolic` puts a named ONNX operator into the exported graph; shapes may hold
 symbolic sizes. Sources: ONNX Runtime's docs/ContribOperators.md (domain com.microsoft).
 
@@ -17,26 +17,26 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Target = Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
-# Domain of the place-holders for what the runtime computes from constants when it loads a graph.
-LOAD_TIME = "smelt.load"
-_NF4 = 1  # MatMulBnb4's word for its table
-_target: ContextVar[Target | None] = ContextVar("smelt_export_target", default=None)
+GraphTarget = Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
+# Domain of the placeholders for values that the runtime computes from constants when it loads a graph.
+LOAD_TIME_DOMAIN = "smelt.load"
+_NF4 = 1  # MatMulBnb4's number of its table
+_export_target: ContextVar[GraphTarget | None] = ContextVar("smelt_export_target", default=None)
 
 
-def export_target() -> Target | None:
-    """Return the target that is being exported to, or None when torch itself computes."""
-    return _target.get()
+def export_target() -> GraphTarget | None:
+    """Return the current export target, or None when torch itself computes."""
+    return _export_target.get()
 
 
 @contextmanager
-def exporting_to(target: Target) -> Iterator[None]:
+def exporting_to(target: GraphTarget) -> Iterator[None]:
     """Make modules emit operators for `target` within the block."""
-    token = _target.set(target)
+    token = _export_target.set(target)
     try:
         yield
     finally:
-        _target.reset(token)
+        _export_target.reset(token)
 
 
 def dynamic_quantize_matmul(x: Tensor, columns: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ def dynamic_quantize_matmul(x: Tensor, columns: Tensor, scales: Tensor, bias: Te
     Args:
         x: float32 [..., K].
         columns: int8 [K, N], a constant; its zero point is 0.
-        scales: float32 [N], or [] of all: its kernels are faster then where rows are few.
+        scales: float32 [N], or [] for all: its kernels are faster then where rows are few.
         bias: float32 [N] or None.
 
     Returns:
@@ -64,8 +64,8 @@ def dynamic_quantize_matmul(x: Tensor, columns: Tensor, scales: Tensor, bias: Te
     return out
 
 
-class Layout(NamedTuple):
-    """How the codes of a MatMulNBits are laid out: K, N, bits of a code, weights of a group."""
+class NBitsLayout(NamedTuple):
+    """Layout of the quantized weights of a MatMulNBits: K, N, bits of a weight, weights of a group."""
 
     inputs: int
     outputs: int
@@ -79,7 +79,7 @@ def matmul_nbits(
     scales: Tensor,
     zeros: Tensor | None,
     bias: Tensor | None,
-    layout: Layout,
+    layout: NBitsLayout,
     accuracy_level: int,
 ) -> Tensor:
     """Emit com.microsoft::MatMulNBits.
@@ -87,7 +87,7 @@ def matmul_nbits(
     Args:
         x: float32 [..., K].
         codes: uint8 [N, G, g * bits / 8], the first code in the lowest bits.
-        scales: float16 [N, G]; the graph holds them so, and widens them when it is loaded. Or float32.
+        scales: float16 [N, G]; the graph stores them so, and converts them at loading. Or float32.
         zeros: uint8 [N, ceil(G * bits / 8)], or None for 2 ** (bits - 1) everywhere.
         bias: float32 [N] or None.
         layout: of the codes.
@@ -96,7 +96,7 @@ def matmul_nbits(
     Returns:
         float32 [..., N].
     """
-    wide = float_scales(scales) if scales.dtype == torch.float16 else scales
+    wide = widen_scales(scales) if scales.dtype == torch.float16 else scales
     inputs = [x, codes, wide, zeros, None, bias]
     while inputs[-1] is None:
         inputs.pop()
@@ -117,7 +117,7 @@ def matmul_nbits(
     return out
 
 
-def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, layout: NBitsLayout) -> Tensor:
     """Emit com.microsoft::MatMulBnb4 with NF4 codes; it multiplies float32 activations and has no bias.
 
     Args:
@@ -141,30 +141,30 @@ def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, l
     return out if bias is None else out + bias
 
 
-def spread(word: str, codes: Tensor, times: int) -> Tensor:
-    """Emit what puts a row of a table in the place of each byte of a constant when the graph is loaded.
+def expand_by_table(word: str, codes: Tensor, times: int) -> Tensor:
+    """Emit a placeholder that replaces each byte of a constant by a row of a table when the graph is loaded.
 
     Args:
-        word: of the table, uint8 [256, times], among the scheme's `load_tables`.
+        word: of the table, uint8 [256, times], among the scheme's `unpacking_tables`.
         codes: uint8 [..., n].
-        times: how many bytes come of each.
+        times: how many bytes replace each byte.
 
     Returns:
         uint8 [..., times * n].
     """
-    return _at_load(word, codes, (*codes.shape[:-1], times * codes.shape[-1]), torch.uint8)
+    return _load_time_op(word, codes, (*codes.shape[:-1], times * codes.shape[-1]), torch.uint8)
 
 
-def float_scales(scales: Tensor) -> Tensor:
-    """Emit what widens constant float16 scales when the graph is loaded."""
-    return _at_load("FloatScales", scales, tuple(scales.shape), torch.float32)
+def widen_scales(scales: Tensor) -> Tensor:
+    """Emit the conversion of constant float16 scales to float32 when the graph is loaded."""
+    return _load_time_op("FloatScales", scales, tuple(scales.shape), torch.float32)
 
 
-def joined_codes(codes: Tensor, bits: int) -> Tensor:
-    """Emit what puts codes into bytes: uint8 [..., n] -> uint8 [..., n * bits / 8], the first lowest.
+def pack_at_load(codes: Tensor, bits: int) -> Tensor:
+    """Emit the packing of codes into bytes: uint8 [..., n] -> uint8 [..., n * bits / 8], the first lowest.
 
-    It is a product with 1, 2^bits, ...: of what is made of constants, so that it is computed when the graph
-    is loaded.
+    It is a matrix multiplication of constants with 1, 2^bits, ..., so that it is computed when the graph is
+    loaded.
     """
     places = 2 ** torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
     parts = codes.unflatten(-1, (-1, len(places)))
@@ -174,27 +174,27 @@ def joined_codes(codes: Tensor, bits: int) -> Tensor:
     return sums.to(torch.uint8).squeeze(-1)
 
 
-def both(first: Tensor, second: Tensor) -> Tensor:
-    """Emit the bits that either of two uint8 tensors of one shape has."""
+def bitwise_or(first: Tensor, second: Tensor) -> Tensor:
+    """Emit the bitwise or of two uint8 tensors of one shape."""
     out: Tensor = torch.onnx.ops.symbolic(
         "BitwiseOr", [first, second], dtype=torch.uint8, shape=tuple(first.shape), version=18
     )
     return out
 
 
-def transposed(columns: Tensor) -> Tensor:
-    """Emit what turns a constant int8 [K, N] into [N, K] when the graph is loaded."""
-    return _at_load("Transposed", columns, (columns.shape[1], columns.shape[0]), torch.int8)
+def transpose_at_load(columns: Tensor) -> Tensor:
+    """Emit the transposition of a constant int8 [K, N] to [N, K] when the graph is loaded."""
+    return _load_time_op("Transposed", columns, (columns.shape[1], columns.shape[0]), torch.int8)
 
 
-def _at_load(word: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Emit a place-holder that export/load_time.py turns into standard operators.
+def _load_time_op(word: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Emit a placeholder that export/expand_placeholders.py replaces by standard operators.
 
     Constants that the graph's optimizers could compute would be stored in their larger form; an
-    operator that they do not know is left alone.
+    unknown operator is not changed.
     """
     out: Tensor = torch.onnx.ops.symbolic(
-        f"{LOAD_TIME}::{word}", [value], dtype=dtype, shape=shape, version=1
+        f"{LOAD_TIME_DOMAIN}::{word}", [value], dtype=dtype, shape=shape, version=1
     )
     return out
 
@@ -214,9 +214,9 @@ def multi_head_attention(
         query: float32 [B, S, H * d].
         key: float32 [B, T, H * d], or [B, H, T, d] as a cache holds it.
         value: as key.
-        mask: int32 [B, T], 1 where a token is, or None.
+        mask: int32 [B, T], 1 for tokens, or None.
         heads: H.
-        scale: what the products of queries and keys are multiplied with.
+        scale: factor of the products of queries and keys.
         bias: float32 [1, H, S, T], added to the scaled products (T5's position bias), or None.
 
     Returns:
@@ -251,9 +251,9 @@ def cached_attention(
         query: float32 [B, 1, H * d].
         key: as query.
         value: as query.
-        past: float32 [B, H, P, d] twice, P >= 0: the keys and values of the steps before.
+        past: float32 [B, H, P, d] twice, P >= 0: the keys and values of the previous steps.
         heads: H.
-        scale: what the products of queries and keys are multiplied with.
+        scale: factor of the products of queries and keys.
         bias: float32 [1, H, 1, P + 1], added to the scaled products, or None.
 
     Returns:

@@ -1,7 +1,7 @@
 """Fused attention of decoder-only models in ONNX Runtime (domain com.microsoft).
 
 Source: ONNX Runtime's docs/ContribOperators.md, GroupQueryAttention.
-Shapes: B = batch, S = tokens fed, P = past length, T = P + S, H = query heads, K = key-value heads,
+Shapes: B = batch, S = input tokens, P = past length, T = P + S, H = query heads, K = key-value heads,
 d = width of a head, M = positions in the rotary table.
 """
 
@@ -14,72 +14,72 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Heads:
-    """H, K, d, and what the products of queries and keys are multiplied with."""
+class AttentionHeads:
+    """H, K, d, and the factor of the products of queries and keys."""
 
-    queries: int
-    keys: int
-    width: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
     scale: float
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the tokens stand, the same for all layers of a graph.
+class SequencePositions:
+    """Positions of the tokens, the same for all layers of a graph.
 
-    last: int32 [B], T - 1. total: int32 scalar, T. bias: float32 [B, 1, S, T], 0 where a token is and a
-    large negative number where padding on the left is.
+    last_position: int32 [B], T - 1. total_length: int32 scalar, T. bias: float32 [B, 1, S, T], 0 for tokens
+    and a large negative number for padding on the left.
     """
 
-    last: Tensor
-    total: Tensor
+    last_position: Tensor
+    total_length: Tensor
     bias: Tensor
 
 
 def group_query_attention(
     packed: tuple[Tensor, Tensor | None, Tensor | None],
     past: tuple[Tensor, Tensor],
-    places: Places,
-    heads: Heads,
+    positions: SequencePositions,
+    heads: AttentionHeads,
     rotary: tuple[Tensor, Tensor] | None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Emit com.microsoft::GroupQueryAttention: causal attention over the past and the tokens fed.
+    """Emit com.microsoft::GroupQueryAttention: causal attention over the past and the input tokens.
 
-    The operator takes S > 1 with P > 0 only for B = 1. It is given no position ids, for with P = 0 it
-    takes no notice of them (1.31, tried): each row then counts from its first place, padding included,
-    which comes to the same, since rotary attention depends on distances alone.
+    The operator takes S > 1 with P > 0 only for B = 1. It gets no position ids, because with P = 0 it
+    ignores them (tested with 1.31): each row then counts from its first position, including padding,
+    which is equivalent, since rotary attention depends on distances only.
 
     Args:
         packed: queries float32 [B, S, H * d], keys and values [B, S, K * d]; or all in one, [B, S,
             (H + 2 K) * d], and None twice.
-        past: keys (rotated) and values of before, float32 [B, K, P, d].
-        places: see `Places`.
-        heads: see `Heads`.
+        past: previous keys (rotated) and values, float32 [B, K, P, d].
+        positions: see `SequencePositions`.
+        heads: see `AttentionHeads`.
         rotary: cosines and sines, float32 [M, d / 2]; None: positions are not rotated in.
-        window: how many of the last tokens, itself included, a token sees; None for all.
+        window: how many of the last tokens, including itself, a token attends to; None for all.
 
     Returns:
         The output [B, S, H * d], and keys and values [B, K, T, d].
     """
     batch, length = packed[0].shape[:2]
-    total = places.bias.shape[3]
-    inputs = [*packed, *past, places.last, places.total]
+    total = positions.bias.shape[3]
+    inputs = [*packed, *past, positions.last_position, positions.total_length]
     inputs += [*rotary, None] if rotary is not None else [None, None, None]
-    present = (batch, heads.keys, total, heads.width)
+    present = (batch, heads.kv_heads, total, heads.head_dim)
     kind = packed[0].dtype
     out, keys, values = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
-        [*inputs, places.bias],
+        [*inputs, positions.bias],
         {
-            "num_heads": heads.queries,
-            "kv_num_heads": heads.keys,
+            "num_heads": heads.query_heads,
+            "kv_num_heads": heads.kv_heads,
             "scale": heads.scale,
             "do_rotary": int(rotary is not None),
             **({} if window is None else {"local_window_size": window}),
         },
         dtypes=(kind, kind, kind),
-        shapes=((batch, length, heads.queries * heads.width), present, present),
+        shapes=((batch, length, heads.query_heads * heads.head_dim), present, present),
         version=1,
     )
     return out, keys, values

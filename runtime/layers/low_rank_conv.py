@@ -1,6 +1,6 @@
-"""A convolution as the product of thinner ones.
+"""A convolution factorized into smaller ones.
 
-Shapes: B = batch, S = channels in, T = channels out, h, w = height and width.
+Shapes: B = batch, S = input channels, T = output channels, h, w = height and width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class LowRankConv(nn.Module):
-    """Convolutions one behind the other, in the place of one: the last has its bias.
+    """Convolutions in sequence, in the place of one: the last has its bias.
 
     `steps` are plain `nn.Conv2d`. Tucker-2 has three (1 x 1, D x D, 1 x 1; the first layer of a model two),
     CP has four (1 x 1, D x 1 and 1 x D channel by channel, 1 x 1).
@@ -24,7 +24,7 @@ class LowRankConv(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """That of the first, which says the type: ViT asks its patches' convolution for it."""
+        """Return the first one's weight, for its type: ViT reads the type of its patches' convolution."""
         found: Tensor = self.steps[0].get_parameter("weight")
         return found
 
@@ -35,10 +35,10 @@ class LowRankConv(nn.Module):
         return x
 
 
-def ends_of(model: nn.Module, name: str) -> tuple[str, str]:
-    """Return the names of what reads the inputs and gives the outputs of the convolution `name`.
+def conv_end_names(model: nn.Module, name: str) -> tuple[str, str]:
+    """Return the names of the modules that read the inputs and give the outputs of the convolution `name`.
 
-    They are its own, or those of the first and the last of the thinner ones that stand for it.
+    They are its own name, or those of the first and the last of its factors.
     """
     module = model.get_submodule(name)
     if not isinstance(module, LowRankConv):
@@ -46,24 +46,24 @@ def ends_of(model: nn.Module, name: str) -> tuple[str, str]:
     return f"{name}.steps.0", f"{name}.steps.{len(module.steps) - 1}"
 
 
-def steps_of(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d]:
-    """Return the empty convolutions that stand for `conv`, with its stride, padding, dilation and bias.
+def make_conv_steps(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d]:
+    """Return the empty convolutions that replace `conv`, with its stride, padding, dilation and bias.
 
     Args:
-        kind: tucker, with ranks (of the channels in, of those out), or (of those out) alone where the
-            channels in stay; cp, with one rank.
-        conv: of one group, with zeros around its input.
+        kind: tucker, with ranks (of the input channels, of the output channels), or (of the output channels)
+            where the input channels are not factorized; cp, with one rank.
+        conv: of one group, with zero padding.
         ranks: 1 or more.
 
     Raises:
-        ValueError: the convolution or the ranks are of another kind.
+        ValueError: the convolution or the ranks are not supported.
     """
     if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-        raise ValueError(
-            "only convolutions of one group that are padded with zeros by numbers can be divided"
-        )
-    if min(ranks, default=0) < 1 or max(ranks) > max(conv.in_channels, conv.out_channels) * _taps(conv):
-        raise ValueError(f"ranks {list(ranks)} are none of a {tuple(conv.weight.shape)} convolution")
+        raise ValueError("only ungrouped convolutions with numeric zero padding can be factorized")
+    if min(ranks, default=0) < 1 or max(ranks) > max(conv.in_channels, conv.out_channels) * _kernel_size(
+        conv
+    ):
+        raise ValueError(f"ranks {list(ranks)} are not valid for a {tuple(conv.weight.shape)} convolution")
     where: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype}
     shape: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
     last: dict[str, Any] = {"bias": conv.bias is not None, **where}
@@ -91,17 +91,19 @@ def steps_of(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d
             nn.Conv2d(conv.in_channels, ranks[0], size, bias=False, **shape, **where),
             nn.Conv2d(ranks[0], conv.out_channels, 1, **last),
         ]
-    raise ValueError(f"no kind of convolution '{kind[:40]}' with {len(ranks)} ranks")
+    raise ValueError(f"unknown factorization '{kind[:40]}' with {len(ranks)} ranks")
 
 
-def resized(old: nn.Conv2d, into: int, out: int) -> nn.Conv2d:
-    """Return an empty convolution like `old`, of one group, with other channels in and out."""
+def resize_conv(old: nn.Conv2d, in_channels: int, out_channels: int) -> nn.Conv2d:
+    """Return an empty convolution like `old`, of one group, with other input and output channels."""
     where: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     shape: dict[str, Any] = {"stride": old.stride, "padding": old.padding, "dilation": old.dilation}
     size: Any = old.kernel_size
     bias = old.bias is not None
-    return nn.Conv2d(into, out, size, bias=bias, padding_mode=old.padding_mode, **shape, **where)
+    return nn.Conv2d(
+        in_channels, out_channels, size, bias=bias, padding_mode=old.padding_mode, **shape, **where
+    )
 
 
-def _taps(conv: nn.Conv2d) -> int:
+def _kernel_size(conv: nn.Conv2d) -> int:
     return conv.kernel_size[0] * conv.kernel_size[1]

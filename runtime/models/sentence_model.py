@@ -1,8 +1,8 @@
-"""An encoder whose output is one vector for a text: the body of a family, pooled and normalized.
+"""Sentence embedder: an encoder whose output is one vector per text, pooled and normalized.
 
-It is a model of transformers like a classifier without a head: its body has the name that the family's
-other models give it, so that everything that finds parts by their names finds them. In a file that others
-can read (no edits) the names are those of the bare encoder, as sentence-transformers and AutoModel have them.
+It is a transformers model like a classifier without a head: its body has the name that it has in the family's
+other models, so that parts are found by their names. In a file for other readers (no edits) the names are
+those of the bare encoder, as in sentence-transformers and AutoModel.
 
 Shapes: B = batch, L = tokens, D = width.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from smelt.core.errors import InputError
-from smelt.core.text import article
+from smelt.core.text import with_article
 from smelt.runtime.text.sentence_files import SentenceRules
 
 # Below all values of hidden states, and finite in float16.
-_LOWEST = -1e4
+_MASKED_VALUE = -1e4
 
 
 @dataclass
@@ -34,7 +34,7 @@ class SentenceOutput(ModelOutput):  # type: ignore[misc]
 
 
 def sentence_class(config: Any, rules: SentenceRules) -> Any:
-    """Return the class of sentence embedders for a config of transformers.
+    """Return the sentence embedder class for a config of transformers.
 
     Raises:
         InputError: transformers has no bare encoder for it.
@@ -42,10 +42,11 @@ def sentence_class(config: Any, rules: SentenceRules) -> Any:
     body = transformers.MODEL_MAPPING.get(type(config), None)
     if body is None:
         raise InputError(
-            f"config.json: {article(config.model_type)} model has no encoder that makes vectors.",
+            f"config.json: {with_article(config.model_type)} model has no bare encoder for sentence"
+            " embeddings.",
             code="unsupported-family",
         )
-    parent: Any = body.__bases__[0]  # the family's, which knows how its weights are drawn
+    parent: Any = body.__bases__[0]  # the family's, which initializes its weights
 
     class SentenceModel(parent):  # type: ignore[misc]
         """input_ids, attention_mask int64 [B, L] -> sentence_embedding float [B, D]."""
@@ -67,36 +68,36 @@ def sentence_class(config: Any, rules: SentenceRules) -> Any:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
             hidden = self.base_model(input_ids, attention_mask=mask, **types).last_hidden_state
-            return SentenceOutput(sentence_embedding=vector_of(hidden, mask, rules))
+            return SentenceOutput(sentence_embedding=pool_hidden_states(hidden, mask, rules))
 
     return SentenceModel
 
 
 def _without_pooler(body: Any) -> dict[str, bool]:
-    """Return the argument that leaves the layer out which no embedder reads, where `body` has it."""
+    """Return the argument that omits the pooler, which no embedder uses, where `body` has it."""
     known = inspect.signature(body.__init__).parameters
     return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
 
 
 def is_sentence_model(model: Any) -> bool:
-    """Say whether `model` is of `sentence_class`."""
+    """Return whether `model` is of `sentence_class`."""
     return hasattr(model, "sentence_rules")
 
 
-def vector_of(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
+def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
     """Return one vector for each text, float [B, D].
 
     Args:
         hidden: float [B, L, D], the last hidden states.
-        mask: int64 [B, L], 1 where a token is; padding counts for nothing.
+        mask: int64 [B, L], 1 for tokens; padding is ignored.
         rules: pooling and normalization.
     """
     if rules.pooling == "cls":
         pooled = hidden[:, 0]
     elif rules.pooling == "max":
-        pooled = hidden.masked_fill(mask[:, :, None] == 0, _LOWEST).amax(dim=1)
+        pooled = hidden.masked_fill(mask[:, :, None] == 0, _MASKED_VALUE).amax(dim=1)
     else:
-        # shares that sum to 1 times the tokens: no sum over a long text leaves the range of float16
+        # mean of shares that sum to 1: no sum over a long text exceeds the range of float16
         there = mask.to(hidden.dtype)
         shares = there / there.sum(dim=1, keepdim=True).clamp(min=1)
         pooled = (shares[:, None, :] @ hidden)[:, 0]
@@ -105,13 +106,13 @@ def vector_of(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
     return pooled
 
 
-def result_of(output: Any) -> Tensor:
-    """Return what an encoder of transformers gives: a classifier's logits, or the vectors of texts."""
+def encoder_result(output: Any) -> Tensor:
+    """Return the output of a transformers encoder: a classifier's logits, or the vectors of texts."""
     found: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
     return cast(Tensor, found)
 
 
 def as_bare_encoder(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the `tensors` of a sentence model under the names that its body alone gives them."""
+    """Return the `tensors` of a sentence model under the names of its bare encoder."""
     prefix = f"{model.base_model_prefix}."
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -1,9 +1,9 @@
-"""In which float type each tensor of a model lies in its file, and which one it is written back in.
+"""The float type of each tensor in a model's file, and the one that it is saved in.
 
-Everything is computed in float32. Reading 16-bit weights widens them, which is exact; writing them back
-rounds to nearest, once a step: by 2^-11 of a weight in float16 and 2^-8 in bfloat16 at most, and not at
-all where a step did not touch it. So a step leaves a checkpoint in the type that it came in, and what
-was pruned is not larger than what it was pruned from.
+Everything is computed in float32. Reading 16-bit weights widens them, which is exact; saving them
+rounds to nearest, once per step: by at most 2^-11 of a weight in float16 and 2^-8 in bfloat16, and not at
+all where a step did not change it. So a step keeps the type of a checkpoint, and a pruned model
+is not larger than the original.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from torch import Tensor
 
 from smelt.core.messages import Message, warning
 from smelt.core.stage import StoredDtype
-from smelt.runtime.models.weight_files import find_weights, has_weights, values_in, weight_tensors
+from smelt.runtime.models.weight_files import find_weights, has_weights, value_count, weight_tensors
 
-# safetensors' words; what is wider or narrower than these comes back as float32
+# safetensors' names; wider or narrower types are read as float32
 _TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _WORDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
 _OF_CODES = ".matrix."  # in the names of a quantized matrix's tensors
-_HALF_OF_A_PAIR = re.compile(r"(?:\.shared|(?:\.difference)?\.(?:up|down))+(\.(?:weight|bias))$")
+_LOW_RANK_SUFFIX = re.compile(r"(?:\.shared|(?:\.difference)?\.(?:up|down))+(\.(?:weight|bias))$")
 
 
 @dataclass(frozen=True)
-class StoredTypes:
+class StoredDtypes:
     """The float type of each tensor by name, and the one that most values have (for new tensors).
 
-    What belongs to codes does not count there: their scales have the type that the scheme wants.
+    Tensors of quantized weights do not count there: their scales have the type of the scheme.
     """
 
-    names: Mapping[str, torch.dtype]
-    common: torch.dtype
+    by_name: Mapping[str, torch.dtype]
+    default: torch.dtype
 
-    def of(self, names: Iterable[str]) -> torch.dtype:
-        """Return the type for a tensor that a model knows under `names`.
+    def dtype_for(self, names: Iterable[str]) -> torch.dtype:
+        """Return the type for a tensor with the names `names` in a model.
 
-        A checkpoint may hold it under any of them, or without the first word (`transformer.`); what
-        a layer was divided into takes that of the layer.
+        A checkpoint may have it under any of them, or without the first part (`transformer.`); the factors of
+        a layer have the type of the layer.
         """
         for name in names:
-            whole = _HALF_OF_A_PAIR.sub(r"\1", name)
+            whole = _LOW_RANK_SUFFIX.sub(r"\1", name)
             for known in (name, whole, name.partition(".")[2], whole.partition(".")[2]):
-                if known in self.names:
-                    return self.names[known]
-        return self.common
+                if known in self.by_name:
+                    return self.by_name[known]
+        return self.default
 
 
-def weight_bytes(folder: Path) -> int:
-    """Return the bytes that the files of weights in `folder` have."""
+def weight_files_size(folder: Path) -> int:
+    """Return the total size of the weight files in `folder`, bytes."""
     return sum(path.stat().st_size for path in find_weights(folder).files)
 
 
-def stored_types(folder: Path, wanted: StoredDtype = "keep") -> StoredTypes:
-    """Return how the model in `folder` is stored, or, unless `wanted` is keep, that one type for all.
+def stored_dtypes(folder: Path, wanted: StoredDtype = "keep") -> StoredDtypes:
+    """Return the storage types of the model in `folder`, or, unless `wanted` is keep, that one type for all.
 
     Without weights in `folder` it is float32.
 
@@ -68,27 +68,27 @@ def stored_types(folder: Path, wanted: StoredDtype = "keep") -> StoredTypes:
         InputError: a file of the weights is missing or damaged.
     """
     if wanted != "keep":
-        return StoredTypes({}, _WORDS[wanted])
+        return StoredDtypes({}, _WORDS[wanted])
     names: dict[str, torch.dtype] = {}
     values: Counter[torch.dtype] = Counter()
     of_codes: Counter[torch.dtype] = Counter()
     for _, name, entry in weight_tensors(folder) if has_weights(folder) else ():
         if entry["dtype"] in _FLOATS:
-            names[_OLD_NORM.sub(_as_now, name)] = kind = _TYPES.get(entry["dtype"], torch.float32)
-            (of_codes if _OF_CODES in name else values)[kind] += values_in(entry)
+            names[_OLD_NORM.sub(_current_norm_name, name)] = kind = _TYPES.get(entry["dtype"], torch.float32)
+            (of_codes if _OF_CODES in name else values)[kind] += value_count(entry)
     counted = values or of_codes
-    return StoredTypes(names, counted.most_common(1)[0][0] if counted else torch.float32)
+    return StoredDtypes(names, counted.most_common(1)[0][0] if counted else torch.float32)
 
 
-def _as_now(found: re.Match[str]) -> str:
-    """Return what a norm's `gamma` or `beta`, in files of the first BERTs, is called now."""
+def _current_norm_name(found: re.Match[str]) -> str:
+    """Return the current name of a norm's `gamma` or `beta`, in files of the first BERTs."""
     return {"gamma": "weight", "beta": "bias"}[found[0]]
 
 
-def narrowed(
+def cast_to_stored(
     tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, Tensor], list[Message]]:
-    """Return `tensors` rounded to their `types` (others as they are), and what the user should know.
+    """Return `tensors` rounded to their `types` (others unchanged), and warnings.
 
     A tensor with a value beyond its type's range stays float32.
     """
@@ -104,17 +104,17 @@ def narrowed(
     return out, [
         warning(
             "beyond-16-bits",
-            f"Values beyond the range of 16 bits are stored as float32: {beyond[0]}{more}. `dtype: fp32`"
-            " stores all weights so.",
+            "Tensors with values outside the range of 16-bit floats are stored as float32:"
+            f" {beyond[0]}{more}. Set `dtype: fp32` to store all weights as float32.",
             setting="dtype",
         )
     ]
 
 
-def config_type(tensors: Iterable[Tensor]) -> str:
-    """Return what a config says of `tensors`: the float type of most values, if it can hold all of them.
+def config_dtype(tensors: Iterable[Tensor]) -> str:
+    """Return the dtype of a config for `tensors`: the float type of most values, if it can hold all of them.
 
-    transformers turns all weights into that type when it reads them.
+    transformers converts all weights to that type at loading.
     """
     floats = [t for t in tensors if t.is_floating_point()]
     values: Counter[torch.dtype] = Counter()

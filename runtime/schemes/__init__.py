@@ -1,1 +1,1 @@
-"""Schemes: one file is one way to code weights; registry.py lists them, scheme.py says what each answers."""
+"""Quantization schemes: one file per scheme; registry.py lists them, scheme.py defines their interface."""

@@ -2,11 +2,11 @@
 
 value = table[code] * scale, scale = the largest magnitude of the block. The table has the quantiles of a
 normal distribution between -1 and 1, zero among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section
-3 and appendix E). Codes are the nearest entries of it; the midpoint between two goes to the lower one, as in
-bitsandbytes. Two codes lie in a byte, the first in the high bits; absmax is not quantized once more.
+3 and appendix E). Codes are the nearest entries of it; a midpoint belongs to the lower one, as in
+bitsandbytes. Two codes are packed into a byte, the first in the high bits; absmax is not quantized again.
 
-bitsandbytes cuts a matrix into blocks as it lies in memory, here a row begins a block. That is the same where
-the inputs are a multiple of 64; elsewhere the last block of a row is filled up with zeros. In torch
+bitsandbytes divides a matrix into blocks in memory order, here each row begins a block. Both are equal where
+the inputs are a multiple of 64; elsewhere the last block of a row is padded with zeros. In torch
 bitsandbytes multiplies; in a graph ONNX Runtime's MatMulBnb4 does. Both dequantize to float32 and multiply
 float32 activations.
 
@@ -19,17 +19,25 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.runtime.schemes.parts import bits_and_bytes
-from smelt.runtime.schemes.parts import groups as parts
-from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Options, Scheme, Stored, Use
+from smelt.runtime.schemes.common import groupwise as parts
+from smelt.runtime.schemes.common import import_bitsandbytes
+from smelt.runtime.schemes.scheme import (
+    MatrixUse,
+    PackedMatrix,
+    QuantParams,
+    Scheme,
+    SchemeOptions,
+    StoredTensor,
+    UnpackedWeights,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BLOCK = 64
-TYPE = "nf4"
-TABLE = (
+NF4_BLOCK_SIZE = 64
+NF4_QUANT_TYPE = "nf4"
+NF4_TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -43,86 +51,86 @@ class BnbNf4(Scheme):
 
     name: ClassVar[str] = "bnb-nf4"
     summary: ClassVar[str] = "4-bit NormalFloat weights of bitsandbytes, one scale per 64 inputs"
-    pays: ClassVar[str] = "memory, while adapters train; not time"
+    recommended_for: ClassVar[str] = "less memory while adapters are trained; no speed-up"
     source: ClassVar[str] = "Dettmers et al. 2023, QLoRA, arXiv:2305.14314 (bitsandbytes, Linear4bit)"
-    learns: ClassVar[bool] = False
-    packages: ClassVar[Mapping[str, str]] = bits_and_bytes.PACKAGES
-    by_word: ClassVar[bool] = False
-    refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _WHY}
-    leaves_as: ClassVar[str] = f"{name} codes (MatMulBnb4)"
+    learnable_scales: ClassVar[bool] = False
+    packages: ClassVar[Mapping[str, str]] = import_bitsandbytes.BITSANDBYTES_PACKAGES
+    supports_shortlist: ClassVar[bool] = False
+    unsupported_targets: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _WHY}
+    exported_as: ClassVar[str] = f"{name} weights (MatMulBnb4)"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"MatMulBnb4": (2,)}
-    # no product rounds activations, so that graphs are held to float32's tolerance
-    drift: ClassVar[float] = 0.0
-    vector_drift: ClassVar[float] = 0.0
+    # activations are not rounded, so graphs must meet float32's tolerance
+    tolerance: ClassVar[float] = 0.0
+    embedding_tolerance: ClassVar[float] = 0.0
 
-    def group(self, width: int, options: Options) -> int:
+    def group_size(self, width: int, options: SchemeOptions) -> int:
         """Return g."""
-        return BLOCK
+        return NF4_BLOCK_SIZE
 
-    def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
         """Return the largest magnitudes."""
         return {"scales": groups.abs().amax(dim=-1)}
 
-    def nearest(self, groups: Tensor, grid: Grid, options: Options) -> Tensor:
-        """Return the places of the nearest entries of the table, uint8."""
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the indices of the nearest entries of the table, uint8."""
         import torch
 
         table = _table(groups.device)
-        scaled = (groups * parts.inverse(grid["scales"])[..., None]).clamp_(-1, 1)
+        scaled = (groups * parts.safe_reciprocal(grid["scales"])[..., None]).clamp_(-1, 1)
         return torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True).byte()
 
-    def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
         """Return table[code] * scale."""
         return _table(codes.device)[codes.int()] * grid["scales"][..., None]
 
-    def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
-        """Return two codes in a byte, and scales."""
-        count = parts.group_count(width, BLOCK)
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of two codes per byte, and scales."""
+        count = parts.num_groups(width, NF4_BLOCK_SIZE)
         return {
-            "codes": Stored((rows, count, BLOCK // 2), "uint8", packs=2),
-            "scales": Stored((rows, count), "float32"),
+            "codes": StoredTensor((rows, count, NF4_BLOCK_SIZE // 2), "uint8", values_per_element=2),
+            "scales": StoredTensor((rows, count), "float32"),
         }
 
-    def pack(self, decided: Codes, options: Options) -> dict[str, Tensor]:
-        """Return what `storage` says."""
-        from smelt.runtime.schemes.parts.packing import pack_nibbles
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return the tensors of `stored_tensors`."""
+        from smelt.runtime.schemes.common.packing import pack_nibbles
 
         return {
-            "codes": pack_nibbles(decided.codes, high_first=True),
-            "scales": decided.grid["scales"].float(),
+            "codes": pack_nibbles(decided.q_weight, high_first=True),
+            "scales": decided.qparams["scales"].float(),
         }
 
-    def unpack(self, matrix: Coded) -> Codes:
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        from smelt.runtime.schemes.parts.packing import unpack_nibbles
+        from smelt.runtime.schemes.common.packing import unpack_nibbles
 
         codes = unpack_nibbles(matrix.tensor("codes"), high_first=True)
-        return Codes(codes, {"scales": matrix.tensor("scales")})
+        return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
 
-    def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Let bitsandbytes multiply; its float weights live as long as one product."""
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Let bitsandbytes multiply; its float weights exist during one multiplication only."""
         import torch
 
-        library, (rows, count) = bits_and_bytes.library(), matrix.tensor("scales").shape
+        library, (rows, count) = import_bitsandbytes.import_bitsandbytes(), matrix.tensor("scales").shape
         state = library.functional.QuantState(
             absmax=matrix.tensor("scales").flatten(),
-            shape=torch.Size((rows, count * BLOCK)),
+            shape=torch.Size((rows, count * NF4_BLOCK_SIZE)),
             code=_table(x.device),
-            blocksize=BLOCK,
-            quant_type=TYPE,
+            blocksize=NF4_BLOCK_SIZE,
+            quant_type=NF4_QUANT_TYPE,
             dtype=torch.float32,
         )
         codes = matrix.tensor("codes").reshape(-1, 1)
-        out: Tensor = library.matmul_4bit(_filled_up(x, count), codes, state, bias=bias)
+        out: Tensor = library.matmul_4bit(_pad_to_blocks(x, count), codes, state, bias=bias)
         return out
 
-    def lookup(self, matrix: Coded, ids: Tensor) -> Tensor:
-        """Return some rows, by operators that also leave as a graph; a row of zeros stays one."""
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         import torch
 
-        from smelt.runtime.schemes.parts.packing import nibbles_as_floats
+        from smelt.runtime.schemes.common.packing import unpack_nibbles_float
 
-        count = parts.group_count(matrix.width, BLOCK)
+        count = parts.num_groups(matrix.width, NF4_BLOCK_SIZE)
         taken = ids.flatten()[:, None]
 
         def rows(name: str, otherwise: str, width: int) -> Tensor:
@@ -130,44 +138,46 @@ class BnbNf4(Scheme):
             places = taken * width + torch.arange(width, device=taken.device)
             return flat.index_select(0, places.flatten())
 
-        codes = nibbles_as_floats(rows("flat", "codes", count * BLOCK // 2), high_first=True).int()
+        codes = unpack_nibbles_float(
+            rows("flat", "codes", count * NF4_BLOCK_SIZE // 2), high_first=True
+        ).int()
         table = matrix.tensor("table") if matrix.has("table") else _table(codes.device)
         scales = rows("flat_scales", "scales", count).reshape(-1, count, 1)
-        values = table.index_select(0, codes).reshape(-1, count, BLOCK) * scales
+        values = table.index_select(0, codes).reshape(-1, count, NF4_BLOCK_SIZE) * scales
         found = values.flatten(1)[:, : matrix.width]
         return found.reshape(*ids.shape, matrix.width)
 
-    def rounds_activations(self, options: Options) -> bool:
-        """Return false: they stay float32."""
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return False: they stay float32."""
         return False
 
-    def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
-        """Return codes and scales as the operator wants them, in one dimension; for lookups the table too."""
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return codes and scales in one dimension, as the operator requires; for lookups also the table."""
         flat = {
             "flat": matrix.tensor("codes").detach().flatten(),
             "flat_scales": matrix.tensor("scales").detach().flatten(),
         }
         return flat | ({"table": _table(flat["flat"].device).clone()} if use == "lookup" else {})
 
-    def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulBnb4, which blocks of 64 go through row by row."""
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit MatMulBnb4, which processes blocks of 64 row by row."""
         from smelt.runtime.layers import emit
 
         rows, count = matrix.tensor("scales").shape
-        layout = emit.Layout(count * BLOCK, rows, 4, BLOCK)
+        layout = emit.NBitsLayout(count * NF4_BLOCK_SIZE, rows, 4, NF4_BLOCK_SIZE)
         codes, scales = matrix.tensor("flat"), matrix.tensor("flat_scales")
-        return emit.matmul_bnb4(_filled_up(x, count), codes, scales, bias, layout)
+        return emit.matmul_bnb4(_pad_to_blocks(x, count), codes, scales, bias, layout)
 
-    def exact_nodes(self, node: Any) -> list[Any]:
-        """Return the operator itself: its activations are whole."""
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return the operator itself: its activations are not quantized."""
         return [node]
 
 
-def _filled_up(x: Tensor, count: int) -> Tensor:
-    """Return `x` [..., K] with zeros behind it, as long as `count` blocks."""
+def _pad_to_blocks(x: Tensor, count: int) -> Tensor:
+    """Return `x` [..., K] padded with zeros to `count` blocks."""
     from torch.nn import functional as F
 
-    lacking = count * BLOCK - x.shape[-1]
+    lacking = count * NF4_BLOCK_SIZE - x.shape[-1]
     return F.pad(x, (0, lacking)) if lacking else x
 
 
@@ -177,4 +187,4 @@ def _table(device: torch.device) -> Tensor:
     import torch
 
     with torch.inference_mode(False):
-        return torch.tensor(TABLE, device=device)
+        return torch.tensor(NF4_TABLE, device=device)

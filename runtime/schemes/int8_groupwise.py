@@ -1,7 +1,7 @@
-"""Scheme int8-groupwise: 8-bit codes, one scale (and zero point) for each group of a row's weights.
+"""Scheme int8-groupwise: 8-bit weights, one scale (and zero point) for each group of a row's weights.
 
-How codes are chosen and stored: parts/affine.py; one lies in a byte. Activations are rounded block by block,
-as in every product of MatMulNBits (parts/groups.py), so that a row does not depend on what else is in its
+Quantization and storage: common/affine_groupwise.py; one per byte. Activations are rounded block by block,
+as in every MatMulNBits (common/groupwise.py), so that a row does not depend on the other rows of its
 batch.
 """
 
@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from smelt.runtime.schemes.parts.affine import AffineGroups
-from smelt.runtime.schemes.parts.groups import OLDEST_WHERE_BLOCKED, REFUSED_WHERE_BLOCKED
+from smelt.runtime.schemes.common.affine_groupwise import AffineGroupwise
+from smelt.runtime.schemes.common.groupwise import BLOCKWISE_MIN_OPSET, BLOCKWISE_UNSUPPORTED_TARGETS
 
 
-class Int8Groupwise(AffineGroups):
+class Int8Groupwise(AffineGroupwise):
     """codes: uint8 [N, G, g]; scales: float32 [N, G], each a float16; zeros: uint8 [N, G]."""
 
     bits: ClassVar[int] = 8
     name: ClassVar[str] = "int8-groupwise"
     summary: ClassVar[str] = "8-bit weights, one scale per group of inputs"
-    pays: ClassVar[str] = "models that write, one text at a time; OpenVINO"
-    refused: ClassVar[Mapping[str, str]] = REFUSED_WHERE_BLOCKED
-    oldest_opset: ClassVar[Mapping[str, int]] = OLDEST_WHERE_BLOCKED
-    leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
+    recommended_for: ClassVar[str] = "generating models, one text at a time; OpenVINO"
+    unsupported_targets: ClassVar[Mapping[str, str]] = BLOCKWISE_UNSUPPORTED_TARGETS
+    min_opset: ClassVar[Mapping[str, int]] = BLOCKWISE_MIN_OPSET
+    exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
     # 0.0061 was measured on a 4 + 3 layer Marian, at most 0.0019 on tiny models of seven other families
-    # on processors without VNNI OpenVINO leaves activations whole, where the model rounds them: 0.03 was seen
-    drift: ClassVar[float] = 0.06
-    vector_drift: ClassVar[float] = 0.04
+    # on processors without VNNI OpenVINO does not round activations, but the model does: 0.03 was measured
+    tolerance: ClassVar[float] = 0.06
+    embedding_tolerance: ClassVar[float] = 0.04

@@ -1,4 +1,4 @@
-"""The schemes that there are, and what is asked of all of them."""
+"""The registered schemes, and queries on all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError, did_you_mean
 from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.bnb_int8 import BnbInt8
 from smelt.runtime.schemes.bnb_nf4 import BnbNf4
@@ -19,10 +19,18 @@ from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
 from smelt.runtime.schemes.kmeans4 import Kmeans4
 from smelt.runtime.schemes.pow2 import Pow2
-from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, Value, graphs_for
+from smelt.runtime.schemes.scheme import (
+    EXPORT_TARGETS,
+    OptionValue,
+    Scheme,
+    SchemeOption,
+    SchemeOptions,
+    StoredTensor,
+    graph_target,
+)
 from smelt.runtime.schemes.ternary import Ternary
 
-_ALL: tuple[Scheme, ...] = (
+_ALL_SCHEMES: tuple[Scheme, ...] = (
     Int8Dynamic(),
     Int8Static(),
     Int8Groupwise(),
@@ -36,49 +44,49 @@ _ALL: tuple[Scheme, ...] = (
     BnbNf4(),
     BnbInt8(),
 )
-SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
-# those that differ in the bits of their codes alone, by these
-WIDTHS: dict[int, Scheme] = {scheme.bits: scheme for scheme in _ALL if scheme.bits}
-DEFAULT = Int8Dynamic.name
-# those that ONNX Runtime's own quantizers make of a graph: one scale for all activations of a product
-OF_GRAPHS = tuple(name for name, scheme in SCHEMES.items() if scheme.one_scale)
-# of them, the one whose ranges are found before, on rows of data
-OBSERVING = next(name for name in OF_GRAPHS if SCHEMES[name].observes)
-# what the 4-bit codes of other tools' checkpoints become: whole numbers in groups, with a zero point
-TAKEN = Int4.name
-# a width of which every group size is a divisor
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL_SCHEMES}
+# schemes that differ in their bits only, by these
+SCHEMES_BY_BITS: dict[int, Scheme] = {scheme.bits: scheme for scheme in _ALL_SCHEMES if scheme.bits}
+DEFAULT_SCHEME = Int8Dynamic.name
+# schemes of ONNX Runtime's own quantizers: one scale for all activations of a layer
+GRAPH_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
+# of them, the one with ranges calibrated on samples
+STATIC_SCHEME = next(name for name in GRAPH_SCHEMES if SCHEMES[name].requires_calibration)
+# the scheme of imported 4-bit checkpoints: integers in groups, with a zero point
+CHECKPOINT_SCHEME = Int4.name
+# a width that every group size divides
 _WIDTH = 4096
 
 
-def find(name: object) -> Scheme:
+def find_scheme(name: object) -> Scheme:
     """Return the scheme called `name`.
 
     Raises:
         InputError: there is none.
     """
     if not isinstance(name, str) or name not in SCHEMES:
-        known = f"Known: {', '.join(SCHEMES)}.{nearest(str(name), SCHEMES)}"
+        known = f"Known: {', '.join(SCHEMES)}.{did_you_mean(str(name), SCHEMES)}"
         raise InputError(f"unknown quantization scheme '{name}'. {known}", code="unknown-scheme")
     return SCHEMES[name]
 
 
-def check_options(scheme: Scheme, options: Options) -> None:
-    """Check what a stored structure, or a caller, tells `scheme`.
+def validate_scheme_options(scheme: Scheme, options: SchemeOptions) -> None:
+    """Check the options of `scheme` in a stored structure, or of a caller.
 
     Raises:
-        InputError: an option is unknown or missing, or the scheme refuses its value.
+        InputError: an option is unknown or missing, or its value is not allowed.
     """
-    names = [option.name for option in scheme.settings]
+    names = [option.name for option in scheme.option_specs]
     if set(options) != set(names):
         takes = ", ".join(names) or "no options"
         raise InputError(
-            f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.",
+            f"scheme {scheme.name} does not support the options {dict(options)}; supported: {takes}.",
             code="unsupported-scheme-options",
         )
-    for option in scheme.settings:
+    for option in scheme.option_specs:
         value = options[option.name]
         if not option.allows(value):
-            expected = option.expected or f"one of {', '.join(map(worded, option.allowed))}"
+            expected = option.expected or f"one of {', '.join(map(format_option_value, option.allowed))}"
             raise InputError(
                 f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.",
                 code="wrong-value",
@@ -86,98 +94,104 @@ def check_options(scheme: Scheme, options: Options) -> None:
             )
 
 
-def defaults(scheme: Scheme) -> dict[str, Any]:
-    """Return the options of `scheme` where a recipe gives none."""
-    return {option.name: option.default for option in scheme.settings}
+def default_options(scheme: Scheme) -> dict[str, Any]:
+    """Return the options of `scheme` that a recipe without options has."""
+    return {option.name: option.default for option in scheme.option_specs}
 
 
-def decided_by_row(scheme: Scheme, width: int, options: Options) -> bool:
-    """Say whether the codes and scales of a row of K = `width` inputs depend on that row alone."""
-    stored = scheme.storage(1, width, options).values()
-    return not scheme.whole(options) and all(one.by_row or one.measured for one in stored)
+def is_row_independent(scheme: Scheme, width: int, options: SchemeOptions) -> bool:
+    """Return whether the weights and scales of a row of K = `width` inputs depend on that row only."""
+    stored = scheme.stored_tensors(1, width, options).values()
+    return not scheme.is_per_tensor(options) and all(one.per_row or one.calibrated for one in stored)
 
 
-def options_of_all() -> dict[str, list[tuple[Scheme, Option]]]:
-    """Return for each name of an option the schemes that have it, in the order of the schemes."""
-    found: dict[str, list[tuple[Scheme, Option]]] = {}
+def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
+    """Return for each option name the schemes that have it, in the order of the schemes."""
+    found: dict[str, list[tuple[Scheme, SchemeOption]]] = {}
     for scheme in SCHEMES.values():
-        for option in scheme.settings:
+        for option in scheme.option_specs:
             found.setdefault(option.name, []).append((scheme, option))
     return found
 
 
-def bits_per_weight(scheme: Scheme, options: Options, width: int = _WIDTH) -> float:
-    """Return the bits that codes and all that belongs to them take in a file, for each weight of a row.
+def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH) -> float:
+    """Return the stored bits per weight of a row, with scales and zero points.
 
-    What is measured is one number for a whole matrix and does not count.
+    A calibrated value is one number for a whole matrix and does not count.
     """
-    stored = [one for one in scheme.storage(1, width, options).values() if not one.measured]
-    return 8 * sum(filed_bytes(one) for one in stored) / width
+    stored = [one for one in scheme.stored_tensors(1, width, options).values() if not one.calibrated]
+    return 8 * sum(stored_bytes(one) for one in stored) / width
 
 
-def filed_bytes(stored: Stored) -> int:
-    """Return the bytes that a tensor takes in a file."""
+def stored_bytes(stored: StoredTensor) -> int:
+    """Return the bytes of a tensor in a file."""
     found = re.search(
-        r"\d+", stored.filed or stored.dtype
-    )  # torch's names of types tell the bits, but bool's
+        r"\d+", stored.file_dtype or stored.dtype
+    )  # torch's type names contain the bits, except bool's
     return math.prod(stored.shape) * (int(found[0]) // 8 if found else 1)
 
 
-def targets_of(schemes: Iterable[Scheme]) -> list[str]:
-    """Return the targets of export that run all of `schemes`."""
+def supported_targets(schemes: Iterable[Scheme]) -> list[str]:
+    """Return the export targets that support all of `schemes`."""
     asked = list(schemes)
-    return [target for target in TARGETS if all(refusal(scheme, target) is None for scheme in asked)]
+    return [
+        target
+        for target in EXPORT_TARGETS
+        if all(unsupported_reason(scheme, target) is None for scheme in asked)
+    ]
 
 
-def schemes_for(target: str) -> list[str]:
-    """Return the names of the schemes that the target of export runs."""
-    return [name for name, scheme in SCHEMES.items() if refusal(scheme, target) is None]
+def schemes_for_target(target: str) -> list[str]:
+    """Return the names of the schemes that the export target supports."""
+    return [name for name, scheme in SCHEMES.items() if unsupported_reason(scheme, target) is None]
 
 
-def refusal(scheme: Scheme, target: str) -> str | None:
-    """Return why the target of export, or the one whose graphs it runs, cannot run `scheme`; None: it can."""
-    return scheme.refused.get(target) or scheme.refused.get(graphs_for(target))
+def unsupported_reason(scheme: Scheme, target: str) -> str | None:
+    """Return why the export target, or the one whose graphs it runs, cannot run `scheme`; None if it can."""
+    return scheme.unsupported_targets.get(target) or scheme.unsupported_targets.get(graph_target(target))
 
 
-def unfit(scheme: Scheme, options: Options, target: str) -> list[str]:
-    """Return which options of `scheme` the target of export wants otherwise, as a recipe says them.
+def unsupported_scheme_options(scheme: Scheme, options: SchemeOptions, target: str) -> list[str]:
+    """Return the options of `scheme` that the export target does not support, in recipe form.
 
     Args:
-        scheme: one that the target does not refuse.
-        options: those that are known; of others nothing is said.
+        scheme: one that the target supports.
+        options: the known ones; others are ignored.
         target: of export.
     """
-    wanted = scheme.runs_only.get(graphs_for(target), {})
-    return [said(n, values) for n, values in wanted.items() if n in options and options[n] not in values]
+    wanted = scheme.required_options.get(graph_target(target), {})
+    return [
+        format_option(n, values) for n, values in wanted.items() if n in options and options[n] not in values
+    ]
 
 
-def precisions_of(schemes: Iterable[Scheme], target: str) -> list[str]:
-    """Return the precisions of a file for the target in which the scales of all schemes keep their digits."""
-    kept = [scheme.dtypes.get(graphs_for(target), ()) for scheme in schemes]
+def supported_dtypes(schemes: Iterable[Scheme], target: str) -> list[str]:
+    """Return the dtypes of a graph for the target in which the scales of all schemes keep their precision."""
+    kept = [scheme.supported_dtypes.get(graph_target(target), ()) for scheme in schemes]
     return ["fp32", *(word for word in ("fp16", "bf16") if all(word in one for one in kept))]
 
 
-def said(name: str, values: Iterable[Value]) -> str:
-    """Return an option with its values as a recipe says it."""
-    return f"`{name}: {' or '.join(map(worded, values))}`"
+def format_option(name: str, values: Iterable[OptionValue]) -> str:
+    """Return an option with its values in recipe form."""
+    return f"`{name}: {' or '.join(map(format_option_value, values))}`"
 
 
-def worded(value: Value) -> str:
-    """Return a value of an option as a recipe says it."""
+def format_option_value(value: OptionValue) -> str:
+    """Return a value of an option in recipe form."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def operators() -> dict[str, tuple[int, ...]]:
+def quantized_operators() -> dict[str, tuple[int, ...]]:
     """Return the quantized operators of all schemes, with the inputs that hold scales and zero points."""
     return {name: places for scheme in SCHEMES.values() for name, places in scheme.operators.items()}
 
 
-def exact_nodes(node: Any) -> list[Any] | None:
-    """Return what computes `node` of a graph with whole activations; None where no scheme made it."""
+def replace_with_float_nodes(node: Any) -> list[Any] | None:
+    """Return nodes that compute `node` with float activations; None where it belongs to no scheme."""
     maker = next((scheme for scheme in SCHEMES.values() if node.op_type in scheme.operators), None)
-    return None if maker is None else maker.exact_nodes(node)
+    return None if maker is None else maker.float_activation_nodes(node)
 
 
-def load_tables() -> dict[str, Any]:
-    """Return the tables of all schemes (see `Scheme.load_tables`)."""
-    return {word: table for scheme in SCHEMES.values() for word, table in scheme.load_tables().items()}
+def all_unpacking_tables() -> dict[str, Any]:
+    """Return the tables of all schemes (see `Scheme.unpacking_tables`)."""
+    return {word: table for scheme in SCHEMES.values() for word, table in scheme.unpacking_tables().items()}

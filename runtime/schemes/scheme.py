@@ -1,13 +1,13 @@
-"""What a quantization scheme answers: how weights are coded, stored, computed in torch and exported.
+"""The interface of quantization schemes: how weights are quantized, stored, computed in torch and exported.
 
-A scheme is one class in one file of this folder and one line in registry.py. Nobody else knows it by name:
-the stage `quantize`, its settings and help, training through codes, checkpoints, the exporter, its parity
-check, the plan and the footprint ask the registry.
+A scheme is one class in one file of this folder and one line in registry.py. No other code contains its name:
+the stage `quantize`, its settings and help, quantization-aware training, checkpoints, the exporter, its
+verification, the plan and the footprint query the registry.
 
-Files of schemes import no torch at module level, because `smelt plan` and `smelt stages` read them.
+Files of schemes import no torch at module level, because `smelt plan` and `smelt stages` import them.
 
 Shapes: N = outputs (rows of a matrix), K = inputs (columns), g = inputs of a row that share a scale,
-G = ceil(K / g), the last group filled up with zeros.
+G = ceil(K / g), the last group padded with zeros.
 """
 
 from __future__ import annotations
@@ -19,291 +19,297 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Value: TypeAlias = int | bool | str
-Options: TypeAlias = Mapping[str, Value]
-# What turns codes into values, under the names of the tensors that hold it: `scales` [N, G] and whatever
-# else the scheme keeps (zero points, a table). Each broadcasts over the rows and has its groups in axis 1.
-Grid: TypeAlias = Mapping[str, "Tensor"]
-Use: TypeAlias = Literal["product", "lookup"]
+OptionValue: TypeAlias = int | bool | str
+SchemeOptions: TypeAlias = Mapping[str, OptionValue]
+# The quantization parameters, by the names of their tensors: `scales` [N, G] and others of the
+# scheme (zero points, a table). Each broadcasts over the rows and has its groups in axis 1.
+QuantParams: TypeAlias = Mapping[str, "Tensor"]
+MatrixUse: TypeAlias = Literal["product", "lookup"]
 # The targets of the stage `onnx`.
-TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
-# Those that run the graphs of another one, in another way; what a scheme refuses is said of that one.
-# Targets that cannot run convolutions of codes, and why.
-REFUSED_CONVOLUTIONS = {
-    "tensorrt": "TensorRT takes codes whose zero is 0, and what convolutions read has others"
+EXPORT_TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
+# Targets that cannot run quantized convolutions, and why.
+CONV_UNSUPPORTED_TARGETS = {
+    "tensorrt": "TensorRT supports zero points of 0 only, and the inputs of convolutions have others"
 }
-GRAPHS_OF = {"ort-tensorrt": "tensorrt", "ort-tensorrt-rtx": "tensorrt"}
+# Targets that run the graphs of another one; its unsupported schemes are also theirs.
+GRAPH_TARGETS = {"ort-tensorrt": "tensorrt", "ort-tensorrt-rtx": "tensorrt"}
 
 
-def graphs_for(target: str) -> str:
+def graph_target(target: str) -> str:
     """Return the target whose graphs `target` runs."""
-    return GRAPHS_OF.get(target, target)
+    return GRAPH_TARGETS.get(target, target)
 
 
 @dataclass(frozen=True)
-class Option:
-    """A setting of a scheme, by the same name in recipes, in `structure.json` and in `options`.
+class SchemeOption:
+    """A setting of a scheme, with the same name in recipes, in `structure.json` and in `options`.
 
     Schemes may share an option (same description), with other values and another default.
 
-    description: without the names of the schemes, which the help puts before it.
-    expected: what to say in place of a list of the allowed values.
-    others: what to say of a value that only other schemes allow.
+    description: without the names of the schemes, which the help adds before it.
+    expected: text in place of a list of the allowed values.
+    others: text about a value that only other schemes allow.
     """
 
     name: str
-    default: Value
-    allowed: tuple[Value, ...]
+    default: OptionValue
+    allowed: tuple[OptionValue, ...]
     description: str
     expected: str = ""
     others: str = ""
 
     def allows(self, value: object) -> bool:
-        """Say whether `value` is one of the allowed ones; true is no 1."""
+        """Return whether `value` is one of the allowed ones; True is not 1."""
         return any(value == one and type(value) is type(one) for one in self.allowed)
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of a matrix, by torch's names of types.
+class StoredTensor:
+    """One tensor of a matrix, with torch's names of types.
 
     dtype: in memory, where floats are float32, because transformers takes the type of a model's first float
         parameter for its own.
-    filed: in files; empty where it is the same.
-    packs: how many values lie in an element.
-    by_row: axis 0 are the rows of the matrix, and a row's part depends on that row alone. Tensors that
-        are not by row must be equal in matrices that become one product.
-    measured: found on rows of data (`Scheme.ranged`) instead of decided from the weights (`Scheme.pack`); it
-        belongs to the matrix as a whole.
+    file_dtype: in files; empty where it is the same.
+    values_per_element: number of values in an element.
+    per_row: axis 0 is the row of the matrix, and a row's part depends on that row only. Other tensors
+        must be equal in matrices that are concatenated.
+    calibrated: measured on samples (`Scheme.activation_tensors`) instead of computed from the weights
+        (`Scheme.pack`); it belongs to the whole matrix.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    filed: str = ""
-    packs: int = 1
-    by_row: bool = True
-    measured: bool = False
+    file_dtype: str = ""
+    values_per_element: int = 1
+    per_row: bool = True
+    calibrated: bool = False
 
 
-class Codes(NamedTuple):
-    """What was decided for a matrix: codes [N, G, g], one an element, and their grid."""
+class UnpackedWeights(NamedTuple):
+    """Unpacked weights of a matrix: codes [N, G, g], one per element, and their quantization parameters."""
 
-    codes: Tensor
-    grid: Grid
+    q_weight: Tensor
+    qparams: QuantParams
 
 
-class Coded(Protocol):
-    """A stored matrix, as its scheme sees it (`runtime/layers/quantized.py`)."""
+class PackedMatrix(Protocol):
+    """A stored matrix, as its scheme accesses it (`runtime/layers/quantized_matrix.py`)."""
 
     @property
-    def options(self) -> Options:
-        """What the scheme was told."""
+    def options(self) -> SchemeOptions:
+        """Return the scheme's options."""
 
     @property
     def width(self) -> int:
-        """K."""
+        """Return K."""
 
     @property
-    def form(self) -> str:
-        """Which of the scheme's `forms` was chosen; empty for the first."""
+    def variant(self) -> str:
+        """Return the selected one of the scheme's `operator_variants`; empty for the first."""
 
     def has(self, name: str) -> bool:
-        """Say whether there is a tensor `name`, stored or in the graph's form."""
+        """Return whether there is a tensor `name`, stored or in the graph's form."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, stored or in the graph's form."""
 
-    def once(self, word: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` gives, computed once for the same memory of the stored tensors."""
+    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `make`, computed once for the same memory of the stored tensors."""
 
-    def values(self) -> Tensor:
-        """Return what the codes stand for, float32 [N, K], computed once."""
+    def dequantized(self) -> Tensor:
+        """Return the dequantized values, float32 [N, K], computed once."""
 
 
 class Scheme(Protocol):
-    """One way to code the weights of a matrix. Methods that have a body here need not be written.
+    """A quantization scheme for the weights of a matrix. Methods with a body here are optional.
 
-    name: the word in recipes.
-    bits: of a code, where schemes differ in nothing else, so that layers of one model may have different ones
+    name: in recipes.
+    bits: of a weight, for schemes that differ in it only, so that layers of one model may have different ones
         (mixed precision); 0 in all others.
     summary: weights, scales and activations in a sentence without a full stop, for the help.
-    source: the paper or reference code that it follows.
-    pays: where it gains something, in a few words, for the table of schemes.
-    settings: its options, in the order of the help.
-    tables: whether embeddings, and the head that may be one matrix with them, can be coded.
-    vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
-    trained: whether the weights say little until they were trained through their codes.
-    learns: whether its scales can be learned (`ends`).
-    ranges: whether a grid follows from where the weights of a group end, so that ends can be cut off
-        (`clip`); false where its values are fitted to all of them.
-    zero: whether its codes can stand for 0 exactly, whatever the grid, so that weights can be set to it.
-    halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
-    binary_inputs: whether a training may make what its linear layers are fed one of two values.
-    observes: whether its products need the range of their activations, found on rows of data.
-    one_scale: whether all activations of a product become codes with one scale, so that a channel of large
-        ones costs the others their precision.
-    convolutions: whether it codes convolutions too, with a scale for each channel out.
-    row_by_row: whether a product in ONNX Runtime gives a row the same, bit for bit, whatever else is in its
-        batch.
-    packages: what its products in torch need besides what smelt depends on: names in the package index, with
-        the oldest release that does.
-    by_word: whether rows of an output layer can be gathered in a graph, so that a shortlist restricts it.
-    refused: by target of export: why it cannot run the scheme, continuing "cannot run it: "; also said of
-        those that run the graphs of that one.
-    runs_only: by target of export that runs some of its options alone: the values that it runs, by option.
-    dtypes: by target of export: precisions of a graph, beside fp32, in which its scales keep their digits.
-    oldest_opset: by target of export: the oldest one whose operators its products leave as.
-    leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
-    operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
-        points. The input that comes after the activations holds the codes. None where no target runs it.
-    drift: how far the output of a graph whose products round activations may be off in the mean, in
-        standard deviations of the output. Two runtimes that sum in another order round some activations to
-        other codes, so that it is a measured number; what is exact is compared exactly beside it.
-    vector_drift: the same of a sentence's vector, in which every number counts as much as any other.
-    graph_error: of a scheme that ONNX Runtime's quantizers write, the largest root mean square difference of
-        a third-party graph's output from the float graph's, in standard deviations of the output. At 1 a
-        graph is no better than the mean of its outputs.
+    source: the paper or reference code.
+    recommended_for: its use cases, in a few words, for the table of schemes.
+    option_specs: its options, in the order of the help.
+    supports_embeddings: whether embeddings, and an output layer tied to them, can be quantized.
+    embedding_scheme: the scheme of embeddings and output layer unless set in the recipe; empty for this one.
+    requires_training: whether the quality is low without quantization-aware training.
+    learnable_scales: whether its scales can be learned (`code_range`).
+    supports_clipping: whether the quantization parameters follow from the range of a group, so that it can be
+        clipped; false where the values are fitted to all weights.
+    represents_zero: whether it can represent 0 exactly with any parameters, so that weights can be set to it.
+    split_scheme: the scheme for the two summands of a split matrix of this one; empty if unknown.
+    binary_inputs: whether training may binarize the inputs of its linear layers.
+    requires_calibration: whether it needs the range of activations, calibrated on samples.
+    per_tensor_activations: whether all activations of a layer are quantized with one scale, so that a channel
+        of large values reduces the precision of the others.
+    supports_conv: whether it quantizes convolutions too, with a scale for each output channel.
+    batch_invariant: whether the result of a row in ONNX Runtime is the same, bit for bit, in any batch.
+    packages: additional packages that it needs in torch: names in the package index, with
+        the oldest supported release.
+    supports_shortlist: whether rows of an output layer can be gathered in a graph, so that a shortlist
+        restricts it.
+    unsupported_targets: by export target: why it cannot run the scheme, continuing "cannot run it: "; also
+        used for targets that run the graphs of that one.
+    required_options: by export target that supports some of its options only: the supported values, by
+    option. supported_dtypes: by export target: dtypes of a graph, in addition to fp32, in which its scales
+        keep their precision.
+    min_opset: by export target: the oldest opset with its operators.
+    exported_as: its layers in a graph, after "TensorRT cannot run the ".
+    operators: its quantized operators in a graph, with the indices of the inputs that hold scales and zero
+        points. The input after the activations holds the weights. None where no target runs it.
+    tolerance: mean error of the output of a graph that rounds activations, in
+        standard deviations of the output. Two runtimes that sum in another order round some activations
+        differently, so that it is a measured number; exact parts are compared exactly.
+    embedding_tolerance: the same for a sentence embedding, in which every number counts equally.
+    max_graph_error: for a scheme of ONNX Runtime's quantizers, the largest root mean square difference
+        between a third-party graph's output and the float graph's, in standard deviations of the output. At 1
+        a graph is no better than the mean of its outputs.
     """
 
     name: ClassVar[str]
     bits: ClassVar[int] = 0
     summary: ClassVar[str]
     source: ClassVar[str]
-    pays: ClassVar[str] = ""
-    settings: ClassVar[tuple[Option, ...]] = ()
-    tables: ClassVar[bool] = True
-    vocabulary: ClassVar[str] = ""
-    trained: ClassVar[bool] = False
-    learns: ClassVar[bool] = True
-    ranges: ClassVar[bool] = True
-    zero: ClassVar[bool] = True
-    halves: ClassVar[str] = ""
+    recommended_for: ClassVar[str] = ""
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = ()
+    supports_embeddings: ClassVar[bool] = True
+    embedding_scheme: ClassVar[str] = ""
+    requires_training: ClassVar[bool] = False
+    learnable_scales: ClassVar[bool] = True
+    supports_clipping: ClassVar[bool] = True
+    represents_zero: ClassVar[bool] = True
+    split_scheme: ClassVar[str] = ""
     binary_inputs: ClassVar[bool] = False
-    observes: ClassVar[bool] = False
-    one_scale: ClassVar[bool] = False
-    convolutions: ClassVar[bool] = False
-    row_by_row: ClassVar[bool] = False
+    requires_calibration: ClassVar[bool] = False
+    per_tensor_activations: ClassVar[bool] = False
+    supports_conv: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = {}
-    by_word: ClassVar[bool] = True
-    refused: ClassVar[Mapping[str, str]]
-    runs_only: ClassVar[Mapping[str, Mapping[str, tuple[Value, ...]]]] = {}
-    dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    oldest_opset: ClassVar[Mapping[str, int]] = {}
-    leaves_as: ClassVar[str]
+    supports_shortlist: ClassVar[bool] = True
+    unsupported_targets: ClassVar[Mapping[str, str]]
+    required_options: ClassVar[Mapping[str, Mapping[str, tuple[OptionValue, ...]]]] = {}
+    supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    min_opset: ClassVar[Mapping[str, int]] = {}
+    exported_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
-    drift: ClassVar[float]
-    vector_drift: ClassVar[float]
-    graph_error: ClassVar[float] = 0.0
+    tolerance: ClassVar[float]
+    embedding_tolerance: ClassVar[float]
+    max_graph_error: ClassVar[float] = 0.0
 
-    # How codes are decided. Round to nearest is fit, then nearest; other methods search the grid, or go
-    # through the columns and correct those to come, with the same three steps.
+    # Quantization. Round to nearest is compute_qparams, then quantize; other methods search the parameters,
+    # or process column by column and correct the remaining ones, with the same three steps.
 
-    def group(self, width: int, options: Options) -> int:
+    def group_size(self, width: int, options: SchemeOptions) -> int:
         """Return g for a matrix of K = `width` inputs."""
 
-    def whole(self, options: Options) -> bool:
-        """Say whether all weights of a matrix share one scale, so that no row is decided alone."""
+    def is_per_tensor(self, options: SchemeOptions) -> bool:
+        """Return whether all weights of a matrix share one scale, so that rows are not independent."""
         return False
 
-    def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
-        """Return the grid on which `groups` lie best without a look at data.
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return the quantization parameters that fit `groups` best without data.
 
         Args:
             groups: float32 [N, G, g].
-            width: how many of the G * g inputs are weights; those after them fill the last group up.
+            width: how many of the G * g inputs are weights; those after them are padding of the last group.
             options: the scheme's.
         """
 
-    def nearest(self, groups: Tensor, grid: Grid, options: Options) -> Tensor:
-        """Return the codes [N, G, g] whose values come nearest to float32 `groups`."""
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the codes [N, G, g] whose values are nearest to float32 `groups`."""
 
-    def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
-        """Return what `codes` [N, G, g] stand for, float32 [N, G, g]."""
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the values of `codes` [N, G, g], float32 [N, G, g]."""
 
-    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
-        """Return the least and the greatest value on `grid` in scales, as they broadcast over codes.
+    def code_range(
+        self, grid: QuantParams, options: SchemeOptions
+    ) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return the minimum and the maximum value in units of scales, in a shape that broadcasts over codes.
 
-        None where values are no whole multiples of a scale with both ends: its scales cannot be learned then.
+        None where values are not integer multiples of a scale with both ends: its scales cannot be learned
+        then.
         """
         return None
 
-    # How it is stored.
+    # Storage.
 
-    def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
-        """Return the tensors of a matrix [N, K]; one is called `codes`."""
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of the tensors of a matrix [N, K]; one is called `codes`."""
 
-    def pack(self, decided: Codes, options: Options) -> dict[str, Tensor]:
-        """Return the tensors of `storage`, in their types in memory."""
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return the tensors of `stored_tensors`, in their types in memory."""
 
-    def unpack(self, matrix: Coded) -> Codes:
-        """Return the codes one by one, and their grid."""
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
+        """Return the unpacked codes, and their quantization parameters."""
 
-    def ranged(self, largest: float) -> dict[str, Tensor]:
-        """Return the tensors of `storage` that are measured, for activations from -`largest` to `largest`."""
+    def activation_tensors(self, largest: float) -> dict[str, Tensor]:
+        """Return the calibrated tensors of `stored_tensors`, for activations from -`largest` to `largest`."""
         return {}
 
-    # What it computes in torch: what the runtime will compute.
+    # Computation in torch, equal to the runtime's.
 
-    def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + bias, float32 [..., N], for float32 `x` [..., K]."""
 
-    def lookup(self, matrix: Coded, ids: Tensor) -> Tensor:
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return rows of the matrix, float32 [..., K], for int64 `ids` [...]."""
         from torch.nn import functional as F
 
-        return F.embedding(ids, matrix.values())
+        return F.embedding(ids, matrix.dequantized())
 
-    def rounds_activations(self, options: Options) -> bool:
-        """Say whether the runtime turns the activations of a product into codes."""
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return whether the runtime quantizes the activations of a layer."""
         return True
 
-    def held_exactly(self, matrix: Coded) -> float:
-        """Return an activation that a product holds exactly, beside 0 and the negative of it."""
+    def exact_activation(self, matrix: PackedMatrix) -> float:
+        """Return an activation that is represented exactly, in addition to 0 and its negative."""
         return 1.0
 
-    def seen_in_training(self, matrix: Coded, x: Tensor) -> Tensor:
-        """Return the activations that a layer trains on, for float `x`; `x` itself where they stay whole."""
+    def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
+        """Return the activations for training, for float `x`; `x` itself where they are not quantized."""
         return x
 
-    def fixed_range(self, matrix: Coded) -> tuple[Tensor, float, float] | None:
-        """Return the scale of activations, their least and their greatest code, where these are fixed."""
+    def static_activation_range(self, matrix: PackedMatrix) -> tuple[Tensor, float, float] | None:
+        """Return the scale of activations, their minimum and maximum code, where these are static."""
         return None
 
-    # How it leaves.
+    # Export.
 
-    def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
-        """Return the constants that `emit_product` or `emit_lookup` want, by their names in the graph."""
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return the constants of `emit_linear` or `emit_lookup`, by their names in the graph."""
         return {}
 
-    def tensors_for(self, target: str, matrix: Coded, use: Use) -> dict[str, Tensor]:
-        """Return the constants that the graphs of `target` want besides, by their names in the graph."""
+    def target_constants(self, target: str, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return additional constants of the graphs of `target`, by their names in the graph."""
         return {}
 
-    def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit the product, as `product`, by the operators that `target` runs fastest."""
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit `linear` with the operators that `target` runs fastest."""
 
-    def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
-        """Emit the lookup, as `lookup`."""
+    def emit_lookup(self, matrix: PackedMatrix, ids: Tensor, target: str) -> Tensor:
+        """Emit `lookup`."""
         return self.lookup(matrix, ids)
 
-    def forms(self, options: Options) -> tuple[str, ...]:
-        """Return the operators as which a product can leave for ONNX Runtime on the CPU; () for one alone.
+    def operator_variants(self, options: SchemeOptions) -> tuple[str, ...]:
+        """Return the alternative operators of a layer in ONNX Runtime on the CPU; () for one only.
 
-        It is the first one unless another was measured to be faster (`export/tune`). The weights are the same
-        numbers in all, rounded activations may differ. `product` and what leaves look at `Coded.form`.
+        The first one is used unless another was measured to be faster (`export/autotune`). The weights are
+        the same numbers in all, rounded activations may differ. `linear` and the export use
+        `PackedMatrix.variant`.
         """
         return ()
 
-    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
-        """Return the product without a bias as an ONNX node, in the form of `matrix`, and its constants.
+    def variant_node(self, matrix: PackedMatrix, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return the layer without a bias as an ONNX node, in the variant of `matrix`, and its constants.
 
-        It is what `emit_product` leaves as, to be timed alone; nobody asks a scheme that has no `forms`.
+        It equals the result of `emit_linear`, for timing; not called for a scheme without
+        `operator_variants`.
         """
         return None, {}
 
-    def exact_nodes(self, node: Any) -> list[Any]:
-        """Return nodes that compute what `node`, one of `operators`, would with whole activations."""
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return nodes that compute `node`, one of `operators`, with float activations."""
 
-    def load_tables(self) -> dict[str, Any]:
-        """Return the tables that `emit.spread` speaks of: uint8 [256, n] by word."""
+    def unpacking_tables(self) -> dict[str, Any]:
+        """Return the tables of `emit.expand_by_table`: uint8 [256, n] by word."""
         return {}

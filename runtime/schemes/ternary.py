@@ -1,15 +1,15 @@
-"""Scheme ternary: -1, 0 or 1 for each weight, and one scale for each group of a row's weights or each row.
+"""Scheme ternary: weights of -1, 0 or 1, and one scale for each group of a row's weights or each row.
 
-Li et al. 2016, Ternary Weight Networks, arXiv:1605.04711, equations 5 and 6: what lies beyond the threshold
-0.7 mean |w| becomes the scale with its sign, everything else 0, and the scale is the mean magnitude of what
-lies beyond it. Where a grid is all that is known (codes that are read back), the nearest value is taken.
+Li et al. 2016, Ternary Weight Networks, arXiv:1605.04711, equations 5 and 6: weights beyond the threshold
+0.7 mean |w| become the scale with their sign, all others 0, and the scale is the mean magnitude of the
+weights beyond it. Where only the scale is known (codes that are read back), the nearest value is taken.
 
-A file holds five codes in a byte, as digits of base 3 (3^5 = 243): 1.875 bits a weight in groups of 64, 1.75
-in groups of 128. They leave as 2-bit MatMulNBits with the zero point 1, into which a table spreads them when
-the graph is loaded.
+A file stores five codes per byte, as digits of base 3 (3^5 = 243): 1.875 bits per weight in groups of 64,
+1.75 in groups of 128. They are exported to 2-bit MatMulNBits with the zero point 1, to which a table expands
+them when the graph is loaded.
 
 Shapes: N = outputs (rows), K = inputs (columns), g = inputs that share a scale, G = ceil(K / g),
-b = block of the operator, the option group_size; g = b, or with one scale a row all inputs, filled up to a
+b = block of the operator, the option group_size; g = b, or with one scale per row all inputs, padded to a
 multiple of b.
 """
 
@@ -19,21 +19,30 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.binary import Binary
+from smelt.runtime.schemes.common import groupwise as parts
+from smelt.runtime.schemes.common import nbits_variants
+from smelt.runtime.schemes.common.int8_per_channel import GRANULARITY_DESCRIPTION
 from smelt.runtime.schemes.int4 import Int4
-from smelt.runtime.schemes.parts import forms
-from smelt.runtime.schemes.parts import groups as parts
-from smelt.runtime.schemes.parts.rows import SHARED
-from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
+from smelt.runtime.schemes.scheme import (
+    MatrixUse,
+    PackedMatrix,
+    QuantParams,
+    Scheme,
+    SchemeOption,
+    SchemeOptions,
+    StoredTensor,
+    UnpackedWeights,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 THRESHOLD = 0.7
 _DIGITS = 5
-# tables by the bits of the codes that they give
+# tables by the bits of their output codes
 _TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits", 8: "BytesOfDigits"}
 _CHANNEL = "channel"
-GRANULARITY = Option("granularity", "group", ("group", _CHANNEL), SHARED)
+TERNARY_GRANULARITY = SchemeOption("granularity", "group", ("group", _CHANNEL), GRANULARITY_DESCRIPTION)
 
 
 class Ternary(Scheme):
@@ -41,30 +50,30 @@ class Ternary(Scheme):
 
     name: ClassVar[str] = "ternary"
     summary: ClassVar[str] = "weights of -1, 0 and 1 and one scale per group of inputs or per row"
-    pays: ClassVar[str] = "small files"
+    recommended_for: ClassVar[str] = "small files"
     source: ClassVar[str] = "Li et al. 2016, Ternary Weight Networks, arXiv:1605.04711"
-    settings: ClassVar[tuple[Option, ...]] = (
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = (
         parts.two_bit_group_size(name),
-        GRANULARITY,
+        TERNARY_GRANULARITY,
         parts.ACCURACY_LEVEL,
     )
-    vocabulary: ClassVar[str] = Int4.name
-    trained: ClassVar[bool] = True
-    halves: ClassVar[str] = Binary.name
-    refused: ClassVar[Mapping[str, str]] = parts.REFUSED
-    leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS
-    drift: ClassVar[float] = 0.04
-    vector_drift: ClassVar[float] = 0.04
+    embedding_scheme: ClassVar[str] = Int4.name
+    requires_training: ClassVar[bool] = True
+    split_scheme: ClassVar[str] = Binary.name
+    unsupported_targets: ClassVar[Mapping[str, str]] = parts.NBITS_UNSUPPORTED_TARGETS
+    exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.MATMUL_NBITS
+    tolerance: ClassVar[float] = 0.04
+    embedding_tolerance: ClassVar[float] = 0.04
 
-    def group(self, width: int, options: Options) -> int:
+    def group_size(self, width: int, options: SchemeOptions) -> int:
         """Return g."""
         block = parts.group_size(options)
-        by_row = options[GRANULARITY.name] == _CHANNEL
-        return parts.group_count(width, block) * block if by_row else block
+        by_row = options[TERNARY_GRANULARITY.name] == _CHANNEL
+        return parts.num_groups(width, block) * block if by_row else block
 
-    def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
-        """Return scales, each a float16, and the thresholds; what fills up the last group is no weight."""
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return scales, each a float16, and the thresholds, without the padding of the last group."""
         counts = groups.new_full((groups.shape[1],), float(groups.shape[2]))
         counts[-1] -= groups.shape[1] * groups.shape[2] - width
         sizes = groups.abs()
@@ -76,95 +85,97 @@ class Ternary(Scheme):
             "thresholds": thresholds,
         }
 
-    def nearest(self, groups: Tensor, grid: Grid, options: Options) -> Tensor:
-        """Return the signs of what lies beyond the threshold, plus 1, uint8."""
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the signs of the weights beyond the threshold, plus 1, uint8."""
         limits = grid["thresholds"] if "thresholds" in grid else grid["scales"] / 2
         return (1 + groups.sign() * (groups.abs() > limits[..., None])).byte()
 
-    def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
         """Return -scale, 0 or scale."""
         return (codes.float() - 1) * grid["scales"][..., None]
 
-    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+    def code_range(
+        self, grid: QuantParams, options: SchemeOptions
+    ) -> tuple[Tensor | float, Tensor | float] | None:
         """Return -1 and 1."""
         return -1.0, 1.0
 
-    def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
-        """Return five codes in a byte, and scales."""
-        size = self.group(width, options)
-        count = parts.group_count(width, size)
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of five codes per byte, and scales."""
+        size = self.group_size(width, options)
+        count = parts.num_groups(width, size)
         return {
-            "codes": Stored((rows, count, -(-size // _DIGITS)), "uint8", packs=_DIGITS),
-            "scales": Stored((rows, count), "float32", filed="float16"),
+            "codes": StoredTensor((rows, count, -(-size // _DIGITS)), "uint8", values_per_element=_DIGITS),
+            "scales": StoredTensor((rows, count), "float32", file_dtype="float16"),
         }
 
-    def pack(self, decided: Codes, options: Options) -> dict[str, Tensor]:
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return digits of base 3, the first the lowest."""
-        from smelt.runtime.schemes.parts.packing import pack_digits
+        from smelt.runtime.schemes.common.packing import pack_base_n
 
         return {
-            "codes": pack_digits(decided.codes, 3, _DIGITS),
-            "scales": decided.grid["scales"].half().float(),
+            "codes": pack_base_n(decided.q_weight, 3, _DIGITS),
+            "scales": decided.qparams["scales"].half().float(),
         }
 
-    def unpack(self, matrix: Coded) -> Codes:
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        from smelt.runtime.schemes.parts.packing import digits_as_floats
+        from smelt.runtime.schemes.common.packing import unpack_base_n_float
 
-        size = self.group(matrix.width, matrix.options)
-        codes = digits_as_floats(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
-        return Codes(codes, {"scales": matrix.tensor("scales")})
+        size = self.group_size(matrix.width, matrix.options)
+        codes = unpack_base_n_float(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
+        return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
 
-    def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
-        return parts.product(matrix, x, bias)
+        return parts.groupwise_linear(matrix, x, bias)
 
-    def lookup(self, matrix: Coded, ids: Tensor) -> Tensor:
-        """Return some rows, by operators that also leave as a graph; a row of zeros stays one."""
-        from smelt.runtime.schemes.parts.packing import digits_as_floats
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return some rows, with operators that can be exported; a row of zeros stays zero."""
+        from smelt.runtime.schemes.common.packing import unpack_base_n_float
 
-        flat, size = ids.flatten(), self.group(matrix.width, matrix.options)
-        codes = digits_as_floats(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[..., :size]
-        stored = matrix.tensor(parts.HALF_SCALES if matrix.has(parts.HALF_SCALES) else "scales")
+        flat, size = ids.flatten(), self.group_size(matrix.width, matrix.options)
+        codes = unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[..., :size]
+        stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
         scales = stored.index_select(0, flat).float()[..., None]
         rows = ((codes - 1.0) * scales).flatten(1)[:, : matrix.width]
         return rows.reshape(*ids.shape, matrix.width)
 
-    def rounds_activations(self, options: Options) -> bool:
-        """Say whether the accuracy level is 4."""
-        return parts.rounds_activations(options)
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return whether the accuracy level is 4."""
+        return parts.quantizes_activation_blocks(options)
 
-    def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the scales in 16 bits."""
-        return parts.graph_tensors(matrix)
+        return parts.groupwise_constants(matrix)
 
-    def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulNBits, of 4 bits where activations stay float32; loading makes the codes."""
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit MatMulNBits, of 4 bits where activations stay float32; the codes are expanded at loading."""
         from smelt.runtime.layers import emit
 
         rows, count, _ = matrix.tensor("codes").shape
-        size, block = self.group(matrix.width, matrix.options), parts.group_size(matrix.options)
-        bits = forms.bits_of(matrix, _own_bits(matrix.options))
-        single = emit.spread(_TABLES[bits], matrix.tensor("codes"), _DIGITS)[..., :size]
+        size, block = self.group_size(matrix.width, matrix.options), parts.group_size(matrix.options)
+        bits = nbits_variants.variant_bits(matrix, _default_bits(matrix.options))
+        single = emit.expand_by_table(_TABLES[bits], matrix.tensor("codes"), _DIGITS)[..., :size]
         codes = single.reshape(rows, -1, block)
-        codes = codes if bits == 8 else emit.joined_codes(codes, bits)
-        scales = emit.float_scales(matrix.tensor(parts.HALF_SCALES))
+        codes = codes if bits == 8 else emit.pack_at_load(codes, bits)
+        scales = emit.widen_scales(matrix.tensor(parts.FLOAT16_SCALES))
         scales = scales.expand(rows, codes.shape[1]) if count == 1 else scales
-        return parts.emit_product(matrix, x, bias, bits, codes, scales=scales)
+        return parts.emit_matmul_nbits(matrix, x, bias, bits, codes, scales=scales)
 
-    def forms(self, options: Options) -> tuple[str, ...]:
+    def operator_variants(self, options: SchemeOptions) -> tuple[str, ...]:
         """Return the operators of as many bits and more."""
-        return forms.forms_of(_own_bits(options), options)
+        return nbits_variants.nbits_variants(_default_bits(options), options)
 
-    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
-        """Return MatMulNBits of the form's bits."""
-        return forms.node(matrix, _own_bits(matrix.options), x, y)
+    def variant_node(self, matrix: PackedMatrix, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return MatMulNBits with the bits of the selected variant."""
+        return nbits_variants.nbits_variant_node(matrix, _default_bits(matrix.options), x, y)
 
-    def exact_nodes(self, node: Any) -> list[Any]:
+    def float_activation_nodes(self, node: Any) -> list[Any]:
         """Return the same operator at accuracy level 0."""
-        return parts.exact_nodes(node)
+        return parts.nbits_float_activation_nodes(node)
 
-    def load_tables(self) -> dict[str, Any]:
+    def unpacking_tables(self) -> dict[str, Any]:
         """Return the five digits of each byte, uint8 [256, 5], with zero in the middle of 2, 4 or 8 bits."""
         import numpy as np
 
@@ -172,6 +183,6 @@ class Ternary(Scheme):
         return {word: (digits - 1 + 2 ** (bits - 1)).astype(np.uint8) for bits, word in _TABLES.items()}
 
 
-def _own_bits(options: Options) -> int:
-    """Return in how many bits codes leave unless another form is chosen."""
-    return 2 if parts.rounds_activations(options) else 4
+def _default_bits(options: SchemeOptions) -> int:
+    """Return the bits of the exported codes unless another variant is selected."""
+    return 2 if parts.quantizes_activation_blocks(options) else 4

@@ -1,1 +1,1 @@
-"""From texts to tokens and back: tokenizers, a model's rules and limits."""
+"""From texts to tokens and back: tokenizers, text rules and length limits of a model."""

@@ -1,4 +1,4 @@
-"""A tokenizer of transformers as a `TextTokenizer`: the reference that the light ones are compared with."""
+"""A transformers tokenizer as a `TextTokenizer`: the reference of the light ones."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from smelt.runtime.text.rules import prefix_of
-from smelt.runtime.text.tokenizer import Encoded, TextTokenizer
+from smelt.runtime.text.text_preprocessing import tokenizer_prefix
+from smelt.runtime.text.tokenizer import EncodedTexts, TextTokenizer
 
 
 class HubTokenizer:
-    """Wraps `inner`, a tokenizer of transformers.
+    """Wraps `inner`, a transformers tokenizer.
 
-    One thread at a time may use it: a call of a fast one sets how to cut in the tokenizer itself, and while
-    another thread tokenizes that fails ("Already borrowed"); slow ones keep their mode in attributes.
+    Only one thread at a time may use it: a call of a fast one sets the truncation in the tokenizer itself,
+    which fails while another thread tokenizes ("Already borrowed"); slow ones keep their mode in attributes.
     """
 
     reader = "transformers"
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.prefix = prefix_of(inner)
+        self.prefix = tokenizer_prefix(inner)
         self.lower = bool(getattr(inner, "smelt_lower", False))
         self.model_max_length = int(inner.model_max_length)
         self.pad_token_id: int | None = inner.pad_token_id
@@ -29,21 +29,21 @@ class HubTokenizer:
         self.eos_token_id: int | None = inner.eos_token_id
         self._lock = threading.Lock()
 
-    def encode_rows(
+    def encode_batch(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
-    ) -> Encoded:
-        """Tokenize `texts`, each with its pair, special tokens included; cut at `max_length` tokens."""
+    ) -> EncodedTexts:
+        """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
         if not texts:
-            return Encoded([], None, 0)
+            return EncodedTexts([], None, 0)
         both = [list(texts)] if pairs is None else [list(texts), list(pairs)]
         with self._lock:
             full = self.inner(*both, truncation=False, verbose=False)
             truncated = sum(len(ids) > max_length for ids in full["input_ids"])
             if truncated:
                 full = self.inner(*both, truncation=True, max_length=max_length, verbose=False)
-        return Encoded(full["input_ids"], full.get("token_type_ids"), truncated)
+        return EncodedTexts(full["input_ids"], full.get("token_type_ids"), truncated)
 
-    def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
         if not rows:
             return []
@@ -52,9 +52,9 @@ class HubTokenizer:
         return texts
 
 
-def text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """Return `tokenizer`, where it is one of transformers as a `TextTokenizer`."""
-    if hasattr(tokenizer, "encode_rows"):
+def as_text_tokenizer(tokenizer: Any) -> TextTokenizer:
+    """Return `tokenizer`, as a `TextTokenizer` if it is one of transformers."""
+    if hasattr(tokenizer, "encode_batch"):
         found: TextTokenizer = tokenizer
         return found
     return HubTokenizer(tokenizer)

@@ -1,6 +1,6 @@
-"""Opens the tokenizer of a model's folder, with the lightest reader that is known to be exact.
+"""Opens a model's tokenizer with the lightest reader that is verified to be exact.
 
-The libraries that the readers stand on are imported when one is made; transformers' own imports torch.
+The readers' libraries are imported when a reader is created; transformers' tokenizers import torch.
 """
 
 from __future__ import annotations
@@ -8,23 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from smelt.runtime.text.hub_tokenizer import text_tokenizer
-from smelt.runtime.text.rules import read_text_rules
+from smelt.runtime.text.hub_tokenizer import as_text_tokenizer
+from smelt.runtime.text.text_preprocessing import read_text_rules
 from smelt.runtime.text.tokenizer import TextTokenizer
-from smelt.runtime.text.tokenizing_file import Tokenizing, read_tokenizing
+from smelt.runtime.text.tokenizer_info import TokenizerInfo, read_tokenizer_info
 
 
 def open_tokenizer(folder: Path) -> TextTokenizer:
-    """Open the tokenizer of the model in `folder`, with the lightest reader that is known to be exact.
+    """Return the tokenizer of the model in `folder`, with the lightest reader that is verified to be exact.
 
     Raises:
-        InputError: its files are missing or do not fit together.
+        InputError: its files are missing or do not match.
     """
-    return light_tokenizer(folder, read_tokenizing(folder)) or text_tokenizer(_of_transformers(folder))
+    return open_light_tokenizer(folder, read_tokenizer_info(folder)) or as_text_tokenizer(
+        _load_transformers_tokenizer(folder)
+    )
 
 
-def light_tokenizer(folder: Path, details: Tokenizing) -> TextTokenizer | None:
-    """Open the tokenizer in `folder` without transformers; None where that has to read it."""
+def open_light_tokenizer(folder: Path, details: TokenizerInfo) -> TextTokenizer | None:
+    """Return the tokenizer in `folder` without transformers; None where transformers is needed."""
     if details.reader == "transformers":
         return None
     rules = read_text_rules(folder)
@@ -37,7 +39,7 @@ def light_tokenizer(folder: Path, details: Tokenizing) -> TextTokenizer | None:
     return RustTokenizer(folder, details, rules.prefix, rules.lower)
 
 
-def _of_transformers(folder: Path) -> Any:
+def _load_transformers_tokenizer(folder: Path) -> Any:
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     return load_tokenizer(folder)

@@ -1,7 +1,7 @@
-"""A `tokenizer.json` as a `TextTokenizer`, read by the tokenizers library alone.
+"""A `tokenizer.json` as a `TextTokenizer`, read by the tokenizers library only.
 
-What transformers adds to that library's result, cutting by side and cleaning up blanks, is done here as it
-does it (tokenization_utils_tokenizers.py, 5.23).
+The processing that transformers adds to that library's result, truncation by side and removal of spaces, is
+equivalent here (tokenization_utils_tokenizers.py, 5.23).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
-from smelt.runtime.text.tokenizer import Encoded
-from smelt.runtime.text.tokenizing_file import Tokenizing
+from smelt.runtime.text.tokenizer import EncodedTexts
+from smelt.runtime.text.tokenizer_info import TokenizerInfo
 
-FILE = "tokenizer.json"
-# `clean_up_tokenization` of transformers (tokenization_utils_base.py): what is replaced, in this order.
-CLEAN = [
+TOKENIZER_FILE = "tokenizer.json"
+# `clean_up_tokenization` of transformers (tokenization_utils_base.py): the replacements, in order.
+CLEANUP_REPLACEMENTS = [
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
     (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 ]  # fmt: skip
 
 
 class RustTokenizer:
-    """Reads `folder`/tokenizer.json; `details` is what stands beside it.
+    """Reads `folder`/tokenizer.json; `details` is the tokenizer info next to it.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -31,55 +31,56 @@ class RustTokenizer:
 
     reader = "tokenizers"
 
-    def __init__(self, folder: Path, details: Tokenizing, prefix: str = "", lower: bool = False) -> None:
+    def __init__(self, folder: Path, details: TokenizerInfo, prefix: str = "", lower: bool = False) -> None:
         self.prefix, self.lower = prefix, lower
         self.model_max_length = details.longest
         self.pad_token_id: int | None = details.pad
         self.bos_token_id: int | None = details.bos
         self.eos_token_id: int | None = details.eos
         self._facts = details
-        self._path = folder / FILE
+        self._path = folder / TOKENIZER_FILE
         self._inner = _open(self._path)
 
-    def encode_rows(
+    def encode_batch(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
-    ) -> Encoded:
-        """Tokenize `texts`, each with its pair, special tokens included; cut at `max_length` tokens."""
+    ) -> EncodedTexts:
+        """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
         ids, types, truncated = [], [], 0
         left = self._facts.truncation_side == "left"
         seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else pairs
         for text, pair in zip(texts, seconds, strict=True):
             try:
                 found = self._inner.encode(text, pair)
-            except Exception as error:  # a bare one from Rust: the unknown token is no word of the vocabulary
+            except Exception as error:  # a bare one from Rust: the unknown token is not in the vocabulary
                 raise InputError(
-                    f"{self._path}: the tokenizer cannot read {text[:60]!r}: {error}", code="tokenizer-failed"
+                    f"{self._path}: cannot tokenize {text[:60]!r}: {error}",
+                    code="tokenizer-failed",
                 ) from error
             row, kinds = found.ids, found.type_ids if self._facts.types else []
             if len(row) > max_length:
                 truncated += 1
-                kept = kept_places(found.sequence_ids, max_length, left)
+                kept = indices_after_truncation(found.sequence_ids, max_length, left)
                 row, kinds = [row[at] for at in kept], [kinds[at] for at in kept if kinds]
             ids.append(row)
             types.append(kinds)
-        return Encoded(ids, types if self._facts.types else None, truncated)
+        return EncodedTexts(ids, types if self._facts.types else None, truncated)
 
-    def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
         texts = [self._inner.decode(row, skip_special_tokens=True) for row in rows]
-        return [cleaned(text) for text in texts] if self._facts.clean_up else texts
+        return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
 
 
-def kept_places(owners: Sequence[int | None], max_length: int, left: bool) -> list[int]:
-    """Return which tokens of a row stay: all special ones, and of the texts what has room.
+def indices_after_truncation(owners: Sequence[int | None], max_length: int, left: bool) -> list[int]:
+    """Return which tokens of a row are kept: all special ones, and as many of the texts as fit.
 
-    The longer text of a pair is cut first, as the tokenizers library does it (utils/truncation.rs,
-    LongestFirst). That itself would also keep what it cuts off, of two long texts each part beside each.
+    The longer text of a pair is truncated first, as in the tokenizers library (utils/truncation.rs,
+    LongestFirst). The library itself would also keep all removed parts, in combinations for two long texts.
 
     Args:
-        owners: for each token 0 or 1, the text that it belongs to, or None for a special one.
-        max_length: tokens that may stay.
-        left: whether texts are cut at their beginning.
+        owners: for each token 0 or 1, the index of its text, or None for a special one.
+        max_length: number of tokens that may be kept.
+        left: whether texts are truncated at their beginning.
     """
     places: list[list[int]] = [[], []]
     special = 0
@@ -101,9 +102,9 @@ def kept_places(owners: Sequence[int | None], max_length: int, left: bool) -> li
     return [place for place in range(len(owners)) if place not in out]
 
 
-def cleaned(text: str) -> str:
-    """Return `text` without the blanks that WordPiece leaves before punctuation."""
-    for found, wanted in CLEAN:
+def clean_up_tokenization(text: str) -> str:
+    """Return `text` without the spaces that WordPiece leaves before punctuation."""
+    for found, wanted in CLEANUP_REPLACEMENTS:
         text = text.replace(found, wanted)
     return text
 
@@ -113,7 +114,7 @@ def _open(path: Path) -> Any:
 
     try:
         inner = Tokenizer.from_file(str(path))
-    except Exception as error:  # bare Exceptions from Rust, all meaning: cannot be read
+    except Exception as error:  # bare Exceptions from Rust: the file cannot be read
         raise InputError(
             f"{path}: the tokenizer cannot be read: {error}", code="damaged-tokenizer"
         ) from error

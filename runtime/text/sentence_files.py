@@ -1,7 +1,7 @@
-"""How a sentence embedder makes one vector of a text, as sentence-transformers stores it in a model's folder.
+"""Pooling and normalization of a sentence embedder, in the files of sentence-transformers.
 
-`modules.json` lists what is done one after another: Transformer, Pooling, maybe Normalize. The folder of
-Pooling holds its kind; `sentence_bert_config.json` the most tokens of a text. Both spellings of Pooling are
+`modules.json` lists the steps: Transformer, Pooling, optionally Normalize. The folder of Pooling has its
+kind; `sentence_bert_config.json` the maximum number of tokens. Both forms of Pooling are
 read: a word (sentence-transformers 6) and flags (before). smelt writes flags, which all versions read.
 
 Source: github.com/huggingface/sentence-transformers 6.2, base/modules and sentence_transformer/modules.
@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, write_json
 
-MODULES = "modules.json"
-SETTINGS = "sentence_bert_config.json"
+MODULES_FILE = "modules.json"
+SENTENCE_CONFIG_FILE = "sentence_bert_config.json"
 POOLING_FOLDER = "1_Pooling"
-PROMPTS = "config_sentence_transformers.json"
-# what `write_sentence_rules` writes, relative to the folder
-FILES = (MODULES, SETTINGS, f"{POOLING_FOLDER}/config.json")
+PROMPTS_FILE = "config_sentence_transformers.json"
+# the files of `write_sentence_rules`, relative to the folder
+SENTENCE_FILES = (MODULES_FILE, SENTENCE_CONFIG_FILE, f"{POOLING_FOLDER}/config.json")
 
 Pooling = Literal["mean", "cls", "max"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -35,14 +35,14 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_AGAIN = "Save the model with such a structure, or take another."
+_SAVE_AGAIN_HINT = "Save the model with a supported structure, or use another model."
 
 
 class SentenceRules(BaseModel):
     """pooling: mean over the tokens of a text, cls: its first token, max: the largest value of all tokens.
 
-    normalize: vectors have the length 1. max_length: the most tokens of a text; None: as many as the model
-    takes. lower: texts are lowercased first.
+    normalize: vectors have the length 1. max_length: maximum number of tokens of a text; None: the model's
+    limit. lower: texts are lowercased first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,12 +53,12 @@ class SentenceRules(BaseModel):
 
 
 def read_sentence_rules(folder: Path) -> SentenceRules | None:
-    """Return how the model in `folder` makes vectors; None where it has no modules.json.
+    """Return the sentence rules of the model in `folder`; None where it has no modules.json.
 
     Raises:
-        InputError: a file is damaged, or asks for what smelt does not do.
+        InputError: a file is damaged, or has unsupported settings.
     """
-    path = folder / MODULES
+    path = folder / MODULES_FILE
     if not path.is_file():
         return None
     modules = _read(path, list)
@@ -66,21 +66,21 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
     normalize = names[2:] == ["Normalize"]
     if names[:2] != ["Transformer", "Pooling"] or (len(names) > 2 and not normalize):
         raise InputError(
-            f"{path}: the modules are {', '.join(names) or 'none'}; smelt knows Transformer, Pooling and,"
-            f" where vectors are normalized, Normalize. {_AGAIN}",
+            f"{path}: the modules are {', '.join(names) or 'none'}; smelt supports Transformer, Pooling and"
+            f" optionally Normalize. {_SAVE_AGAIN_HINT}",
             code="unsupported-modules",
         )
     if modules[0].get("path"):
         raise InputError(
-            f"{path}: the Transformer lies in the folder '{modules[0]['path']}', as old versions of"
-            " sentence-transformers had it. Save the model anew with a present one:"
+            f"{path}: the Transformer is in the folder '{modules[0]['path']}', which is the layout of"
+            " old versions of sentence-transformers. Save the model again with a current version:"
             " SentenceTransformer(FOLDER).save(NEW).",
             code="outdated-modules",
         )
-    settings = _settings(folder)
+    settings = _transformer_settings(folder)
     try:
         return SentenceRules(
-            pooling=_pooling(folder / str(modules[1].get("path") or "") / "config.json"),
+            pooling=_read_pooling(folder / str(modules[1].get("path") or "") / "config.json"),
             normalize=normalize,
             max_length=settings.get("max_seq_length"),
             lower=bool(settings.get("do_lower_case", False)),
@@ -88,14 +88,14 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
     except ValueError as error:  # pydantic's own is one
         said = settings.get("max_seq_length")
         raise InputError(
-            f"{folder / SETTINGS}: max_seq_length must be a whole number above 0, read {said!r}.",
+            f"{folder / SENTENCE_CONFIG_FILE}: max_seq_length must be an integer above 0, got {said!r}.",
             code="wrong-value",
             setting="max_seq_length",
         ) from error
 
 
 def write_sentence_rules(folder: Path, rules: SentenceRules, width: int) -> None:
-    """Store `rules` in the model's `folder`; `width` is how many numbers a vector has."""
+    """Write `rules` to the model's `folder`; `width` is the dimension of a vector."""
     parts = [("Transformer", ""), ("Pooling", POOLING_FOLDER)]
     parts += [("Normalize", "2_Normalize")] if rules.normalize else []
     modules = [
@@ -104,18 +104,20 @@ def write_sentence_rules(folder: Path, rules: SentenceRules, width: int) -> None
     ]
     flags = {flag: kind == rules.pooling for flag, kind in _FLAGS.items()}
     (folder / POOLING_FOLDER).mkdir(exist_ok=True)
-    write_json(folder / MODULES, modules)
+    write_json(folder / MODULES_FILE, modules)
     write_json(folder / POOLING_FOLDER / "config.json", {"word_embedding_dimension": width, **flags})
-    write_json(folder / SETTINGS, {"max_seq_length": rules.max_length, "do_lower_case": rules.lower})
+    write_json(
+        folder / SENTENCE_CONFIG_FILE, {"max_seq_length": rules.max_length, "do_lower_case": rules.lower}
+    )
 
 
 def default_prompt(folder: Path) -> str:
-    """Return what sentence-transformers puts before every text of the model in `folder`.
+    """Return the prompt that sentence-transformers adds before every text of the model in `folder`.
 
     Raises:
-        InputError: the file that says it is damaged.
+        InputError: its file is damaged.
     """
-    path = folder / PROMPTS
+    path = folder / PROMPTS_FILE
     said = _read(path, dict) if path.is_file() else {}
     prompts = said.get("prompts")
     found = prompts.get(said.get("default_prompt_name")) if isinstance(prompts, dict) else None
@@ -125,20 +127,20 @@ def default_prompt(folder: Path) -> str:
 def _name(path: Path, module: Any) -> str:
     if not isinstance(module, dict) or not isinstance(module.get("type"), str):
         raise InputError(
-            f"{path}: expected a list of modules with a type each, read {repr(module)[:80]}.",
+            f"{path}: expected a list of modules, each with a type, got {repr(module)[:80]}.",
             code="missing-module-type",
         )
     return str(module["type"].rpartition(".")[2])
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """Return what the Transformer's own file says; older ones are called after the family."""
-    paths = [folder / SETTINGS, *sorted(folder.glob("sentence_*_config.json"))]
+def _transformer_settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of the Transformer's own file; older ones are named after the family."""
+    paths = [folder / SENTENCE_CONFIG_FILE, *sorted(folder.glob("sentence_*_config.json"))]
     found: Mapping[str, Any] = next((_read(path, dict) for path in paths if path.is_file()), {})
     return found
 
 
-def _pooling(path: Path) -> Pooling:
+def _read_pooling(path: Path) -> Pooling:
     config = _read(path, dict)
     said = config.get("pooling_mode")
     kinds = [said] if isinstance(said, str) else list(said or ())
@@ -146,20 +148,20 @@ def _pooling(path: Path) -> Pooling:
     known = ", ".join(POOLINGS)
     if len(kinds) > 1:
         raise InputError(
-            f"{path}: several kinds of pooling at once ({', '.join(map(str, kinds))}), whose vectors are put"
-            f" one behind the other; smelt knows one of {known}. {_AGAIN}",
+            f"{path}: several pooling modes ({', '.join(map(str, kinds))}), whose vectors are"
+            f" concatenated; smelt supports only one of {known}. {_SAVE_AGAIN_HINT}",
             code="several-poolings",
         )
     if config.get("include_prompt") is False:
         raise InputError(
-            f"{path}: include_prompt: false, pooling without the prompt, is not supported.",
+            f"{path}: include_prompt: false (pooling without the prompt) is not supported.",
             code="unsupported-prompt-pooling",
         )
     for kind in POOLINGS:
         if kind == kinds[0]:
             return kind
     raise InputError(
-        f"{path}: pooling '{kinds[0]}' is not supported; smelt knows {known}. {_AGAIN}",
+        f"{path}: pooling '{kinds[0]}' is not supported; supported: {known}. {_SAVE_AGAIN_HINT}",
         code="unsupported-pooling",
     )
 
@@ -171,5 +173,5 @@ def _read(path: Path, kind: type) -> Any:
         raise InputError(f"{path}: cannot be read: {error}", code="damaged-file") from error
     if not isinstance(value, kind):
         what = "a list" if kind is list else "an object"
-        raise InputError(f"{path}: expected {what} of JSON, read {repr(value)[:80]}.", code="wrong-json-type")
+        raise InputError(f"{path}: expected {what} in JSON, got {repr(value)[:80]}.", code="wrong-json-type")
     return value

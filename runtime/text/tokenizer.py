@@ -1,8 +1,8 @@
-"""What stands between texts and token ids, whoever does it.
+"""The interface between texts and token ids.
 
-Three do: the tokenizers library (`rust_tokenizer`), SentencePiece (`marian_tokenizer`) and transformers
-(`hub_tokenizer`), which imports torch. The first two serve where an export has proved that they give what
-transformers gives (`smelt.export.tokenizer.tokenizer_export`).
+Three classes implement it: the tokenizers library (`rust_tokenizer`), SentencePiece (`marian_tokenizer`) and
+transformers (`hub_tokenizer`), which imports torch. The first two are used where an export has verified that
+they equal transformers (`smelt.export.tokenizer.export_tokenizer`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Token ids per text, type ids where the model has them, and how many texts were cut."""
+class EncodedTexts:
+    """Token ids per text, type ids where the model has them, and the number of truncated texts."""
 
     ids: list[list[int]]
     types: list[list[int]] | None
@@ -22,11 +22,11 @@ class Encoded:
 
 
 class TextTokenizer(Protocol):
-    """Texts to ids and back. Safe for threads: nothing in it changes once it is made.
+    """Texts to ids and back. Thread-safe: it does not change after its creation.
 
-    reader: tokenizers, sentencepiece or transformers. prefix: what stands before every source text. lower:
+    reader: tokenizers, sentencepiece or transformers. prefix: added before every source text. lower:
     texts are lowercased first.
-    model_max_length: the most tokens of a row, its special ones counted; huge where nobody says.
+    model_max_length: maximum number of tokens of a row, with special tokens; huge where unknown.
     The ids are None where there is no such token.
     """
 
@@ -38,10 +38,10 @@ class TextTokenizer(Protocol):
     bos_token_id: int | None
     eos_token_id: int | None
 
-    def encode_rows(
+    def encode_batch(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
-    ) -> Encoded:
-        """Tokenize `texts`, each with its pair, special tokens included; cut at `max_length` tokens."""
+    ) -> EncodedTexts:
+        """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
 
-    def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""

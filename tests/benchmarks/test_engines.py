@@ -1,14 +1,14 @@
 """engines.py: its recipes are ones that the plan accepts, for a GPU and where engines are only built."""
 
-import benches  # noqa: F401 -- before what lies in benchmarks
+import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import engines
 import pytest
 import tiny
 import yaml
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 from smelt.recipe.recipe import read_recipe
 
 
@@ -19,16 +19,16 @@ def test_every_arm_is_a_branch_that_ends_in_an_engine(task, build, tmp_path):
     written.write_text(yaml.safe_dump(engines.recipe_of(task, tmp_path, build)))
     recipe = read_recipe(written)
     stages = {stage.name: stage for stage in recipe.stages}
-    assert [name for name in stages if stages[name].word == "tensorrt"] == list(engines.ARMS)
+    assert [name for name in stages if stages[name].stage == "tensorrt"] == list(engines.ARMS)
     assert recipe.baseline == ("model" if build else "fp32")
     assert recipe.device == ("cpu" if build else "cuda")
 
 
 def test_plan_takes_the_codes_and_precisions_of_every_arm(tmp_path, monkeypatch):
     """What TensorRT does not run is refused here, not on a machine with a GPU."""
-    tiny.marian(tmp_path / "model")
+    tiny.write_marian(tmp_path / "model")
     for split in ("train", "validation", "test"):
-        tiny.pairs(tmp_path / f"{split}.jsonl")
+        tiny.write_pairs(tmp_path / f"{split}.jsonl")
     monkeypatch.setattr(engines, "data_of", lambda task, split: tmp_path / f"{split}.jsonl")
     recipe = engines.recipe_of("translation", tmp_path / "model", build=True)
     written = tmp_path / "recipe.yaml"
@@ -38,7 +38,7 @@ def test_plan_takes_the_codes_and_precisions_of_every_arm(tmp_path, monkeypatch)
     graphs = next(stage for stage in recipe["stages"] if stage["name"] == "int4-fp16-graphs")
     graphs["onnx"]["dtype"] = "bf16"
     written.write_text(yaml.safe_dump(recipe))
-    with refused("low-precision-scales", InputError):
+    with raises_code("low-precision-scales", InputError):
         load_plan(written)
 
 

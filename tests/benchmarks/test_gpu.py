@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import benches  # noqa: F401 -- before what lies in benchmarks
+import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import gpu
 import pytest
 
-from smelt.look.machine import has_cuda
+from smelt.inspect.machine import has_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ def test_without_a_gpu_every_part_says_what_it_would_do_and_nothing_is_written()
     assert done.returncode == 0, done.stderr
     assert "nothing is run and nothing is written" in done.stdout
     for each in gpu.parts():
-        assert f"\n{each.name} (at most {each.seconds} s) would do: {each.what}\n" in done.stdout
+        assert f"\n{each.name} (at most {each.seconds} s) would do: {each.description}\n" in done.stdout
     assert (page.read_bytes() if page.exists() else None) == before
 
 
@@ -38,7 +38,7 @@ def test_all_parts_together_take_no_more_than_thirty_minutes():
 
 
 def test_page_tells_what_ended_well_what_failed_and_what_was_stopped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "_LEAST", 0)
+    monkeypatch.setattr(gpu, "_MIN_SECONDS", 0)
     (tmp_path / "report.md").write_text("# The run\n\nA table.\n")
     known = [
         part("good", "print('all went well')", report=tmp_path / "report.md"),
@@ -71,7 +71,7 @@ def test_only_the_parts_that_are_asked_for_run(tmp_path):
 
 def test_commands_name_what_is_there(tmp_path):
     """Every file and every setting in a command exists: a misspelt one would show only on a GPU."""
-    from smelt.planning.load import load_plan
+    from smelt.planning.load_plan import load_plan
 
     training = next(each for each in gpu.parts() if each.name == "training-bf16").command
     overrides = tuple(training[at + 1] for at, word in enumerate(training) if word == "--set")

@@ -1,13 +1,13 @@
 """The table of peers.py, drawn of results that are made up."""
 
-import benches  # noqa: F401 -- before what lies in benchmarks
+import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import operators
 import pytest
 from peer_systems.models import token_rows
 from peer_systems.process import _reason
 from peer_systems.systems import ENVIRONMENTS, systems_of
-from peer_systems.table import Result, best, draw, ratios, reference_of, spread
-from peer_systems.works import WORKS, Case, batches, cases_of, quality
+from peer_systems.table import Result, draw_tables, fastest_text, median_and_range, ratios, reference_of
+from peer_systems.workloads import WORKS, Case, batches, cases_of, quality
 
 
 def result(name: str, precision: str, cpu: list[float], ours: bool = False, **more: object) -> Result:
@@ -40,21 +40,21 @@ def test_a_system_stands_beside_the_fastest_of_smelt_of_its_precision() -> None:
 
 
 def test_the_spread_is_the_median_and_the_range() -> None:
-    assert spread([3.0, 1.0, 2.5]) == "2.50 [1.00, 3.00]"
-    assert spread([]) == "-"
+    assert median_and_range([3.0, 1.0, 2.5]) == "2.50 [1.00, 3.00]"
+    assert median_and_range([]) == "-"
 
 
 def test_who_is_faster_is_said_either_way() -> None:
-    assert best([*SMELT, LATE]).startswith(
+    assert fastest_text([*SMELT, LATE]).startswith(
         "In int8 smelt wins: late takes 1.50 [1.50, 3.00] of smelt-fast's time"
     )
-    assert "In int8 smelt loses: quick takes 0.50 [0.25, 0.50]" in best([*SMELT, LATE, QUICK])
-    assert best([QUICK]) == "Nothing to compare."
+    assert "In int8 smelt loses: quick takes 0.50 [0.25, 0.50]" in fastest_text([*SMELT, LATE, QUICK])
+    assert fastest_text([QUICK]) == "Nothing to compare."
 
 
 def test_every_row_is_drawn_also_what_is_missing() -> None:
     gone = Result("gone", "int8", ours=False, missing="not installed: ERROR: No matching distribution")
-    page = draw({"A case": [*SMELT, QUICK, gone]}, {"A case": "10 rows a round."})
+    page = draw_tables({"A case": [*SMELT, QUICK, gone]}, {"A case": "10 rows a round."})
     lines = page.splitlines()
     assert lines[0] == "### A case"
     times = "100.00 [50.00, 100.00] | 200.00 | 0.50 [0.25, 0.50] of smelt-fast"
@@ -102,7 +102,7 @@ def test_every_system_has_an_environment_and_what_it_begins_with(work: str, tmp_
     assert len(set(names)) == len(names)
     assert [one.artifact for one in given if one.artifact] == [tmp_path]
     for one in given:
-        assert one.ours or one.environment in ENVIRONMENTS
+        assert one.is_smelt or one.environment in ENVIRONMENTS
         assert one.begins_with is None or one.begins_with in names
     pinned = [wish for wishes in ENVIRONMENTS.values() for wish in wishes]
     assert [wish for wish in pinned if "==" not in wish] == []
@@ -119,6 +119,6 @@ def test_an_operator_that_holds_others_is_not_counted_twice() -> None:
         }
 
     events = [event("MatMul", 5, 100), event("MatMul", 20, 7), event("Loop", 21, 50), event("Add", 30, 2)]
-    spent, count = operators.shares(events, since=10)
+    spent, count = operators.operator_times(events, since=10)
     assert dict(spent) == {"MatMul": 7, "Add": 2}
     assert dict(count) == {"MatMul": 1, "Add": 1}

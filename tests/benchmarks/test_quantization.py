@@ -3,7 +3,7 @@
 import json
 import subprocess
 
-import benches  # noqa: F401 -- before what lies in benchmarks
+import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import pytest
 import quantization
 import yaml
@@ -11,7 +11,7 @@ import yaml
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.recipe.recipe import read_recipe
 
-ARMS = quantization.chosen(None)
+ARMS = quantization.selected_arms(None)
 
 
 @pytest.mark.parametrize("task", quantization.TASKS)
@@ -25,7 +25,7 @@ def test_every_arm_is_a_branch_of_a_recipe(task, tmp_path):
 
 
 def test_arms_are_chosen_by_patterns():
-    assert quantization.chosen(["int3 *", "binary trained"]) == [
+    assert quantization.selected_arms(["int3 *", "binary trained"]) == [
         *(f"int3 {method}" for method in ("rtn", "gptq", "awq", "awq-gptq", "hqq")),
         "int3 rtn, zero points",
         "int3 awq clip, zero points",
@@ -38,9 +38,9 @@ def test_arms_are_chosen_by_patterns():
 
 def test_int3_codes_embeddings_and_head_as_it_was_measured_in_each_arm():
     named = {}
-    for arm in quantization.chosen(["int3 *"]):
+    for arm in quantization.selected_arms(["int3 *"]):
         codes = quantization.stages_of(arm, {})[0]["quantize"]
-        named[arm] = QuantizeSettings(**codes).table_scheme
+        named[arm] = QuantizeSettings(**codes).resolved_embedding_scheme
     assert named.pop("int3 gptq v4") == "int4"
     assert set(named.values()) == {"int3"}
 
@@ -73,7 +73,7 @@ def test_quality_is_told_of_the_graph_beside_the_bits_of_its_codes():
     steps = [step("model", None), step("fp32-ort-cpu", None), step("int4-gptq", 4.25, worse)]
     steps += [step("int4-gptq-ort-cpu", None, worse), step("int2-trained-codes", 2.74, worse)]
     steps += [step("int2-trained", None, worse), step("int2-trained-ort-cpu", None, worse)]
-    *_, fp32, int4, trained = quantization.table({"steps": steps}, "bleu")
+    *_, fp32, int4, trained = quantization.quality_table({"steps": steps}, "bleu")
     assert trained.split(" | ")[:2] == ["| int2 trained", "2.74"]
     assert fp32.strip("| ").split(" | ") == ["fp32", "32", "6.54", "37.00 [35.00, 39.00]", "–"]
     assert int4.strip("| ").split(" | ") == [
@@ -91,7 +91,7 @@ def test_times_are_told_within_one_runtime_and_say_where_they_were_disturbed():
         "ONNX Runtime": {"fp32": timed(1.0, [1.0, 1.0]), "pow2": timed(2.0, [1.9, 2.1])},
         "torch": {"fp32": timed(1.0, [1.0, 1.0], stable=False)},
     }
-    _, _, fp32, pow2 = quantization.times(found)
+    _, _, fp32, pow2 = quantization.latency_table(found)
     assert fp32 == "| fp32 |  | 12.3 ms |  |  | 12.3 ms (unstable) |  |"
     assert pow2 == "| pow2 |  | 12.3 ms, 2.00 [1.90, 2.10] |  |  |  |  |"
 
@@ -109,7 +109,7 @@ def test_each_runtime_is_timed_apart_and_only_what_is_there(tmp_path, monkeypatc
         return subprocess.CompletedProcess(command, 0, stdout=told)
 
     monkeypatch.setattr(subprocess, "run", bench)
-    assert quantization.time("translation", tmp_path) == 0
+    assert quantization.time_artifacts("translation", tmp_path) == 0
     assert asked == [["fp32-ort-cpu", "pow2-ort-cpu"], ["model", "int8-dynamic"]]
     found = json.loads((tmp_path / "translation" / "latency.json").read_text())
     assert {runtime: list(arms) for runtime, arms in found.items()} == {

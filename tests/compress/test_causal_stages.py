@@ -6,21 +6,21 @@ import harness
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from transformers import AutoModelForCausalLM
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.train.data import collate, encode_split
+from smelt.compress.train.encoded_samples import collate, encode_split
 from smelt.compress.train.objective import label_objective
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.rows.examples import read_split
-from smelt.families.walk import blocks_of
+from smelt.core.readers.examples import read_split
+from smelt.families.model_blocks import blocks_of
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -33,17 +33,17 @@ def _products(folder):
 
 @pytest.fixture(scope="module", params=[*causal.FAMILIES, "opt"])
 def folder(request, tmp_path_factory):
-    make = causal.model if request.param in causal.FAMILIES else every_family.make
+    make = causal.write_model if request.param in causal.FAMILIES else every_family.write_model
     folder = make(tmp_path_factory.mktemp(request.param), request.param)
-    causal.lines(folder / "t.txt", 2)
+    causal.write_lines(folder / "t.txt", 2)
     return folder
 
 
 @pytest.fixture
 def ctx(folder, tmp_path):
     split = read_split("t.txt", "language-modeling", Columns(), folder)
-    source = tiny.artifact(folder, "language-modeling")
-    return harness.context(tmp_path / "out", source.manifest.task, split, ancestors={"model": source})
+    source = tiny.as_artifact(folder, "language-modeling")
+    return harness.make_context(tmp_path / "out", source.manifest.task, split, ancestors={"model": source})
 
 
 def _round_trip(stage, settings, ctx):
@@ -58,13 +58,13 @@ def _round_trip(stage, settings, ctx):
 def test_loss_is_that_of_transformers_when_windows_are_a_batch(folder, ctx):
     model, _ = load_model(folder)
     rows = encode_split(ctx.data["train"], model.config, load_tokenizer(folder), ctx, max_length=20)
-    assert {len(row.source) for row in rows[:-1]} == {21}
+    assert {len(row.input_ids) for row in rows[:-1]} == {21}
     batch = collate(rows[:3], model.config)
-    ids = torch.tensor([row.source for row in rows[:3]])
+    ids = torch.tensor([row.input_ids for row in rows[:3]])
     wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(ids, labels=ids).loss
     torch.testing.assert_close(label_objective()(model.eval(), batch), wanted)
     ragged = collate([rows[0], rows[-1]], model.config)
-    short = len(rows[-1].source) - 1
+    short = len(rows[-1].input_ids) - 1
     assert ragged["attention_mask"].sum(dim=1).tolist() == [20, short]
     assert (ragged["labels"][1, short:] == -100).all()
 
@@ -87,7 +87,7 @@ def test_student_keeps_the_layers_that_are_named(folder, ctx):
     )
     model, _ = _round_trip(Distill(), settings, ctx)
     whole, _ = load_model(folder)
-    name = blocks_of(model)[0].stack.place
+    name = blocks_of(model)[0].stack.module_path
     layers, old = model.get_submodule(name), whole.get_submodule(name)
     assert len(layers) == 1
     first = next(p for n, p in layers[0].named_parameters() if p.dim() > 1)
@@ -99,9 +99,9 @@ def test_student_keeps_the_layers_that_are_named(folder, ctx):
 
 
 def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path):
-    other = causal.model(tmp_path / "other", "gpt2", vocab_size=310)
-    ctx.ancestors["big"] = tiny.artifact(other, "language-modeling")
-    with refused("vocabulary-mismatch", InputError) as caught:
+    other = causal.write_model(tmp_path / "other", "gpt2", vocab_size=310)
+    ctx.ancestors["big"] = tiny.as_artifact(other, "language-modeling")
+    with raises_code("vocabulary-mismatch", InputError) as caught:
         Distill()(ctx.ancestors["model"], DistillSettings(teacher="big"), ctx)
     assert "310" in str(caught.value)
 

@@ -5,26 +5,26 @@ import harness
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from transformers import AutoModelForSequenceClassification
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.core.data import Columns, Example
 from smelt.core.errors import InputError
-from smelt.core.labels import MULTI, REGRESSION, SINGLE
-from smelt.core.rows.examples import read_split
+from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.core.readers.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.predict import class_logits
+from smelt.runtime.predict_texts import class_logits
 
 TASK = "text-classification"
 SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
-PROBLEMS = [SINGLE, MULTI, REGRESSION]
+PROBLEMS = [SINGLE_LABEL, MULTI_LABEL, REGRESSION]
 
 
 @pytest.fixture(scope="module", params=classifiers.MAKERS)
@@ -32,13 +32,13 @@ def family(request):
     return request.param
 
 
-def make(folder, family, problem=SINGLE):
+def make(folder, family, problem=SINGLE_LABEL):
     outputs = {"labels": 1} if problem == REGRESSION else {"labels": 3}
     if problem != REGRESSION:
-        outputs["id2label"] = dict(enumerate(classifiers.NAMES))
+        outputs["id2label"] = dict(enumerate(classifiers.CLASS_NAMES))
     classifiers.MAKERS[family](folder / "m", problem_type=problem, **outputs)
-    classifiers.labelled(folder / "data.jsonl", problem, pairs=True)
-    return tiny.artifact(folder / "m", TASK)
+    classifiers.write_labelled_rows(folder / "data.jsonl", problem, pairs=True)
+    return tiny.as_artifact(folder / "m", TASK)
 
 
 def context(folder, source, name="out"):
@@ -46,11 +46,11 @@ def context(folder, source, name="out"):
     out.mkdir()
     split = read_split("data.jsonl", TASK, Columns(), folder)
     data = {"train": split, "validation": split}
-    return harness.context(out, TASK, data=data, ancestors={"model": source})
+    return harness.make_context(out, TASK, data=data, ancestors={"model": source})
 
 
 def logits_of(folder):
-    with open_runner(tiny.artifact(folder, TASK)) as runner:
+    with open_runner(tiny.as_artifact(folder, TASK)) as runner:
         return torch.from_numpy(class_logits(runner, [Example(text) for text in tiny.SENTENCES]))
 
 
@@ -95,7 +95,7 @@ def test_a_student_with_fewer_layers_learns_from_its_teacher(tmp_path, family, p
 
 def test_a_student_that_equals_its_teacher_stays_where_it_is(tmp_path, family):
     """Only the teacher counts, so the loss begins at 0; Adam's steps have a size of their own."""
-    source = make(tmp_path, family, MULTI)
+    source = make(tmp_path, family, MULTI_LABEL)
     ctx = context(tmp_path, source)
     settings = DistillSettings(losses={"logits": 1.0, "labels": 0.0}, dropout=0.0, weight_decay=0.0, **SHORT)
     run(Distill, settings, source, ctx)
@@ -157,21 +157,21 @@ def test_a_quantized_model_loads_as_it_was(tmp_path, family):
     assert ctx.details["embeddings"] == 1
     off = (logits_of(ctx.out) - logits_of(source.path)).abs().mean() / logits_of(source.path).std()
     assert 0 < off < 0.2
-    assert model.config.id2label == dict(enumerate(classifiers.NAMES))
+    assert model.config.id2label == dict(enumerate(classifiers.CLASS_NAMES))
 
 
 def test_a_teacher_of_another_problem_type_is_refused(tmp_path):
-    one, other = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI)
+    one, other = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI_LABEL)
     ctx = context(tmp_path / "a", one)
-    ctx = harness.context(ctx.out, TASK, data=ctx.data, ancestors={"model": other}, score=ctx.score)
-    with refused("problem-type-mismatch", InputError) as caught:
+    ctx = harness.make_context(ctx.out, TASK, data=ctx.data, ancestors={"model": other}, score=ctx.score)
+    with raises_code("problem-type-mismatch", InputError) as caught:
         Distill()(one, DistillSettings(**SHORT), ctx)
     assert "multi_label_classification" in str(caught.value)
 
 
 def test_layers_have_the_same_word_in_all_families(tmp_path, family):
     source = make(tmp_path, family)
-    with refused("unknown-stack", InputError) as caught:
+    with raises_code("unknown-stack", InputError) as caught:
         Distill()(source, DistillSettings(student={"encoder_layers": 1}, **SHORT), context(tmp_path, source))
     assert caught.value.setting == "student.encoder_layers"
     assert family in str(caught.value)

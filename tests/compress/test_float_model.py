@@ -3,10 +3,10 @@
 import json
 
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 from safetensors import safe_open
 
-from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.float_model import count_stored_parameters, load_float_model
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 
@@ -17,17 +17,20 @@ MANIFEST = Manifest(**FACTS, seed=0, parent=None, versions={})
 def test_a_quantized_model_is_refused(tmp_path):
     edit = {"op": "quantize", "module": "classifier", "scheme": "int8-dynamic", "granularity": "channel"}
     (tmp_path / "structure.json").write_text(json.dumps({"schema": 1, "edits": [edit]}))
-    with refused("behind-quantize", InputError):
-        load_float(Artifact(tmp_path, MANIFEST), "prune")
+    with raises_code("behind-quantize", InputError):
+        load_float_model(Artifact(tmp_path, MANIFEST), "prune")
 
 
 def test_what_is_counted_is_what_the_file_holds(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
-    model, edits = load_float(Artifact(folder, MANIFEST), "prune")
+    folder = tiny.write_marian(tmp_path / "m")
+    model, edits = load_float_model(Artifact(folder, MANIFEST), "prune")
     with safe_open(folder / "model.safetensors", "pt") as file:
         held = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
     buffers = {name for name, _ in model.named_buffers()}
-    assert (stored_parameters(model), edits) == (sum(n for m, n in held.items() if m not in buffers), [])
-    assert stored_parameters(model) < sum(p.numel() for p in model.parameters()), (
+    assert (count_stored_parameters(model), edits) == (
+        sum(n for m, n in held.items() if m not in buffers),
+        [],
+    )
+    assert count_stored_parameters(model) < sum(p.numel() for p in model.parameters()), (
         "fixed positions are computed, not stored"
     )

@@ -14,26 +14,26 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, Example, Split
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.models.checkpoint import load_model, save_model
 
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)
 MADE = {
-    "marian": ("translation", tiny.marian),
-    "t5": ("summarization", seq2seq.t5),
-    "bert": ("text-classification", tiny.bert),
-    "gpt2": ("language-modeling", lambda folder: causal.model(folder, "gpt2")),
-    "llama": ("language-modeling", lambda folder: causal.model(folder, "llama")),
+    "marian": ("translation", tiny.write_marian),
+    "t5": ("summarization", seq2seq.write_t5),
+    "bert": ("text-classification", tiny.write_bert),
+    "gpt2": ("language-modeling", lambda folder: causal.write_model(folder, "gpt2")),
+    "llama": ("language-modeling", lambda folder: causal.write_model(folder, "llama")),
 }
 TEXTS = Split("x", tuple(Example(s, (t,)) for s, t in PAIRS))
 LABELS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
@@ -58,9 +58,9 @@ def run(stage, source, task, out, **more):
     out.mkdir(parents=True)
     rows = LABELS if task == "text-classification" else TEXTS
     if task == "language-modeling":
-        text = causal.lines(out.parent / "text.txt", 1)
+        text = causal.write_lines(out.parent / "text.txt", 1)
         rows = read_split(str(text), task, Columns(), out)
-    ctx = harness.run(made(), settings(**(values | more)), source, out, task, rows)
+    ctx = harness.run_stage(made(), settings(**(values | more)), source, out, task, rows)
     return ctx, load_file(out / "model.safetensors")
 
 
@@ -89,7 +89,7 @@ def test_weights_keep_their_16_bits_and_the_file_does_not_grow(tmp_path, family,
 
 @pytest.mark.parametrize("stage", ["prune", "factorize", "finetune", "distill"])
 def test_another_type_can_be_asked_for(tmp_path, stage):
-    source = half(tiny.marian(tmp_path / "model"), torch.float16)
+    source = half(tiny.write_marian(tmp_path / "model"), torch.float16)
     for word, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         _, tensors = run(stage, source, "translation", tmp_path / word, dtype=word)
         assert {t.dtype for t in tensors.values()} == {dtype}
@@ -97,7 +97,7 @@ def test_another_type_can_be_asked_for(tmp_path, stage):
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
 def test_what_stays_float_beside_codes_keeps_its_16_bits_and_loses_nothing(tmp_path, scheme):
-    source = half(tiny.marian(tmp_path / "model"), torch.float16)
+    source = half(tiny.write_marian(tmp_path / "model"), torch.float16)
     options = {} if scheme == "int8-dynamic" else {"group_size": 32}
     STAGES["quantize"] = (Quantize, QuantizeSettings, {"scheme": scheme, **options})
     ctx, tensors = run("quantize", source, "translation", tmp_path / "out")
@@ -116,14 +116,14 @@ def test_what_stays_float_beside_codes_keeps_its_16_bits_and_loses_nothing(tmp_p
 
 def test_a_graph_of_16_bit_weights_is_that_of_the_same_weights_in_32(tmp_path):
     """The export computes in float32, whatever the checkpoint is stored in."""
-    source = half(tiny.marian(tmp_path / "model"), torch.float16)
+    source = half(tiny.write_marian(tmp_path / "model"), torch.float16)
     (tmp_path / "wide").mkdir()
     model, edits = load_model(source)
     save_model(model, edits, tmp_path / "wide", source, "fp32")
     graphs = []
     for folder in (source, tmp_path / "wide"):
         out = tmp_path / f"onnx-{folder.name}"
-        harness.run(Onnx(), OnnxSettings(simplify=False), folder, out, data={"validation": TEXTS})
+        harness.run_stage(Onnx(), OnnxSettings(simplify=False), folder, out, data={"validation": TEXTS})
         graphs.append({p.name: onnx.load(p).graph.initializer for p in sorted(out.glob("*.onnx"))})
     assert graphs[0].keys() == graphs[1].keys()
     for name, tensors in graphs[0].items():

@@ -1,27 +1,27 @@
 """Every stage that works in torch on sentence embedders: what comes out makes vectors of length 1 again."""
 
+import embedders
 import harness
 import numpy as np
 import pytest
-import sentences
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
 from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.predict import sentence_vectors
+from smelt.runtime.predict_texts import embed_texts
 
 SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
 STAGES = {
@@ -38,18 +38,20 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    folder = sentences.embedder(tmp_path_factory.mktemp("bert") / "m", num_hidden_layers=3)
-    return tiny.artifact(folder, sentences.TASK)
+    folder = embedders.write_embedder(tmp_path_factory.mktemp("bert") / "m", num_hidden_layers=3)
+    return tiny.as_artifact(folder, embedders.TASK)
 
 
 def context(folder, source, teacher=None, **made):
-    split = read_split(str(sentences.rows(folder / "rows.jsonl", **made)), sentences.TASK, Columns(), folder)
-    return harness.context(folder / "out", sentences.TASK, split, ancestors={"model": teacher or source})
+    split = read_split(
+        str(embedders.write_rows(folder / "rows.jsonl", **made)), embedders.TASK, Columns(), folder
+    )
+    return harness.make_context(folder / "out", embedders.TASK, split, ancestors={"model": teacher or source})
 
 
 def vectors(folder):
     with open_folder(folder, "torch") as runner:
-        return sentence_vectors(runner, tiny.SENTENCES)
+        return embed_texts(runner, tiny.SENTENCES)
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -94,9 +96,9 @@ def test_an_untouched_student_is_as_its_teacher_to_the_loss(source, tmp_path):
 
 
 def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_path):
-    wide = tiny.artifact(sentences.embedder(tmp_path / "wide", hidden_size=64), sentences.TASK)
+    wide = tiny.as_artifact(embedders.write_embedder(tmp_path / "wide", hidden_size=64), embedders.TASK)
     ctx = context(tmp_path, source, wide)
-    with refused("width-mismatch", InputError) as caught:
+    with raises_code("width-mismatch", InputError) as caught:
         Distill()(source, DistillSettings(**SHORT), ctx)
     assert caught.value.setting == "losses.sentence_embedding"
     assert all(width in str(caught.value) for width in ("64", "32"))
@@ -111,7 +113,7 @@ def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_
 def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
     stage, settings, setting, source, tmp_path
 ):
-    with refused("missing-scores", InputError) as caught:
+    with raises_code("missing-scores", InputError) as caught:
         stage()(source, settings, context(tmp_path, source, scores=False))
     assert caught.value.setting == setting
 
@@ -119,11 +121,11 @@ def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
 @pytest.mark.parametrize(
     ("losses", "task", "expected"),
     [
-        ({"logits": 1.0}, sentences.TASK, [("losses.logits", "unknown-loss")]),
+        ({"logits": 1.0}, embedders.TASK, [("losses.logits", "unknown-loss")]),
         ({"pairwise_similarity": 1.0}, "translation", [("losses.pairwise_similarity", "unknown-loss")]),
-        ({"sentence_embedding": 0, "pairwise_similarity": 0}, sentences.TASK, [("losses", "no-loss")]),
-        ({"cosent": 1.0}, sentences.TASK, [("losses.cosent", "missing-scores")]),
-        ({}, sentences.TASK, []),
+        ({"sentence_embedding": 0, "pairwise_similarity": 0}, embedders.TASK, [("losses", "no-loss")]),
+        ({"cosent": 1.0}, embedders.TASK, [("losses.cosent", "missing-scores")]),
+        ({}, embedders.TASK, []),
         ({"labels": 1.0}, "translation", []),
     ],
 )

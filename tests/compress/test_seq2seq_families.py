@@ -7,28 +7,28 @@ import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.layer_selection import keep_layers
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.distill.student import keep_layers
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.groups import find_groups
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.prune.unit_groups import find_groups
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.train.data import collate, encode_split
+from smelt.compress.train.encoded_samples import collate, encode_split
 from smelt.core.data import Example, Split
 from smelt.runtime.layers.quantized import QuantizedEmbedding
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtime.models.structure import read_edits
-from smelt.runtime.text.rules import TextRules
-from smelt.runtime.text.write_rules import write_text_rules
+from smelt.runtime.text.text_preprocessing import TextRules
+from smelt.runtime.text.write_text_rules import write_text_rules
 
 MADE = {
-    "t5": seq2seq.t5,
-    "t5-gated": lambda folder: seq2seq.t5(folder, gated=True),
-    "bart": seq2seq.bart,
-    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart", scale_embedding=True),
+    "t5": seq2seq.write_t5,
+    "t5-gated": lambda folder: seq2seq.write_t5(folder, gated=True),
+    "bart": seq2seq.write_bart,
+    "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart", scale_embedding=True),
 }
 GROUPS = {"int4": {"group_size": 16}}
 ROWS = Split(
@@ -47,12 +47,12 @@ def t5(request, tmp_path_factory):
 
 
 def run(stage, folder, settings, out):
-    return harness.run(stage, settings, folder, out, "summarization", ROWS, seed=3)
+    return harness.run_stage(stage, settings, folder, out, "summarization", ROWS, seed=3)
 
 
 def teacher_forced(model, folder):
     """Teacher-forced logits on padded rows."""
-    ctx = harness.context(folder, "summarization")
+    ctx = harness.make_context(folder, "summarization")
     rows = encode_split(ROWS, model.config, load_tokenizer(folder), ctx)
     batch = collate(rows, load_model(folder)[0].config)
     kept = batch.pop("labels") != -100
@@ -88,9 +88,9 @@ def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_
     assert {g.count(pruned) for g in attentions} == {2}
     assert {b.count(pruned) for b in blocks} == {24}
     for group in attentions:
-        silence(whole, pruned, group.parts.query, group.parts.out)
+        silence(whole, pruned, group.structure.query, group.structure.out)
     for block in blocks:
-        silence(whole, pruned, block.parts.up, block.parts.down)
+        silence(whole, pruned, block.structure.up, block.structure.down)
     torch.testing.assert_close(
         teacher_forced(pruned, ctx.out), teacher_forced(whole, folder), atol=1e-4, rtol=1e-4
     )
@@ -121,7 +121,7 @@ def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
     assert {g.count(pruned) for g in attentions} == {1}
     whole = theirs(t5)
     for group in attentions:
-        silence(whole, pruned, group.parts.query, group.parts.out)
+        silence(whole, pruned, group.structure.query, group.structure.out)
     torch.testing.assert_close(
         teacher_forced(pruned, twice.out), teacher_forced(whole, t5), atol=1e-4, rtol=1e-4
     )
@@ -180,10 +180,10 @@ def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
             ROWS,
             load_model(folder)[0].config,
             load_tokenizer(folder),
-            harness.context(folder, "summarization"),
+            harness.make_context(folder, "summarization"),
         )
         tokenizer = load_tokenizer(folder)
-        assert [r.source for r in ids[:2]] == [
+        assert [r.input_ids for r in ids[:2]] == [
             tokenizer(seq2seq.PREFIX + e.text)["input_ids"] for e in ROWS.examples[:2]
         ]
         assert ids[0].target == tokenizer(text_target=ROWS.examples[0].references[0])["input_ids"]

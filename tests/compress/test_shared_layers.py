@@ -8,18 +8,18 @@ import harness
 import onnx
 import pytest
 import torch
-from ort import needs_vnni
+from ort_sessions import needs_vnni
 from safetensors.torch import load_file
-from sharing import assert_first_two_are_one, folder_of, products, share
+from weight_sharing import assert_first_two_shared, linear_names_by_block, share_weights, three_layer_model
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
-from smelt.families.walk import blocks_of
+from smelt.families.model_blocks import blocks_of
 from smelt.runtime.models.checkpoint import load_model, save_model
 
 SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
@@ -27,11 +27,11 @@ SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
 
 @pytest.mark.parametrize("family", SOME)
 def test_layers_stay_one_when_trained(family, tmp_path):
-    source = share(family, tmp_path / "shared")
+    source = share_weights(family, tmp_path / "shared")
     settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=1, precision="fp32", learning_rate=1e-2)
-    trained = every_family.run(Finetune(), settings, source, family, tmp_path / "trained").out
+    trained = every_family.run_stage(Finetune(), settings, source, family, tmp_path / "trained").out
     model, _ = load_model(trained)
-    assert_first_two_are_one(model)
+    assert_first_two_shared(model)
     before, after = (load_file(f / "model.safetensors") for f in (source, trained))
     assert before.keys() == after.keys()
     name = blocks_of(model)[0].feed_forward.down
@@ -40,11 +40,11 @@ def test_layers_stay_one_when_trained(family, tmp_path):
 
 @pytest.mark.parametrize("family", SOME)
 def test_pruning_cuts_shared_layers_once(family, tmp_path):
-    source = share(family, tmp_path / "shared")
+    source = share_weights(family, tmp_path / "shared")
     settings = PruneSettings(importance="magnitude", keep_ratio=0.5, reconstruct=False)
-    pruned = every_family.run(Prune(), settings, source, family, tmp_path / "pruned").out
+    pruned = every_family.run_stage(Prune(), settings, source, family, tmp_path / "pruned").out
     model, _ = load_model(pruned)
-    assert_first_two_are_one(model)
+    assert_first_two_shared(model)
     before, _ = load_model(source)
     for block in blocks_of(model):
         name = block.feed_forward.down
@@ -60,7 +60,7 @@ def test_pruning_cuts_shared_layers_once(family, tmp_path):
             if isinstance(child, torch.nn.Linear) and child is not apart.get_output_embeddings():
                 setattr(module, name, _own(child))
     save_model(apart, [e for e in edits if e["op"] != "share"], copies, source)
-    cut = every_family.run(Prune(), settings, copies, family, tmp_path / "cut").out
+    cut = every_family.run_stage(Prune(), settings, copies, family, tmp_path / "cut").out
     torch.testing.assert_close(
         harness.logits(model), harness.logits(load_model(cut)[0]), atol=1e-5, rtol=1e-5
     )
@@ -73,8 +73,8 @@ def _own(linear):
 
 
 def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
-    source = share("bert", tmp_path / "shared", groups=1)
-    ctx = every_family.run(
+    source = share_weights("bert", tmp_path / "shared", groups=1)
+    ctx = every_family.run_stage(
         Prune(),
         PruneSettings(targets=["heads"], keep_ratio=0.5, calibration_samples=4),
         source,
@@ -90,8 +90,8 @@ def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
 
 @pytest.mark.parametrize("family", SOME)
 def test_factorized_layers_are_one_pair(family, tmp_path):
-    source = share(family, tmp_path / "shared")
-    ctx = every_family.run(
+    source = share_weights(family, tmp_path / "shared")
+    ctx = every_family.run_stage(
         Factorize(),
         FactorizeSettings(method="svd", optimize_for="size", rank=4),
         source,
@@ -99,20 +99,23 @@ def test_factorized_layers_are_one_pair(family, tmp_path):
         tmp_path / "pairs",
     )
     model, _ = load_model(ctx.out)
-    assert_first_two_are_one(model)
+    assert_first_two_shared(model)
     assert all(
-        hasattr(model.get_submodule(n), "down") for b in products(model).values() for ns in b for n in ns
+        hasattr(model.get_submodule(n), "down")
+        for b in linear_names_by_block(model).values()
+        for ns in b
+        for n in ns
     )
-    count = sum(len(blocks[0]) + len(blocks[2]) for blocks in products(model).values())
+    count = sum(len(blocks[0]) + len(blocks[2]) for blocks in linear_names_by_block(model).values())
     assert sum(name.startswith(_place(model)) for name in ctx.details["ranks"]) == count
 
 
 def _place(model):
-    return tuple({f"{block.stack.place}." for block in blocks_of(model)})
+    return tuple({f"{block.stack.module_path}." for block in blocks_of(model)})
 
 
 def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_path):
-    source = share("bert", tmp_path / "shared", groups=1)
+    source = share_weights("bert", tmp_path / "shared", groups=1)
     settings = FactorizeSettings(
         method="svd",
         optimize_for="size",
@@ -120,7 +123,7 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
         include=["*.1.intermediate*", "*.output.dense"],
         exclude=["*.2.output*"],
     )
-    ctx = every_family.run(Factorize(), settings, source, "bert", tmp_path / "pairs")
+    ctx = every_family.run_stage(Factorize(), settings, source, "bert", tmp_path / "pairs")
     assert sorted(ctx.details["ranks"]) == [
         "bert.encoder.layer.0.attention.output.dense",
         "bert.encoder.layer.0.intermediate.dense",
@@ -128,8 +131,8 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
 
 
 def test_pairs_that_are_shared_are_cut_once(tmp_path):
-    source = share("marian", tmp_path / "shared")
-    pairs = every_family.run(
+    source = share_weights("marian", tmp_path / "shared")
+    pairs = every_family.run_stage(
         Factorize(),
         FactorizeSettings(method="svd", optimize_for="size", rank=4),
         source,
@@ -137,24 +140,24 @@ def test_pairs_that_are_shared_are_cut_once(tmp_path):
         tmp_path / "pairs",
     ).out
     settings = PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5, importance="magnitude")
-    pruned = every_family.run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
+    pruned = every_family.run_stage(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
     model, _ = load_model(pruned)
-    assert_first_two_are_one(model)
+    assert_first_two_shared(model)
     assert model.get_submodule("model.encoder.layers.1.fc2").in_features == 32
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
 @pytest.mark.parametrize("family", ["marian", "t5", "qwen3"])
 def test_codes_are_stored_once(family, scheme, tmp_path):
-    source = share(family, tmp_path / "shared")
+    source = share_weights(family, tmp_path / "shared")
     options = {} if scheme == "int8-dynamic" else {"group_size": 32}
     settings = QuantizeSettings(scheme=scheme, **options)
-    both = [every_family.run(Quantize(), settings, s, family, tmp_path / f"{n}").out
-            for n, s in enumerate((folder_of(family), source))]  # fmt: skip
+    both = [every_family.run_stage(Quantize(), settings, s, family, tmp_path / f"{n}").out
+            for n, s in enumerate((three_layer_model(family), source))]  # fmt: skip
     model, edits = load_model(both[1])
-    assert_first_two_are_one(model)
+    assert_first_two_shared(model)
     whole, once = (load_file(f / "model.safetensors") for f in both)
-    seconds = {n for blocks in products(model).values() for n in blocks[1]}
+    seconds = {n for blocks in linear_names_by_block(model).values() for n in blocks[1]}
     assert whole.keys() - once.keys() == {
         n for n in whole if n.rpartition(".matrix.")[0] in seconds or n.rpartition(".bias")[0] in seconds
     }
@@ -162,15 +165,15 @@ def test_codes_are_stored_once(family, scheme, tmp_path):
     trained = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32")
     if scheme == "binary":  # through the codes
         model, _ = load_model(
-            every_family.run(Finetune(), trained, both[1], family, tmp_path / "trained").out
+            every_family.run_stage(Finetune(), trained, both[1], family, tmp_path / "trained").out
         )
-        assert_first_two_are_one(model)
+        assert_first_two_shared(model)
 
 
 def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_path):
-    source = share("bert", tmp_path / "shared")
+    source = share_weights("bert", tmp_path / "shared")
     settings = QuantizeSettings(exclude=["*.layer.1.output.dense"])
-    ctx = every_family.run(Quantize(), settings, source, "bert", tmp_path / "codes")
+    ctx = every_family.run_stage(Quantize(), settings, source, "bert", tmp_path / "codes")
     assert ctx.details["float_linear_layers"] == ["bert.encoder.layer.0.output.dense"]
 
 
@@ -187,11 +190,11 @@ def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_pa
     ],
 )
 def test_graphs_hold_shared_matrices_once_and_agree(family, scheme, simplify, tmp_path):
-    source = share(family, tmp_path / "shared")
+    source = share_weights(family, tmp_path / "shared")
     if scheme:
         settings = QuantizeSettings(scheme=scheme)
-        source = every_family.run(Quantize(), settings, source, family, tmp_path / "codes").out
-    ctx = every_family.run(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
+        source = every_family.run_stage(Quantize(), settings, source, family, tmp_path / "codes").out
+    ctx = every_family.run_stage(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
     assert set(ctx.details["parity"]) == set(ctx.details["graphs"])  # a graph that disagrees raises
     for path in ctx.out.glob("*.onnx"):
         found = Counter(

@@ -2,18 +2,18 @@
 
 import every_family
 import pytest
-import what_follows
+import usability_checks
 
-from smelt.compress.depth.settings import DropLayersSettings
-from smelt.compress.depth.stage import DropLayers
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.compress.vocabulary.settings import TrimVocabularySettings
-from smelt.compress.vocabulary.stage import TrimVocabulary
+from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 
 STAGES = {
     "trim-vocabulary": (TrimVocabulary(), TrimVocabularySettings(coverage=0.8)),
@@ -69,5 +69,7 @@ STAGES = {
     ],
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
-    made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out
-    what_follows.check(made, family, tmp_path / "later")
+    made = every_family.run_stage(
+        *STAGES[stage], every_family.model_with_layers(family, 3), family, tmp_path / "made"
+    ).out
+    usability_checks.check_usable(made, family, tmp_path / "later")

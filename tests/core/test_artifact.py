@@ -5,9 +5,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
-from smelt.core.artifact import LATENTS, FileRecord, Manifest, read_artifact, read_manifest
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
 from smelt.core.store.store import Store
 
@@ -61,10 +61,10 @@ def test_a_file_that_the_manifest_does_not_list_is_refused_and_named(made, name)
     path = made.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("x")
-    with refused("unknown-file", InputError) as caught:
+    with raises_code("unknown-file", InputError) as caught:
         read_artifact(made.path)
     assert str(caught.value).startswith(f"{path}: ")
-    with refused("unknown-file", InputError):
+    with raises_code("unknown-file", InputError):
         Store(made.path.parents[1]).find(made.key)
     path.unlink()
     assert read_artifact(made.path) == made
@@ -106,28 +106,28 @@ def test_the_artifacts_are_named_when_the_folder_is_that_of_a_run(tmp_path):
     for name in ("onnx-int8", "model"):
         (tmp_path / "artifacts" / name).mkdir(parents=True)
         (tmp_path / "artifacts" / name / "manifest.json").write_text("{}")
-    with refused("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as caught:
         read_manifest(tmp_path)
     assert "model, onnx-int8" in str(caught.value)
-    with refused("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as caught:
         read_manifest(tmp_path / "artifacts")
     assert str(caught.value).count("onnx-int8") == 0
 
 
 def test_float_weights_behind_codes_are_no_part_of_the_model(made):
     """They lie in the artifact, whose hashes hold them, and count in no size."""
-    files = made.manifest.files | {LATENTS: FileRecord(sha256="0" * 64, size_bytes=1000)}
+    files = made.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1000)}
     with_them = replace(made, manifest=made.manifest.model_copy(update={"files": files}))
     assert with_them.size_bytes == made.size_bytes == len("model.safetensors")
     assert with_them.model_files == made.manifest.files
-    with refused("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as caught:
         with_them.verify()
-    assert LATENTS in str(caught.value)
+    assert MASTER_WEIGHTS_FILE in str(caught.value)
 
 
 def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with refused("not-an-artifact", InputError) as caught:
+    with raises_code("not-an-artifact", InputError) as caught:
         read_manifest(tmp_path)
     assert f"smelt init {tmp_path}" in str(caught.value)
 
@@ -155,5 +155,5 @@ def test_a_listed_file_of_a_kind_that_no_stage_writes_is_refused(made, name):
     manifest = json.loads((made.path / "manifest.json").read_text())
     manifest["files"][name] = {"sha256": hashlib.sha256(b"x").hexdigest(), "size_bytes": 1}
     (made.path / "manifest.json").write_text(json.dumps(manifest))
-    with refused("unknown-file", InputError):
+    with raises_code("unknown-file", InputError):
         read_artifact(made.path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError, did_you_mean
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "\n".join(f"line {i}" for i in range(1000)), "short"])
@@ -32,7 +32,7 @@ def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):
     ],
 )
 def test_nearest_word_is_proposed_when_it_was_mistyped(word, known, meant):
-    assert nearest(word, known) == f" Did you mean '{meant}'?"
+    assert did_you_mean(word, known) == f" Did you mean '{meant}'?"
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_nearest_word_is_proposed_when_it_was_mistyped(word, known, meant):
     ],
 )
 def test_nothing_is_proposed_when_the_word_is_another_one(word, known):
-    assert not nearest(word, known)
+    assert not did_you_mean(word, known)

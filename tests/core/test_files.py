@@ -9,16 +9,16 @@ import sys
 import time
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.core.files import (
-    flush,
-    follow_umask,
-    read_json,
+    apply_umask,
+    folder_size,
+    fsync_path,
+    partial_files,
+    read_json_object,
     seconds_since_written,
-    size_of,
-    unfinished_in,
     write_atomically,
     write_json,
 )
@@ -66,7 +66,7 @@ def test_a_folder_follows_the_umask_whatever_libraries_have_written_there(tmp_pa
     for folder in (out / "deep", out):
         folder.chmod(0o700)
     (out / "link").symlink_to("secret")
-    follow_umask(out)
+    apply_umask(out)
     assert {_mode(out / name) for name in ("secret", "all", "deep/inner")} == {0o666 & ~umask}
     assert {_mode(folder) for folder in (out, out / "deep")} == {0o777 & ~umask}
     assert sorted(os.listdir(tmp_path)) == ["out"]
@@ -79,7 +79,7 @@ def test_a_folder_keeps_the_group_of_the_store_that_it_inherits(tmp_path, under)
     (tmp_path / "out").mkdir()
     if not _mode(tmp_path / "out") & stat.S_ISGID:
         pytest.skip("this file system does not hand the bit on")
-    follow_umask(tmp_path / "out")
+    apply_umask(tmp_path / "out")
     assert _mode(tmp_path / "out") == 0o2775
 
 
@@ -90,7 +90,7 @@ def test_the_umask_of_other_threads_is_never_touched(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "umask", umask)
     (tmp_path / "out").mkdir()
     write_atomically(tmp_path / "out" / "x", "x")
-    follow_umask(tmp_path / "out")
+    apply_umask(tmp_path / "out")
 
 
 def test_a_file_system_without_permissions_is_taken_as_it_is(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_a_file_system_without_permissions_is_taken_as_it_is(tmp_path, monkeypat
     (tmp_path / "out" / "x").touch(0o600)
     monkeypatch.setattr(os, "chmod", chmod)
     monkeypatch.setattr(type(tmp_path), "chmod", chmod)
-    follow_umask(tmp_path / "out")
+    apply_umask(tmp_path / "out")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -126,9 +126,9 @@ def test_what_a_killed_writer_left_is_known_by_its_name(tmp_path):
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
     (tmp_path / ".hidden").touch()
     (tmp_path / "y.part").touch()
-    [left] = unfinished_in(tmp_path)
+    [left] = partial_files(tmp_path)
     assert left.name.startswith(".x.json.")
-    assert not list(unfinished_in(tmp_path / "nothing"))
+    assert not list(partial_files(tmp_path / "nothing"))
 
 
 def test_a_folder_that_cannot_be_flushed_is_no_failure_and_a_full_disk_is(tmp_path, monkeypatch):
@@ -141,12 +141,12 @@ def test_a_folder_that_cannot_be_flushed_is_no_failure_and_a_full_disk_is(tmp_pa
         return fsync
 
     monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))
-    flush(tmp_path)
+    fsync_path(tmp_path)
     with pytest.raises(OSError, check=lambda error: error.errno == errno.EINVAL):
-        flush(tmp_path / "x")
+        fsync_path(tmp_path / "x")
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
     with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
-        flush(tmp_path)
+        fsync_path(tmp_path)
 
 
 def test_the_age_of_a_file_is_told_by_the_clock_of_its_file_system(tmp_path, monkeypatch):
@@ -175,21 +175,21 @@ def test_the_size_of_a_folder_counts_what_is_left_of_it(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a").write_bytes(b"abc")
     (tmp_path / "b").write_bytes(b"de")
-    assert size_of(tmp_path) == 5
+    assert folder_size(tmp_path) == 5
     monkeypatch.setattr(type(tmp_path), "rglob", lambda self, _: iter([self / "b", self / "gone"]))
-    assert size_of(tmp_path) == 2
+    assert folder_size(tmp_path) == 2
 
 
 @pytest.mark.parametrize(("text", "expected"), [('{"a": 1}', {"a": 1}), ("[1]", {}), (None, {})])
 def test_read_json_gives_an_object_or_an_empty_one(tmp_path, text, expected):
     if text is not None:
         (tmp_path / "x.json").write_text(text)
-    assert read_json(tmp_path / "x.json") == expected
+    assert read_json_object(tmp_path / "x.json") == expected
 
 
 @pytest.mark.parametrize("raw", [b"{", b"\xff", b"[" * 100_000])
 def test_read_json_names_what_is_broken(tmp_path, raw):
     (tmp_path / "x.json").write_bytes(raw)
-    with refused("invalid-json", InputError) as caught:
-        read_json(tmp_path / "x.json")
+    with raises_code("invalid-json", InputError) as caught:
+        read_json_object(tmp_path / "x.json")
     assert "x.json" in str(caught.value)

@@ -8,14 +8,14 @@ import pytest
 from huggingface_hub import constants
 
 from smelt.core import hub
-from smelt.core.hub import cache_alone, hub_lacks
+from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 
 
 @pytest.fixture(autouse=True)
 def online(monkeypatch):
     """As where the user has set nothing."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_asked", {})
+    monkeypatch.setattr(hub, "_cached_results", {})
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -38,37 +38,40 @@ def closed():
 
 def test_hub_that_answers_slowly_is_there(monkeypatch, server):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server}")
-    assert hub_lacks() is None
+    assert hub_unreachable_reason() is None
 
 
 def test_refused_connection_is_told_at_once(monkeypatch, closed):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
     started = time.monotonic()
-    assert hub_lacks() == f"http://127.0.0.1:{closed} cannot be reached from here (Connection refused)"
+    assert (
+        hub_unreachable_reason()
+        == f"http://127.0.0.1:{closed} cannot be reached from here (Connection refused)"
+    )
     assert time.monotonic() - started < 1
 
 
 def test_proxy_is_what_must_be_reached_where_there_is_one(monkeypatch, server, closed):
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server}")
-    assert hub_lacks() is None
-    monkeypatch.setattr(hub, "_asked", {})
+    assert hub_unreachable_reason() is None
+    monkeypatch.setattr(hub, "_cached_results", {})
     monkeypatch.setenv("HTTPS_PROXY", f"127.0.0.1:{closed}")
-    assert "Connection refused" in str(hub_lacks())
-    monkeypatch.setattr(hub, "_asked", {})
+    assert "Connection refused" in str(hub_unreachable_reason())
+    monkeypatch.setattr(hub, "_cached_results", {})
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server}")
     monkeypatch.setenv("HTTP_PROXY", f"127.0.0.1:{closed}")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    assert hub_lacks() is None
+    assert hub_unreachable_reason() is None
 
 
 def test_name_server_that_never_answers_is_given_up_after_seconds(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(60))
     started = time.monotonic()
-    assert "no connection in 3 s" in str(hub_lacks())
+    assert "no connection in 3 s" in str(hub_unreachable_reason())
     assert 2.5 < time.monotonic() - started < 4.5
-    assert "no connection" in str(hub_lacks())  # and is not asked again for every file
+    assert "no connection" in str(hub_unreachable_reason())  # and is not asked again for every file
     assert time.monotonic() - started < 4.5
     never.set()
 
@@ -77,26 +80,26 @@ def test_address_that_leads_nowhere_does_not_hide_the_other(monkeypatch, server,
     known = socket.AF_INET, socket.SOCK_STREAM, 0, ""
     both = [(*known, ("127.0.0.1", closed)), (*known, ("127.0.0.1", server))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: both)
-    assert hub_lacks() is None
-    monkeypatch.setattr(hub, "_asked", {})
+    assert hub_unreachable_reason() is None
+    monkeypatch.setattr(hub, "_cached_results", {})
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(9999, *known[1:], ("x", 1)), both[1]])
-    assert hub_lacks() is None
+    assert hub_unreachable_reason() is None
 
 
 def test_offline_by_wish_asks_nobody(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "_unreachable", lambda *a: pytest.fail("it was asked"))
-    assert hub_lacks() == "the hub is not asked, because HF_HUB_OFFLINE is set"
+    monkeypatch.setattr(hub, "_connection_error", lambda *a: pytest.fail("it was asked"))
+    assert hub_unreachable_reason() == "the hub is not asked, because HF_HUB_OFFLINE is set"
 
 
 def test_cache_alone_is_looked_into_only_inside_of_the_context():
     import datasets
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    with cache_alone("no network"):
+    with hub_cache_only("no network"):
         assert constants.HF_HUB_OFFLINE
         assert datasets.config.HF_HUB_OFFLINE
     after = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     assert after == before
-    with cache_alone(None):
+    with hub_cache_only(None):
         assert not constants.HF_HUB_OFFLINE

@@ -4,10 +4,10 @@ import gc
 
 import psutil
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import RunError
-from smelt.core.memory import available_bytes, require_memory, uncollected
+from smelt.core.memory import available_bytes, gc_paused, require_memory
 
 
 def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):
@@ -26,7 +26,7 @@ def test_a_containers_limit_counts_with_the_cache_that_it_can_give_back(tmp_path
 
 def test_require_memory_refuses_what_is_known_not_to_fit():
     require_memory(10, "x", "y", free_bytes=10)
-    with refused("out-of-memory", RunError) as caught:
+    with raises_code("out-of-memory", RunError) as caught:
         require_memory(20_000_000_000, "finetune", "Try less.", free_bytes=10_000_000_000)
     assert all(part in str(caught.value) for part in ("finetune", "20.0 GB", "10.0 GB"))
 
@@ -35,10 +35,10 @@ def test_require_memory_refuses_what_is_known_not_to_fit():
 def test_the_garbage_collector_is_left_as_the_caller_had_it(on):
     (gc.enable if on else gc.disable)()
     try:
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
         assert gc.isenabled() is on
-        with pytest.raises(ZeroDivisionError), uncollected():
+        with pytest.raises(ZeroDivisionError), gc_paused():
             _ = 1 / 0
         assert gc.isenabled() is on
     finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smelt.core.errors import together
-from smelt.core.messages import Message, mistake
+from smelt.core.errors import combined_error
+from smelt.core.messages import Message, error_message
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_a_message_without_a_place_is_its_text() -> None:
 
 
 def test_an_error_of_one_mistake_has_its_place_and_one_of_several_has_none() -> None:
-    first = mistake("few", "too few.", setting="rows", file="r.yaml", line=3)
-    alone = together([first])
+    first = error_message("few", "too few.", setting="rows", file="r.yaml", line=3)
+    alone = combined_error([first])
     assert (alone.code, alone.setting, alone.file, alone.line) == ("few", "rows", "r.yaml", 3)
-    both = together([first, mistake("few", "too few.", setting="limit", file="r.yaml", line=4)])
+    both = combined_error([first, error_message("few", "too few.", setting="limit", file="r.yaml", line=4)])
     assert (both.code, both.setting, both.file, both.line) == ("few", None, None, None)

@@ -1,9 +1,9 @@
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core import packages
 from smelt.core.errors import MissingDependencyError
-from smelt.core.packages import package_lack, require
+from smelt.core.packages import package_problem, require_package
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("release", ["0.48", "0.48.0", "0.50.2", "1.0", "0.48.0.dev0"])
 def test_a_release_that_is_new_enough_lacks_nothing(installed, release):
     installed(release)
-    assert package_lack("thing", "0.48") is None
-    require("thing", "0.48", "work")
+    assert package_problem("thing", "0.48") is None
+    require_package("thing", "0.48", "work")
 
 
 @pytest.mark.parametrize(("release", "found"), [("0.47.9", " 0.47.9 "), (None, "")])
 def test_a_package_that_is_absent_or_too_old_is_told_with_how_to_get_it(installed, release, found):
     installed(release)
-    with refused("not-installed", MissingDependencyError) as caught:
-        require("thing", "0.48", "work")
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        require_package("thing", "0.48", "work")
     parts = ("work: thing 0.48", found, "pip install 'thing>=0.48'")
     assert all(part in str(caught.value) for part in parts)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
@@ -30,15 +30,15 @@ def test_the_columns_that_the_recipe_names_are_read(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
     (row,) = read_unlabelled("x.jsonl", TASK, Columns(text="a", text_pair="b"), tmp_path).examples
     assert (row.text, row.text_pair) == ("one", "two")
-    with refused("missing-column", InputError) as caught:
+    with raises_code("missing-column", InputError) as caught:
         read_unlabelled("x.jsonl", TASK, Columns(), tmp_path)
     assert all(part in str(caught.value) for part in ("x.jsonl:1:", "'text'", "a, b"))
 
 
 def test_a_file_without_texts_and_a_task_without_labels_are_refused(tmp_path):
     (tmp_path / "x.txt").write_text("\n \n")
-    with refused("empty-data", InputError):
+    with raises_code("empty-data", InputError):
         read_unlabelled("x.txt", TASK, Columns(), tmp_path)
-    with refused("unsupported-task", InputError) as caught:
+    with raises_code("unsupported-task", InputError) as caught:
         read_unlabelled("x.txt", "translation", Columns(), tmp_path)
     assert "translation" in str(caught.value)

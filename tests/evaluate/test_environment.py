@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from smelt.evaluate import environment as module
-from smelt.evaluate.environment import environment, gpus, machine_id
+from smelt.evaluate.environment import describe_environment, list_gpus, machine_id
 
 
 def test_environment_tells_what_is_installed_and_can_be_written() -> None:
-    here = environment()
+    here = describe_environment()
     assert here["versions"]["torch"] == version("torch")
     assert here["python"] == platform.python_version()
     assert here["cores"] <= here["logical_cores"] == os.cpu_count()
@@ -44,7 +44,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
             "driver": "570.12",
             "compute_capability": "8.6",
         }
-        assert gpus() == [expected]
+        assert list_gpus() == [expected]
         assert machine_id().endswith("NVIDIA A10")
     finally:
         module._gpu_lines.cache_clear()
@@ -52,7 +52,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_environment_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from smelt.evaluate.environment import environment; environment();"
+        "import sys; from smelt.evaluate.environment import describe_environment; describe_environment();"
         "print([m for m in ('torch', 'transformers', 'onnx', 'onnxruntime') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

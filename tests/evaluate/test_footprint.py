@@ -5,15 +5,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from refusals import refused
 from safetensors.torch import save_file
 from transformers import MarianConfig, MarianMTModel
 
 from smelt.core.artifact import Artifact, FileRecord, Manifest
 from smelt.core.errors import InputError
-from smelt.evaluate.footprint import footprint, onnx_parameters, parameters
-from smelt.runtime.schemes.registry import operators
+from smelt.evaluate.footprint import artifact_parameters, artifact_size, onnx_parameters
+from smelt.runtime.schemes.registry import quantized_operators
 
 
 def artifact(path: Path, kind: str, **details: Any) -> Artifact:
@@ -51,27 +51,27 @@ def test_torch_count_equals_the_model_s_own(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     learnt = sum(p.numel() for n, p in model.named_parameters() if "embed_positions" not in n)
     # transformers keeps the (zero) bias of the logits as a buffer in the file
-    assert parameters(artifact(tmp_path, "torch")) == learnt + model.final_logits_bias.numel()
+    assert artifact_parameters(artifact(tmp_path, "torch")) == learnt + model.final_logits_bias.numel()
 
 
 def test_recorded_count_wins_and_engines_have_no_other(tmp_path: Path) -> None:
     (tmp_path / "model.plan").write_bytes(b"x" * 10)
-    assert footprint(artifact(tmp_path, "tensorrt", parameters=7)) == {"parameters": 7, "size_bytes": 10}
-    assert parameters(artifact(tmp_path, "tensorrt")) is None
+    assert artifact_size(artifact(tmp_path, "tensorrt", parameters=7)) == {"parameters": 7, "size_bytes": 10}
+    assert artifact_parameters(artifact(tmp_path, "tensorrt")) is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 64])
 def test_damaged_safetensors_is_an_input_error(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(damage)
-    with refused("damaged-weights", InputError):
-        parameters(artifact(tmp_path, "torch"))
+    with raises_code("damaged-weights", InputError):
+        artifact_parameters(artifact(tmp_path, "torch"))
 
 
 def test_a_shard_is_counted_from_its_header_alone(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: -4 * 22])  # the values are gone, the header is not
-    assert parameters(artifact(tmp_path, "torch")) == 22
+    assert artifact_parameters(artifact(tmp_path, "torch")) == 22
 
 
 def _write(path: Path, weights: dict[str, np.ndarray[Any, Any]], external: bool = False) -> None:
@@ -103,7 +103,7 @@ def test_onnx_counts_weights_once_and_no_scales_or_shapes(tmp_path: Path, extern
     assert onnx_parameters(tmp_path) == 16 * 8 + 8 + 8, "the codes are the same, the bias is another"
 
 
-@pytest.mark.parametrize(("operator", "places"), operators().items())
+@pytest.mark.parametrize(("operator", "places"), quantized_operators().items())
 def test_scales_and_zero_points_of_our_schemes_are_not_counted(
     tmp_path: Path, operator: str, places: tuple[int, ...]
 ) -> None:
@@ -120,5 +120,5 @@ def test_scales_and_zero_points_of_our_schemes_are_not_counted(
 
 def test_onnx_file_that_is_none_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff\xff")
-    with refused("unreadable-file", InputError):
+    with raises_code("unreadable-file", InputError):
         onnx_parameters(tmp_path)

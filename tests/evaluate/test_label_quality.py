@@ -5,14 +5,19 @@ import re
 
 import numpy as np
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, mean_squared_error
 
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
-from smelt.evaluate.label_quality import NUMBER_METRICS, SET_METRICS, score_label_sets, score_numbers
-from smelt.evaluate.significance import Statistics, compare, wilson_interval
+from smelt.evaluate.label_quality import (
+    LABEL_SET_METRICS,
+    REGRESSION_METRICS,
+    score_label_sets,
+    score_regression,
+)
+from smelt.evaluate.significance import Statistics, compare_steps, wilson_interval
 
 rng = np.random.default_rng(4)
 GOLD = rng.random((60, 5)) < 0.3
@@ -29,7 +34,7 @@ def sets(indicators):
 
 
 def draws(n, count):
-    return np.random.default_rng(significance.SEED).integers(0, n, size=(1000, n))[:count]
+    return np.random.default_rng(significance.BOOTSTRAP_SEED).integers(0, n, size=(1000, n))[:count]
 
 
 def sklearn_sets(metric, gold, guess):
@@ -44,12 +49,12 @@ def reference_number(metric, gold, guess):
     return 100 * (pearsonr if metric == "pearson" else spearmanr)(gold, guess).statistic
 
 
-@pytest.mark.parametrize("metric", SET_METRICS)
+@pytest.mark.parametrize("metric", LABEL_SET_METRICS)
 def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric]
     assert score.value == pytest.approx(sklearn_sets(metric, GOLD, GUESS))
     assert (score.n, score.higher_is_better) == (60, True)
-    ours = significance._resampled(score.statistics)
+    ours = significance._resampled_values(score.statistics)
     assert ours[:30] == pytest.approx([sklearn_sets(metric, GOLD[i], GUESS[i]) for i in draws(60, 30)])
     if metric == "subset_accuracy":
         hits = int((GOLD == GUESS).all(axis=1).sum())
@@ -59,36 +64,36 @@ def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
         assert "bs:1000|seed:12345" in score.signature
 
 
-@pytest.mark.parametrize("metric", NUMBER_METRICS)
+@pytest.mark.parametrize("metric", REGRESSION_METRICS)
 def test_numbers_equal_scipy_and_sklearn_on_all_rows_and_on_resamples(metric):
-    score = score_numbers([metric], NEAR.tolist(), NUMBERS.tolist())[metric]
+    score = score_regression([metric], NEAR.tolist(), NUMBERS.tolist())[metric]
     assert score.value == pytest.approx(reference_number(metric, NUMBERS, NEAR))
     assert score.higher_is_better == (metric != "mse")
-    ours = significance._resampled(score.statistics)
+    ours = significance._resampled_values(score.statistics)
     assert ours[:30] == pytest.approx([reference_number(metric, NUMBERS[i], NEAR[i]) for i in draws(60, 30)])
     assert score.ci95 == pytest.approx(tuple(np.quantile(ours, (0.025, 0.975))))
 
 
-@pytest.mark.parametrize("metric", NUMBER_METRICS)
+@pytest.mark.parametrize("metric", REGRESSION_METRICS)
 def test_a_nearer_prediction_is_better_with_a_small_p(metric):
     better, worse = (
-        score_numbers([metric], guess.tolist(), NUMBERS.tolist())[metric] for guess in (NEAR, FAR)
+        score_regression([metric], guess.tolist(), NUMBERS.tolist())[metric] for guess in (NEAR, FAR)
     )
-    result = compare(better.statistics, worse.statistics)
+    result = compare_steps(better.statistics, worse.statistics)
     expected = reference_number(metric, NUMBERS, NEAR) - reference_number(metric, NUMBERS, FAR)
     assert result["difference"] == pytest.approx(expected)
     assert (result["difference"] > 0) == better.higher_is_better
     assert result["p_value"] < 0.05
-    same = compare(better.statistics, better.statistics)
+    same = compare_steps(better.statistics, better.statistics)
     assert (same["difference"], same["p_value"]) == (0.0, 1.0)
     assert (same["ci95"] is None) == (metric == "mse")  # which has no range
 
 
-@pytest.mark.parametrize("metric", SET_METRICS)
+@pytest.mark.parametrize("metric", LABEL_SET_METRICS)
 def test_sets_are_compared_in_pairs(metric):
     better = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric].statistics
     worse = score_label_sets([metric], sets(POOR), sets(GOLD), 5)[metric].statistics
-    result = compare(better, worse)
+    result = compare_steps(better, worse)
     expected = sklearn_sets(metric, GOLD, GUESS) - sklearn_sets(metric, GOLD, POOR)
     assert result["difference"] == pytest.approx(expected)
     assert result["p_value"] < 0.05
@@ -101,23 +106,23 @@ def test_subset_accuracy_uses_mcnemar_exact():
     two = [
         score_label_sets(["subset_accuracy"], x, gold, 2)["subset_accuracy"].statistics for x in (one, other)
     ]
-    assert compare(*two)["p_value"] == pytest.approx(2 * (1 + 12 + 66) / 4096)
+    assert compare_steps(*two)["p_value"] == pytest.approx(2 * (1 + 12 + 66) / 4096)
 
 
 def test_a_constant_has_no_correlation_and_reads_zero():
-    scores = score_numbers(["pearson", "spearman"], [0.1] * 5, [1.0, 2.0, 3.0, 4.0, 5.0])
+    scores = score_regression(["pearson", "spearman"], [0.1] * 5, [1.0, 2.0, 3.0, 4.0, 5.0])
     assert [s.value for s in scores.values()] == [0.0, 0.0]
-    tiny = score_numbers(["pearson"], [1e-9, 2e-9, 3e-9], [1.0, 2.0, 3.0])["pearson"]
+    tiny = score_regression(["pearson"], [1e-9, 2e-9, 3e-9], [1.0, 2.0, 3.0])["pearson"]
     assert tiny.value == pytest.approx(100)
 
 
 def test_statistics_survive_json_and_stay_out_of_the_report():
     for score in (
-        *score_label_sets(SET_METRICS, sets(GUESS), sets(GOLD), 5).values(),
-        *score_numbers(NUMBER_METRICS, NEAR.tolist(), NUMBERS.tolist()).values(),
+        *score_label_sets(LABEL_SET_METRICS, sets(GUESS), sets(GOLD), 5).values(),
+        *score_regression(REGRESSION_METRICS, NEAR.tolist(), NUMBERS.tolist()).values(),
     ):
         assert Statistics.model_validate(json.loads(json.dumps(score.statistics.dump()))) == score.statistics
-        assert "statistics" not in score.public()
+        assert "statistics" not in score.to_report()
 
 
 def test_a_thousand_rows_take_less_than_two_seconds():
@@ -126,17 +131,17 @@ def test_a_thousand_rows_take_less_than_two_seconds():
     gold = np.random.default_rng(1).normal(size=1000)
     guess = gold + np.random.default_rng(2).normal(size=1000)
     start = time.process_time()
-    score_numbers(NUMBER_METRICS, guess.tolist(), gold.tolist())
+    score_regression(REGRESSION_METRICS, guess.tolist(), gold.tolist())
     assert time.process_time() - start < 2
 
 
 def test_other_examples_and_wrong_words_are_refused():
-    one = score_numbers(["mse"], [1.0, 2.0], [1.0, 2.0])["mse"].statistics
-    with refused("other-examples", InputError):
-        compare(one, score_numbers(["mse"], [1.0, 2.0], [1.0, 3.0])["mse"].statistics)
-    with refused("unknown-metric", InputError) as caught:
-        score_numbers(["rmse"], [1.0], [1.0])
+    one = score_regression(["mse"], [1.0, 2.0], [1.0, 2.0])["mse"].statistics
+    with raises_code("other-examples", InputError):
+        compare_steps(one, score_regression(["mse"], [1.0, 2.0], [1.0, 3.0])["mse"].statistics)
+    with raises_code("unknown-metric", InputError) as caught:
+        score_regression(["rmse"], [1.0], [1.0])
     assert all(name in str(caught.value) for name in ("'rmse'", "'mse'?"))
-    with refused("count-mismatch", InputError) as caught:
+    with raises_code("count-mismatch", InputError) as caught:
         score_label_sets(["f1_micro"], [[0]], [[0], [1]], 2)
     assert re.findall(r"\d+", str(caught.value)) == ["1", "2"]

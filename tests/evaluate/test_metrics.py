@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from smelt.evaluate.metrics import METRICS
-from smelt.evaluate.significance import Statistics, value_of
+from smelt.evaluate.significance import Statistics, metric_value
 from smelt.recipe import recipe
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
-USED = sorted({name for names in recipe.METRICS.values() for name in names})
+USED = sorted({name for names in recipe.METRICS_BY_TASK.values() for name in names})
 COLUMNS = {"bleu": 10, "chrf": 18, "perplexity": 3, "bits_per_byte": 3}
 
 
@@ -31,11 +31,11 @@ def _statistics(name):
 
 @pytest.mark.parametrize("name", USED)
 def test_every_metric_has_a_value_on_resamples(name):
-    assert np.isfinite(value_of(_statistics(name)))
+    assert np.isfinite(metric_value(_statistics(name)))
 
 
 def test_a_metric_without_a_formula_is_no_mean_of_its_first_column():
     with pytest.raises(KeyError) as caught:
-        value_of(_statistics("mcc"))
+        metric_value(_statistics("mcc"))
     assert "mcc" in caught.value.args[0]
     assert caught.value.args[0] != "mcc"  # no look-up that failed by chance

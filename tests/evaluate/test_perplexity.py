@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.evaluate.perplexity import score_windows
-from smelt.evaluate.significance import compare
+from smelt.evaluate.significance import compare_steps
 
 LOSSES = [10.0, 30.0, 8.0, 12.0, 11.0, 9.0, 13.0]
 TOKENS, SIZES = [5, 10, 4, 5, 6, 3, 7], [20, 50, 15, 21, 25, 14, 30]
@@ -38,11 +38,11 @@ def test_interval_is_that_of_resampled_windows():
 
 def test_difference_is_a_rise_when_the_model_got_worse():
     worse = _scores([loss * 1.1 for loss in LOSSES])["perplexity"].statistics
-    found = compare(worse, _scores()["perplexity"].statistics)
+    found = compare_steps(worse, _scores()["perplexity"].statistics)
     assert found["difference"] == pytest.approx(math.exp(102.3 / 40) - math.exp(93 / 40))
     assert found["p_value"] == pytest.approx(2 / 2**7)  # of seven windows the least that signs can give
-    with refused("other-examples", InputError):
-        compare(worse, _scores(examples=("y",))["perplexity"].statistics)
+    with raises_code("other-examples", InputError):
+        compare_steps(worse, _scores(examples=("y",))["perplexity"].statistics)
 
 
 def test_same_text_in_other_windows_is_drawn_apart():
@@ -52,7 +52,7 @@ def test_same_text_in_other_windows_is_drawn_apart():
         [26, 25, 19, 21, 15, 24, 22, 23],
     )  # fmt: skip
     other = score_windows(["bits_per_byte"], losses, tokens, sizes, "window:8|stride:8", ["x"])
-    found = compare(other["bits_per_byte"].statistics, _scores()["bits_per_byte"].statistics)
+    found = compare_steps(other["bits_per_byte"].statistics, _scores()["bits_per_byte"].statistics)
     draw = np.random.default_rng(1)
     one, two = (
         np.array(n)[at].sum(1) / np.array(b)[at].sum(1) / math.log(2)
@@ -70,8 +70,8 @@ def test_perplexity_stays_finite_when_a_model_is_broken():
 
 
 def test_scores_are_refused_when_metric_or_windows_are_missing():
-    with refused("unknown-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as caught:
         score_windows(["perplexty"], LOSSES, TOKENS, SIZES, "", [])
     assert "'perplexity'?" in str(caught.value)
-    with refused("count-mismatch", InputError):
+    with raises_code("count-mismatch", InputError):
         score_windows(["perplexity"], [], [], [], "", [])

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 from sacrebleu.metrics.bleu import BLEU
@@ -12,9 +12,9 @@ from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
-from smelt.evaluate.label_quality import score_label_sets, score_numbers
+from smelt.evaluate.label_quality import score_label_sets, score_regression
 from smelt.evaluate.perplexity import score_windows
-from smelt.evaluate.quality import TEXT_METRICS, UnicodeWords, score_labels, score_texts
+from smelt.evaluate.quality import TEXT_METRICS, UnicodeTokenizer, score_labels, score_texts
 from smelt.evaluate.significance import Statistics
 
 WORDS = [
@@ -118,7 +118,7 @@ def test_rouge_equals_rouge_score_on_english():
 
 
 def test_tokenizer_keeps_letters_of_all_scripts():
-    tokenize = UnicodeWords().tokenize
+    tokenize = UnicodeTokenizer().tokenize
     assert tokenize("Schöne Grüße, Straße_7!") == ["schöne", "grüße", "straße", "7"]
     assert tokenize("scho\u0308n") == tokenize("schön")
     assert tokenize("हिन्दी में") == ["हिन्दी", "में"]
@@ -150,7 +150,7 @@ def test_f1_of_resamples_equals_sklearn():
     gold = rng.integers(0, 4, 20)
     predicted = np.where(rng.random(20) < 0.7, gold, rng.integers(0, 4, 20))
     score = score_labels(["f1"], predicted.tolist(), gold.tolist())["f1"]
-    ours = significance._resampled(score.statistics)
+    ours = significance._resampled_values(score.statistics)
     draws = np.random.default_rng(12345).integers(0, 20, size=(1000, 20))[:40]
     theirs = [100 * f1_score(gold[i], predicted[i], average="macro") for i in draws]
     assert ours[:40] == pytest.approx(theirs)
@@ -161,8 +161,8 @@ def test_statistics_survive_json_and_stay_out_of_the_report():
     score = score_texts(["bleu"], ["a b c d"], [["a b c d e"]])["bleu"]
     again = Statistics.model_validate(json.loads(json.dumps(score.statistics.dump())))
     assert again == score.statistics
-    assert set(score.public()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature", "chance"}
-    json.dumps(score.public())
+    assert set(score.to_report()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature", "chance"}
+    json.dumps(score.to_report())
 
 
 def test_thousand_sentences_take_less_than_two_seconds():
@@ -185,7 +185,7 @@ def test_thousand_sentences_take_less_than_two_seconds():
     ],
 )
 def test_errors_say_what_was_read(call, code, named):
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         call()
     assert [value for value in named if value not in str(caught.value)] == []
 
@@ -224,7 +224,7 @@ def test_the_value_without_a_model_is_the_librarys_on_a_constant():
     constant = [[1, 0]] * 3
     expected = f1_score([[1, 0], [1, 0], [0, 1]], constant, average="micro", zero_division=0)
     assert sets["f1_micro"].chance == pytest.approx(100 * expected)
-    numbers = score_numbers(["mse", "pearson"], [1.0, 2.0, 2.0], [1.0, 2.0, 6.0])
+    numbers = score_regression(["mse", "pearson"], [1.0, 2.0, 2.0], [1.0, 2.0, 6.0])
     assert numbers["mse"].chance == pytest.approx(np.var([1.0, 2.0, 6.0]))
     assert numbers["pearson"].chance == 0
     windows = score_windows(["perplexity", "bits_per_byte"], [9.0] * 8, [4] * 8, [10] * 8, "w", ["x"], 300)
@@ -236,7 +236,7 @@ def test_rouge_lsum_takes_sentences_as_rouge_score_takes_lines():
     reference = "The cat sat on the mat. It was warm! Was it asleep?"
     prediction = "It was warm. The cat slept on the mat."
     lines = [text.replace(". ", ".\n").replace("! ", "!\n") for text in (reference, prediction)]
-    theirs = RougeScorer(["rougeLsum", "rougeL"], tokenizer=UnicodeWords()).score(*lines)
+    theirs = RougeScorer(["rougeLsum", "rougeL"], tokenizer=UnicodeTokenizer()).score(*lines)
     scores = score_texts(["rougeL", "rougeLsum"], [prediction], [[reference]])
     assert scores["rougeLsum"].value == pytest.approx(100 * theirs["rougeLsum"].fmeasure)
     assert scores["rougeL"].value == pytest.approx(100 * theirs["rougeL"].fmeasure)

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 from scipy import stats
 
 from smelt.core.errors import InputError
 from smelt.evaluate import sentence_quality
-from smelt.evaluate.sentence_quality import VECTOR_METRICS, Reference, cosines, score_vectors
-from smelt.evaluate.significance import compare
-from smelt.recipe import problem
+from smelt.evaluate.sentence_quality import EMBEDDING_METRICS, ReferenceVectors, paired_cosines, score_vectors
+from smelt.evaluate.significance import compare_steps
+from smelt.recipe import problem_type
 
 DRAW = np.random.default_rng(0)
 VECTORS = DRAW.normal(size=(40, 6)).astype(np.float32)
@@ -22,8 +22,8 @@ def other(scale):
 
 
 def test_the_names_of_the_metrics_are_those_of_recipes():
-    for name in ("AGREEMENT", "SCORE_METRICS", "VECTOR_METRICS"):
-        assert getattr(sentence_quality, name) == getattr(problem, name)
+    for name in ("AGREEMENT_METRIC", "CORRELATION_METRICS", "EMBEDDING_METRICS"):
+        assert getattr(sentence_quality, name) == getattr(problem_type, name)
 
 
 def test_correlations_are_those_of_scipy():
@@ -41,7 +41,7 @@ def test_correlations_are_those_of_scipy():
 
 def test_agreement_is_the_mean_cosine_with_the_reference():
     near = other(0.3)
-    found = score_vectors(VECTOR_METRICS, near, TEXTS, reference=Reference(VECTORS, "a" * 64))
+    found = score_vectors(EMBEDDING_METRICS, near, TEXTS, reference=ReferenceVectors(VECTORS, "a" * 64))
     assert list(found) == ["agreement"]  # no scores, no correlation
     score = found["agreement"]
     by_hand = [
@@ -55,13 +55,13 @@ def test_agreement_is_the_mean_cosine_with_the_reference():
 
 
 def test_a_step_agrees_less_than_the_reference_itself_and_the_test_says_so():
-    reference = Reference(VECTORS, "a" * 64)
+    reference = ReferenceVectors(VECTORS, "a" * 64)
     own, step = (
         score_vectors(("agreement",), v, TEXTS, reference=reference)["agreement"]
         for v in (VECTORS, other(0.5))
     )
     assert own.value == pytest.approx(100)
-    found = compare(step.statistics, own.statistics)
+    found = compare_steps(step.statistics, own.statistics)
     assert found["difference"] == pytest.approx(step.value - 100)
     assert found["ci95"][1] < 0
     assert found["p_value"] < 0.01
@@ -69,27 +69,29 @@ def test_a_step_agrees_less_than_the_reference_itself_and_the_test_says_so():
 
 def test_agreement_with_another_reference_cannot_be_compared():
     one, two = (
-        score_vectors(("agreement",), VECTORS, TEXTS, reference=Reference(VECTORS, key * 64))["agreement"]
+        score_vectors(("agreement",), VECTORS, TEXTS, reference=ReferenceVectors(VECTORS, key * 64))[
+            "agreement"
+        ]
         for key in "ab"
     )
-    with refused("other-signature", InputError):
-        compare(one.statistics, two.statistics)
+    with raises_code("other-signature", InputError):
+        compare_steps(one.statistics, two.statistics)
 
 
 def test_agreement_is_left_out_where_widths_differ_or_nothing_is_there():
-    narrow = Reference(VECTORS[:, :3], "a" * 64)
-    assert score_vectors(VECTOR_METRICS, VECTORS, TEXTS, reference=narrow) == {}
-    assert score_vectors(VECTOR_METRICS, VECTORS, TEXTS) == {}
+    narrow = ReferenceVectors(VECTORS[:, :3], "a" * 64)
+    assert score_vectors(EMBEDDING_METRICS, VECTORS, TEXTS, reference=narrow) == {}
+    assert score_vectors(EMBEDDING_METRICS, VECTORS, TEXTS) == {}
 
 
 def test_a_vector_of_zeros_has_no_direction():
-    assert cosines(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)).tolist() == [0.0]
+    assert paired_cosines(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)).tolist() == [0.0]
 
 
 def test_unknown_metrics_and_missing_vectors_are_errors():
-    with refused("unknown-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as caught:
         score_vectors(("spearmann",), VECTORS, TEXTS)
     assert all(name in str(caught.value) for name in ("'spearmann'", "'spearman'?"))
-    with refused("count-mismatch", InputError) as caught:
+    with raises_code("count-mismatch", InputError) as caught:
         score_vectors(("agreement",), VECTORS, TEXTS[:-1])
     assert all(number in str(caught.value) for number in ("40", "39"))

@@ -3,7 +3,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from scipy.optimize import brentq, minimize_scalar
@@ -15,12 +15,12 @@ from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
 from smelt.evaluate.significance import (
     bootstrap_interval,
-    compare,
+    compare_steps,
     difference_interval,
-    fewest,
-    interval_of,
+    metric_interval,
+    metric_value,
+    min_examples,
     tango_interval,
-    value_of,
     wilson_interval,
 )
 
@@ -64,18 +64,18 @@ def statistics(metric, texts):
 @pytest.mark.parametrize("metric", TEXT_METRICS)
 def test_better_step_has_positive_difference_and_small_p(metric):
     better, worse = statistics(metric, GOOD), statistics(metric, POOR)
-    result = compare(better, worse)
+    result = compare_steps(better, worse)
     assert result["difference"] > 5
     assert 0 < result["ci95"][0] <= result["difference"] <= result["ci95"][1]
     assert result["p_value"] == pytest.approx(2 / 1001)
-    back = compare(worse, better)
+    back = compare_steps(worse, better)
     assert back["difference"] == pytest.approx(-result["difference"])
     assert back["ci95"] == pytest.approx([-result["ci95"][1], -result["ci95"][0]])
 
 
 def test_step_against_itself_shows_no_difference():
     same = statistics("bleu", GOOD)
-    found = compare(same, same)
+    found = compare_steps(same, same)
     assert (found["difference"], found["p_value"]) == (0.0, 1.0)
 
 
@@ -85,9 +85,9 @@ def test_an_interval_of_what_did_not_change_knows_n(metric):
     for n in (8, 40, 400):
         same = statistics(metric, GOOD)
         same = same.model_copy(update={"rows": (same.rows * 5)[:n]})
-        low, high = compare(same, same)["ci95"]
+        low, high = compare_steps(same, same)["ci95"]
         z2 = NormalDist().inv_cdf(0.975) ** 2
-        share, value = z2 / (n + z2), value_of(same)
+        share, value = z2 / (n + z2), metric_value(same)
         assert (low, high) == (pytest.approx(-value * share), pytest.approx((100 - value) * share))
 
 
@@ -112,8 +112,8 @@ def test_sentences_without_any_match_take_their_share_of_bleu():
     rows = [base.rows[0]] * 100
     ruined = [*rows[0][:2], 0, 0, 0, 0, *rows[0][6:]]
     whole = base.model_copy(update={"rows": rows})
-    lost = value_of(whole) - value_of(base.model_copy(update={"rows": [ruined] * 5 + rows[5:]}))
-    assert lost == pytest.approx(0.05 * value_of(whole))
+    lost = metric_value(whole) - metric_value(base.model_copy(update={"rows": [ruined] * 5 + rows[5:]}))
+    assert lost == pytest.approx(0.05 * metric_value(whole))
 
 
 def test_a_step_that_hardly_changed_is_not_known_less_than_one_that_did():
@@ -155,38 +155,38 @@ def test_few_examples_are_significant_only_as_far_as_their_signs_can_be(metric):
     better, worse = statistics(metric, GOOD), statistics(metric, POOR)
     for n in range(1, 9):
         one, two = (s.model_copy(update={"rows": s.rows[:n]}) for s in (better, worse))
-        assert compare(one, two)["p_value"] >= 2 / 2**n
-    five = compare(*(s.model_copy(update={"rows": [s.rows[0]] * 5}) for s in (better, worse)))
+        assert compare_steps(one, two)["p_value"] >= 2 / 2**n
+    five = compare_steps(*(s.model_copy(update={"rows": [s.rows[0]] * 5}) for s in (better, worse)))
     assert five["p_value"] == 2 / 2**5  # all are the same, and yet no 2 / 1001
 
 
 def test_examples_that_do_not_differ_have_no_sign():
     good = statistics("chrf", GOOD)
     rows = [*statistics("chrf", POOR).rows[:4], *good.rows[4:]]
-    found = compare(good.model_copy(update={"rows": rows}), good)
+    found = compare_steps(good.model_copy(update={"rows": rows}), good)
     assert found["difference"] < 0
     assert found["p_value"] >= 2 / 2**4
 
 
 def test_few_examples_have_no_interval():
     good, poor = (score_texts(["bleu"], [t], [[REFERENCES[0]]])["bleu"] for t in (GOOD[0], POOR[0]))
-    assert (good.ci95, interval_of(good.statistics)) == (None, None)
-    assert compare(good.statistics, poor.statistics) == {
+    assert (good.ci95, metric_interval(good.statistics)) == (None, None)
+    assert compare_steps(good.statistics, poor.statistics) == {
         "difference": good.value - poor.value, "ci95": None, "p_value": 1.0
     }  # fmt: skip
     for confidence, least in ((0.5, 2), (0.9, 5), (0.95, 6), (0.99, 8), (0.999, 11)):
-        assert fewest("bleu", confidence) == least
+        assert min_examples("bleu", confidence) == least
         assert 2 / 2**least <= 1 - confidence < 2 / 2 ** (least - 1)
         for n in (least - 1, least):
             own, other = (
                 s.model_copy(update={"rows": s.rows[:n]})
                 for s in (statistics("bleu", GOOD), statistics("bleu", POOR))
             )
-            assert (interval_of(own, confidence) is None) == (n < least)
+            assert (metric_interval(own, confidence) is None) == (n < least)
             assert (difference_interval(own, other, confidence) is None) == (n < least)
     hits = score_labels(["accuracy"], [1], [1])["accuracy"]  # Wilson's and Tango's hold for one
-    assert hits.ci95 == interval_of(hits.statistics)
-    assert compare(hits.statistics, hits.statistics)["ci95"] is not None
+    assert hits.ci95 == metric_interval(hits.statistics)
+    assert compare_steps(hits.statistics, hits.statistics)["ci95"] is not None
 
 
 def test_other_windows_of_a_text_are_as_few_as_the_fewer_of_both():
@@ -197,20 +197,20 @@ def test_other_windows_of_a_text_are_as_few_as_the_fewer_of_both():
         for n in (5, 9)
     )
     for one, two in ((few, many), (many, few)):
-        found = compare(one, two)
+        found = compare_steps(one, two)
         assert found["ci95"] is None
         assert found["p_value"] >= 2 / 2**5
 
 
 def test_chance_is_not_called_a_difference():
-    result = compare(statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6)))
+    result = compare_steps(statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6)))
     assert result["p_value"] > 0.05
     assert result["ci95"][0] < 0 < result["ci95"][1]
 
 
 def test_difference_and_p_agree_with_sacrebleu_paired_bootstrap():
     near = predictions(0.2, 7)
-    ours = compare(statistics("bleu", near), statistics("bleu", GOOD))
+    ours = compare_steps(statistics("bleu", near), statistics("bleu", GOOD))
     test = PairedTest(
         [("good", GOOD), ("near", near)],
         {"BLEU": BLEU(references=[REFERENCES])},
@@ -238,7 +238,7 @@ def test_p_equals_count_over_the_same_resamples():
             for i in draws
         ]
     )
-    result = compare(statistics("bleu", near), statistics("bleu", GOOD))
+    result = compare_steps(statistics("bleu", near), statistics("bleu", GOOD))
     assert result["p_value"] == pytest.approx(2 * (np.sum(differences >= 0) + 1) / 1001)
     assert result["ci95"] == pytest.approx(list(np.quantile(differences, (0.025, 0.975))))
 
@@ -247,7 +247,7 @@ def test_accuracy_uses_mcnemar_exact():
     gold = [1] * 40
     one = [1] * 32 + [0] * 8  # 10 right that the other gets wrong, 2 the other way round
     other = [1] * 22 + [0] * 10 + [1] * 2 + [0] * 6
-    result = compare(
+    result = compare_steps(
         score_labels(["accuracy"], one, gold)["accuracy"].statistics,
         score_labels(["accuracy"], other, gold)["accuracy"].statistics,
     )
@@ -258,13 +258,13 @@ def test_accuracy_uses_mcnemar_exact():
 
 def test_accuracy_without_discordant_examples_has_p_one():
     score = score_labels(["accuracy"], [0, 1, 1], [0, 1, 0])["accuracy"].statistics
-    assert compare(score, score)["p_value"] == 1.0
+    assert compare_steps(score, score)["p_value"] == 1.0
 
 
 def test_f1_difference_equals_sklearn():
     gold = [0, 1, 2, 0, 1, 2, 0, 1]
     one, other = [0, 1, 2, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0, 2]
-    result = compare(
+    result = compare_steps(
         score_labels(["f1"], one, gold)["f1"].statistics, score_labels(["f1"], other, gold)["f1"].statistics
     )
     expected = 100 * (f1_score(gold, one, average="macro") - f1_score(gold, other, average="macro"))
@@ -274,19 +274,19 @@ def test_f1_difference_equals_sklearn():
 def test_other_examples_are_refused():
     one = score_texts(["bleu"], ["a b"], [["a b"]])["bleu"].statistics
     other = score_texts(["bleu"], ["a b"], [["a c"]])["bleu"].statistics
-    with refused("other-examples", InputError):
-        compare(one, other)
-    with refused("other-metric", InputError):
-        compare(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
+    with raises_code("other-examples", InputError):
+        compare_steps(one, other)
+    with raises_code("other-metric", InputError):
+        compare_steps(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
 
 
 def test_intervals_widen_with_their_confidence_and_095_is_the_reports():
     step, other = statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6))
-    assert list(difference_interval(step, other)) == compare(step, other)["ci95"]
-    for interval in (lambda c: difference_interval(step, other, c), lambda c: interval_of(step, c)):
+    assert list(difference_interval(step, other)) == compare_steps(step, other)["ci95"]
+    for interval in (lambda c: difference_interval(step, other, c), lambda c: metric_interval(step, c)):
         (a, d), (b, c) = interval(0.99), interval(0.8)
         assert a < b < c < d
-    assert interval_of(step) == bootstrap_interval(step)
+    assert metric_interval(step) == bootstrap_interval(step)
 
 
 def test_interval_of_hits_is_wilsons():
@@ -295,10 +295,10 @@ def test_interval_of_hits_is_wilsons():
     score = score_labels(["accuracy"], [1, 1, 0, 1, 0], [1, 1, 1, 1, 0])["accuracy"]
     for confidence in (0.95, 0.8):
         reference = binomtest(4, 5).proportion_ci(confidence, method="wilson")
-        assert interval_of(score.statistics, confidence) == pytest.approx(
+        assert metric_interval(score.statistics, confidence) == pytest.approx(
             (100 * reference.low, 100 * reference.high)
         )
-    assert interval_of(score.statistics) == tuple(score.ci95)
+    assert metric_interval(score.statistics) == tuple(score.ci95)
 
 
 def score_test(gained, lost, n, difference):
@@ -341,7 +341,7 @@ def test_no_changed_prediction_of_few_examples_does_not_show_that_nothing_was_lo
     few = score_labels(["accuracy"], [1] * 30, [1] * 30)["accuracy"].statistics
     many = score_labels(["accuracy"], [1] * 3000, [1] * 3000)["accuracy"].statistics
     z2 = norm.ppf(0.975) ** 2
-    assert compare(few, few)["ci95"] == pytest.approx([-100 * z2 / (30 + z2), 100 * z2 / (30 + z2)])
+    assert compare_steps(few, few)["ci95"] == pytest.approx([-100 * z2 / (30 + z2), 100 * z2 / (30 + z2)])
     assert difference_interval(many, many)[1] == pytest.approx(0.13, abs=0.01)
 
 
@@ -351,15 +351,15 @@ def means(metric, values):
 
 def test_an_error_has_no_greatest_value_so_equal_ones_have_no_interval():
     """Eight rows of 500 % once gave (467.6, 100.0), of which a gate judged the 100."""
-    assert interval_of(means("relative_error", [5.0] * 8)) is None
-    low, high = interval_of(means("relative_error", [4.0, 5.0] * 4))
+    assert metric_interval(means("relative_error", [5.0] * 8)) is None
+    low, high = metric_interval(means("relative_error", [4.0, 5.0] * 4))
     assert 400 <= low < 450 < high <= 500
 
 
 @pytest.mark.parametrize("other", [0, 1, 3, 5])
 def test_an_interval_of_nearly_equal_values_is_as_wide_as_what_was_not_seen(other):
     """One row of another value must not make eight rows certain: Wilson's upper end of none in 8 is lost."""
-    low, high = interval_of(means("rouge1", [1.0] * (8 - other) + [0.99] * other))
+    low, high = metric_interval(means("rouge1", [1.0] * (8 - other) + [0.99] * other))
     value = 100 - other / 8
     assert low <= value * (1 - wilson_interval(0, 8)[1] / 100)
     assert value <= high <= 100

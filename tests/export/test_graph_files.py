@@ -3,38 +3,38 @@
 import shutil
 
 import causal
-import exports
+import graph_exports
 import matrix
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import tiny
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from refusals import refused
 
 from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import RunError
 from smelt.core.store.store import Store
 from smelt.export import graph_files
 from smelt.export.graph_files import (
-    data_file,
-    give_defaults,
-    has_data_file,
+    external_data_path,
+    has_external_data,
+    inline_weight_bytes,
     read_graph,
-    weight_bytes,
+    set_input_defaults,
     write_graph,
 )
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.parity.example_feeds import example_feeds
-from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_runner
 
 LIMIT = 2000
 # each family and target once; and what else there is
 CASES = [("marian", "fp32", "ort-cpu", "fp32"), ("bert", "binary", "ort-cpu", "fp32"),
          ("gpt2", "int8", "ort-cpu", "fp32"), ("bert", "fp32", "tensorrt", "fp16")]  # fmt: skip
-if matrix.whole():
+if matrix.is_full_matrix():
     CASES += [("marian", "int8", "ort-cpu", "fp32"), ("marian", "binary", "ort-cpu", "fp32"),
               ("bert", "int8", "ort-cpu", "fp32"), ("gpt2", "int4", "ort-cpu", "fp32"),
               ("bert", "fp32", "ort-cpu", "fp32"), ("gpt2", "fp32", "ort-cpu", "fp32"),
@@ -58,31 +58,33 @@ def total(path):
 
 def test_weights_move_out_above_the_limit_and_back_below_it(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
-    assert weight_bytes(model()) == 4 * 1504
+    assert inline_weight_bytes(model()) == 4 * 1504
     write_graph(model(), path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
     inside, sum_inside = path.stat().st_size, total(path)
-    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     for _ in range(2):  # again into the same files: nothing is appended
         write_graph(model(), path)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx_data"]
-        assert data_file(path).stat().st_size == 4032 + 4 * 501  # the second begins at a line of 64 bytes
+        assert (
+            external_data_path(path).stat().st_size == 4032 + 4 * 501
+        )  # the second begins at a line of 64 bytes
     assert path.stat().st_size < inside / 5
     assert total(path) == sum_inside
     found = read_graph(path, values=False)
-    assert has_data_file(found)
+    assert has_external_data(found)
     outside = {t.name for t in found.graph.initializer if t.external_data}
     assert outside == {"large", "other"}
     write_graph(found, path)  # the structure alone; the data stays
     assert total(path) == sum_inside
-    monkeypatch.setattr(graph_files, "LARGEST_INLINE", 10**9)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 10**9)
     write_graph(read_graph(path), path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
     assert total(path) == sum_inside
 
 
 def test_large_tensors_begin_at_pages(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     path = tmp_path / "model.onnx"
     write_graph(model((("a", 300), ("b", 300_000), ("c", 257))), path)
     places = {
@@ -97,13 +99,13 @@ def test_large_tensors_begin_at_pages(tmp_path, monkeypatch):
 def test_a_damaged_graph_or_a_missing_data_file_is_an_error_in_words(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"nothing of the kind")
-    with refused("damaged-file", RunError) as caught:
+    with raises_code("damaged-file", RunError) as caught:
         read_graph(path)
     assert caught.value.file == str(path)
-    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
     write_graph(model(), path)
-    data_file(path).unlink()
-    with refused("damaged-file", RunError) as caught:
+    external_data_path(path).unlink()
+    with raises_code("damaged-file", RunError) as caught:
         read_graph(path)
     assert "model.onnx_data" in str(caught.value)
     assert read_graph(path, values=False).graph.node
@@ -116,7 +118,7 @@ def test_an_input_with_a_default_may_be_left_out(tmp_path):
     graph = helper.make_graph([node], "g", ends, [value("y", TensorProto.INT64, [2])])
     path = tmp_path / "g.onnx"
     write_graph(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
-    give_defaults(path, {"more": 5})
+    set_input_defaults(path, {"more": 5})
     onnx.checker.check_model(str(path))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -132,15 +134,17 @@ def test_an_artifact_with_weights_outside_is_whole_and_moves(
     family, scheme, target, dtype, tmp_path, monkeypatch
 ):
     """Exported, committed, counted, moved and opened by plain ONNX Runtime; equal to the inline one."""
-    inline = exports.exported(family, scheme, target, dtype)
-    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
-    _, task = exports.FAMILIES[family]
+    inline = graph_exports.exported_graphs(family, scheme, target, dtype)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
+    _, task = graph_exports.FAMILIES[family]
     source = inline.folder.parent / ("model" if scheme == "fp32" else "codes")
     store = Store(tmp_path / "store")
     with store.workspace() as space:
-        ctx = exports.context(space / "out", task)
+        ctx = graph_exports.make_context(space / "out", task)
         Onnx()(
-            tiny.artifact(source, task), OnnxSettings(target=target, dtype=dtype, generation_graph=False), ctx
+            tiny.as_artifact(source, task),
+            OnnxSettings(target=target, dtype=dtype, generation_graph=False),
+            ctx,
         )
         manifest = Manifest(
             key="1" * 64, format="onnx", task=task, stage="onnx", settings={}, seed=0, parent=None,
@@ -177,7 +181,7 @@ def test_a_stale_data_file_of_torch_is_never_there(tmp_path, monkeypatch):
     from torch.onnx._internal.exporter import _onnx_program
 
     monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 100)
-    folder = causal.model(tmp_path / "m", "gpt2")
-    ctx = exports.context(tmp_path / "out", "language-modeling")
-    Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(generation_graph=False), ctx)
+    folder = causal.write_model(tmp_path / "m", "gpt2")
+    ctx = graph_exports.make_context(tmp_path / "out", "language-modeling")
+    Onnx()(tiny.as_artifact(folder, "language-modeling"), OnnxSettings(generation_graph=False), ctx)
     assert [p.name for p in ctx.out.iterdir() if "onnx" in p.name] == ["model.onnx"]

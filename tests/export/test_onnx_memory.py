@@ -3,33 +3,33 @@
 import harness
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core import memory
 from smelt.core.errors import RunError
+from smelt.export.onnx_export import check_export
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage import fit
-from smelt.export.stage.settings import OnnxSettings
 
 
 def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
-    source = tiny.artifact(tiny.bert(tmp_path / "m"), "text-classification")
+    source = tiny.as_artifact(tiny.write_bert(tmp_path / "m"), "text-classification")
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
-    with refused("out-of-memory", RunError):
-        Onnx()(source, OnnxSettings(), harness.context(tmp_path / "out", "text-classification"))
+    with raises_code("out-of-memory", RunError):
+        Onnx()(source, OnnxSettings(), harness.make_context(tmp_path / "out", "text-classification"))
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, monkeypatch):
-    source = tiny.artifact(tiny.bert(tmp_path / "m"), "text-classification")
+    source = tiny.as_artifact(tiny.write_bert(tmp_path / "m"), "text-classification")
     asked = []
 
     def refuse(needed, what, remedy):
         asked.append(needed)
         raise RunError(what)
 
-    monkeypatch.setattr(fit, "require_memory", refuse)
-    context = harness.context(tmp_path / "out", "text-classification")
+    monkeypatch.setattr(check_export, "require_memory", refuse)
+    context = harness.make_context(tmp_path / "out", "text-classification")
     for settings in (OnnxSettings(simplify=False), OnnxSettings()):
         with pytest.raises(RunError):
             Onnx()(source, settings, context)

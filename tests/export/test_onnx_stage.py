@@ -8,25 +8,25 @@ import onnx
 import pytest
 import torch
 import transformers
+from expected_errors import raises_code, raises_setting_codes
 from pydantic import ValidationError
-from refusals import invalid, refused
 
-from smelt.compress.quantize.coding import quantize_module
+from smelt.compress.quantize.weight_quantizer import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.export.graph_files import tensors_of
+from smelt.core.messages import message_codes
+from smelt.export.autotune.choose_threads import available_cores
+from smelt.export.graph_files import iter_initializers
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
-from smelt.export.tune.threads import cores
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
-from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.models.edits.apply_edits import apply_edits
 from smelt.runtime.models.structure import replace_module
 from smelt.runtime.text.open_tokenizer import open_tokenizer
 from smelt.runtime.text.rust_tokenizer import RustTokenizer
-from smelt.runtime.text.tokenizing_file import read_tokenizing
+from smelt.runtime.text.tokenizer_info import read_tokenizer_info
 
 
 def tokenizer_files(folder):
@@ -117,7 +117,7 @@ ROWS = Split("x", tuple(Example("a b c d e f g"[: 2 * n + 1]) for n in range(1, 
 
 
 def export(folder, out, data=ROWS, **settings):
-    ctx = harness.context(out, data={"validation": data} if data else {})
+    ctx = harness.make_context(out, data={"validation": data} if data else {})
     Onnx()(artifact(folder), OnnxSettings(**settings), ctx)
     return ctx
 
@@ -179,15 +179,15 @@ def test_graphs_hold_fused_operators_and_say_so(exported):
 
 def test_texts_of_an_exported_model_are_read_without_transformers(marian, exported):
     out, ctx = exported
-    assert ctx.details["tokenizer"] == read_tokenizing(out).reader == "tokenizers"
+    assert ctx.details["tokenizer"] == read_tokenizer_info(out).reader == "tokenizers"
     texts = [example.text for example in ROWS.examples]
-    assert open_tokenizer(out).encode_rows(texts, 32).ids == load_tokenizer(marian)(texts)["input_ids"]
+    assert open_tokenizer(out).encode_batch(texts, 32).ids == load_tokenizer(marian)(texts)["input_ids"]
 
 
 def test_a_reader_that_differs_on_a_row_of_the_data_is_left_to_transformers_and_told(
     bert, tmp_path, monkeypatch
 ):
-    real = RustTokenizer.encode_rows
+    real = RustTokenizer.encode_batch
 
     def spoiled(self, texts, max_length, pairs=None):
         found = real(self, texts, max_length, pairs)
@@ -196,10 +196,10 @@ def test_a_reader_that_differs_on_a_row_of_the_data_is_left_to_transformers_and_
                 ids[1] += 1
         return found
 
-    monkeypatch.setattr(RustTokenizer, "encode_rows", spoiled)
+    monkeypatch.setattr(RustTokenizer, "encode_batch", spoiled)
     ctx = export(bert, tmp_path / "out", simplify=False)
-    assert ctx.details["tokenizer"] == read_tokenizing(tmp_path / "out").reader == "transformers"
-    assert codes(ctx.warnings) == ["slow-tokenizer"]
+    assert ctx.details["tokenizer"] == read_tokenizer_info(tmp_path / "out").reader == "transformers"
+    assert message_codes(ctx.warnings) == ["slow-tokenizer"]
     assert "'a b c d e'" in ctx.warnings[0].message
 
 
@@ -219,7 +219,7 @@ def test_every_graph_holds_the_matrix_of_embedding_and_head_in_the_same_layout(e
     found = {}
     for path in out.glob("*.onnx"):
         model = onnx.load(path)
-        found[path.stem] = [onnx.numpy_helper.to_array(t) for t in tensors_of(model.graph)]
+        found[path.stem] = [onnx.numpy_helper.to_array(t) for t in iter_initializers(model.graph)]
     assert found.keys() >= {"encoder_model", "decoder_with_past_model", "generate", "generate_beams"}
     encoder = onnx.load(out / "encoder_model.onnx").graph.initializer
     [table] = [t for t in encoder if t.name.endswith("embed_tokens.matrix.codes")]
@@ -256,33 +256,35 @@ def test_classifier_equals_transformers_for_any_batch_and_length(bert, tmp_path)
 
 
 def test_int8_for_a_target_without_ranges_is_refused(quantized, tmp_path):
-    with refused("unsupported-scheme", InputError) as caught:
+    with raises_code("unsupported-scheme", InputError) as caught:
         export(quantized, tmp_path / "out", target="tensorrt")
     assert "int8-dynamic" in str(caught.value)
     assert "`from: NAME`" in str(caught.value)
 
 
 def test_half_on_the_cpu_is_refused_when_the_recipe_is_read():
-    with invalid("unsupported-dtype"):
+    with raises_setting_codes("unsupported-dtype"):
         OnnxSettings(dtype="fp16")
 
 
 def test_parity_without_data_warns(bert, tmp_path):
     ctx = export(bert, tmp_path / "out", data=None, simplify=False)
-    assert codes(ctx.warnings) == ["made-up-inputs"]
+    assert message_codes(ctx.warnings) == ["made-up-inputs"]
 
 
 def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_for(bert, tmp_path):
     assert "threads" not in export(bert, tmp_path / "plain").details
     assert export(bert, tmp_path / "two", threads=2).details["threads"] == 2
     details = export(bert, tmp_path / "tuned", threads="autotune").details
-    assert set(details["threads_ms"]) == {f"{n} thread{'s' * (n > 1)}" for n in range(1, cores() + 1)}
-    assert 1 <= details["threads"] <= cores()
+    assert set(details["threads_ms"]) == {
+        f"{n} thread{'s' * (n > 1)}" for n in range(1, available_cores() + 1)
+    }
+    assert 1 <= details["threads"] <= available_cores()
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "ort-cuda"])
 def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read(target):
-    with invalid("unused-setting") as caught:
+    with raises_setting_codes("unused-setting") as caught:
         OnnxSettings(target=target, threads=1)
     assert target in str(caught.value)
 

@@ -1,23 +1,23 @@
 """The onnx stage with target openvino: its settings, what it refuses, how it is compared."""
 
-import exports
+import graph_exports
 import numpy as np
 import pytest
 import tiny
-from matrix import cells
-from ort import needs_vnni
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
+from matrix import matrix_cells
+from ort_sessions import needs_vnni
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.core.messages import codes
+from smelt.core.messages import message_codes
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends import openvino_module
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "qwen2"])
 def test_bf16_is_held_to_fp32s_tolerance_in_float32_and_to_its_own_as_deployed(family):
-    parity = exports.exported(family, "fp32", "openvino", "bf16").details["parity"]
+    parity = graph_exports.exported_graphs(family, "fp32", "openvino", "bf16").details["parity"]
     for found in parity.values():
         assert found["exact"]["largest"] < 1e-4
         assert found["mean"] < 0.1
@@ -28,7 +28,7 @@ def test_bf16_is_held_to_fp32s_tolerance_in_float32_and_to_its_own_as_deployed(f
 def test_graphs_hold_standard_operators_alone():
     from onnx import load
 
-    for path in exports.exported("t5", "fp32", "openvino").folder.glob("*.onnx"):
+    for path in graph_exports.exported_graphs("t5", "fp32", "openvino").folder.glob("*.onnx"):
         assert {node.domain for node in load(path).graph.node} <= {"", "ai.onnx"}
 
 
@@ -36,7 +36,7 @@ def test_graphs_hold_standard_operators_alone():
     "settings", [{"target": "openvino", "dtype": "fp16"}, {"target": "ort-cpu", "dtype": "bf16"}]
 )
 def test_precisions_that_a_target_does_not_have(settings):
-    with invalid("unsupported-dtype"):
+    with raises_setting_codes("unsupported-dtype"):
         OnnxSettings(**settings)
 
 
@@ -44,14 +44,16 @@ def test_precisions_that_a_target_does_not_have(settings):
 def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
-    make, task = exports.FAMILIES["marian"]
-    ctx = exports.context(tmp_path / "codes", task)
-    Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(**exports.SCHEMES[scheme]), ctx)
-    with refused("unsupported-scheme", InputError) as caught:
+    make, task = graph_exports.FAMILIES["marian"]
+    ctx = graph_exports.make_context(tmp_path / "codes", task)
+    Quantize()(
+        tiny.as_artifact(make(tmp_path / "m"), task), QuantizeSettings(**graph_exports.SCHEMES[scheme]), ctx
+    )
+    with raises_code("unsupported-scheme", InputError) as caught:
         Onnx()(
-            tiny.artifact(ctx.out, task),
+            tiny.as_artifact(ctx.out, task),
             OnnxSettings(target="openvino"),
-            exports.context(tmp_path / "o", task),
+            graph_exports.make_context(tmp_path / "o", task),
         )
     assert "target openvino" in str(caught.value)
     assert "ort-cpu" in str(caught.value)
@@ -60,18 +62,18 @@ def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, t
 def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
-    make, task = exports.FAMILIES["bert"]
-    ctx = exports.context(tmp_path / "codes", task)
-    Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(scheme="bnb-int8"), ctx)
+    make, task = graph_exports.FAMILIES["bert"]
+    ctx = graph_exports.make_context(tmp_path / "codes", task)
+    Quantize()(tiny.as_artifact(make(tmp_path / "m"), task), QuantizeSettings(scheme="bnb-int8"), ctx)
     for target, schemes in (
         ("openvino", "int8-static or int8-groupwise or int4."),
         ("ort-cpu", "int8-dynamic or int8-static or "),
     ):
-        with refused("unsupported-scheme", InputError) as caught:
+        with raises_code("unsupported-scheme", InputError) as caught:
             Onnx()(
-                tiny.artifact(ctx.out, task),
+                tiny.as_artifact(ctx.out, task),
                 OnnxSettings(target=target),
-                exports.context(tmp_path / target, task),
+                graph_exports.make_context(tmp_path / target, task),
             )
         assert f"target {target} " in str(caught.value)
         assert f" {schemes}" in str(caught.value)
@@ -80,33 +82,33 @@ def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(t
 def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths_that_do():
     from torch import nn
 
-    from smelt.compress.quantize.coding import quantize_module
-    from smelt.export.stage.fit import kind_of
+    from smelt.compress.quantize.weight_quantizer import quantize_module
+    from smelt.export.onnx_export.check_export import tolerance_kind
 
     mixed = nn.ModuleList(quantize_module(nn.Linear(32, 8), scheme) for scheme in ("int4", "int2"))
-    with refused("unsupported-scheme", InputError) as caught:
-        kind_of(mixed, OnnxSettings(target="openvino"))
+    with raises_code("unsupported-scheme", InputError) as caught:
+        tolerance_kind(mixed, OnnxSettings(target="openvino"))
     assert "scheme int2: " in str(caught.value)
     assert str(caught.value).endswith("`mixed_precision: {bit_widths: [4, 8]}`.")
-    with refused("unsupported-scheme", InputError) as caught:
-        kind_of(mixed[1:], OnnxSettings(target="openvino"))
+    with raises_code("unsupported-scheme", InputError) as caught:
+        tolerance_kind(mixed[1:], OnnxSettings(target="openvino"))
     assert "scheme int2: " in str(caught.value)
     assert str(caught.value).endswith("int8-groupwise or int4.")
 
 
 def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):
-    make, task = exports.FAMILIES["bert"]
+    make, task = graph_exports.FAMILIES["bert"]
     monkeypatch.setattr(openvino_module, "has_bf16", lambda: False)
-    ctx = exports.context(tmp_path / "onnx", task)
-    Onnx()(tiny.artifact(make(tmp_path / "m"), task), OnnxSettings(target="openvino", dtype="bf16"), ctx)
-    assert "no-bf16" in codes(ctx.warnings)
+    ctx = graph_exports.make_context(tmp_path / "onnx", task)
+    Onnx()(tiny.as_artifact(make(tmp_path / "m"), task), OnnxSettings(target="openvino", dtype="bf16"), ctx)
+    assert "no-bf16" in message_codes(ctx.warnings)
 
 
 def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
-    ctx = exports.context(tmp_path / "onnx", "translation")
-    source = tiny.artifact(tmp_path / "not-there", "translation")
-    with refused("not-installed", MissingDependencyError) as caught:
+    ctx = graph_exports.make_context(tmp_path / "onnx", "translation")
+    source = tiny.as_artifact(tmp_path / "not-there", "translation")
+    with raises_code("not-installed", MissingDependencyError) as caught:
         Onnx()(source, OnnxSettings(target="openvino"), ctx)
     assert "openvino>=2026" in str(caught.value)
     assert not list(ctx.out.iterdir())
@@ -117,7 +119,7 @@ def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
 def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
     from smelt.runtime.backends.openvino_module import compile_graph, has_bf16
 
-    made = exports.exported("bert", "static", "openvino", dtype)
+    made = graph_exports.exported_graphs("bert", "static", "openvino", dtype)
     found = made.details["parity"]["model"]
     assert found["mean"] < 0.1
     assert found["operators"] > 0
@@ -142,10 +144,11 @@ def products_of(path, dtype="fp32"):
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme"), cells(["bert", "marian", "t5", "llama", "qwen2", "vit"], ["int4", "groupwise"])
+    ("family", "scheme"),
+    matrix_cells(["bert", "marian", "t5", "llama", "qwen2", "vit"], ["int4", "groupwise"]),
 )
 def test_codes_in_groups_run_as_they_are_and_give_what_their_parent_gives(family, scheme):
-    made = exports.exported(family, scheme, "openvino")
+    made = graph_exports.exported_graphs(family, scheme, "openvino")
     for found in made.details["parity"].values():
         assert found["exact"]["largest"] < 1e-4
         assert found["mean"] < 0.1

@@ -6,30 +6,33 @@ import every_family
 import pytest
 import seq2seq
 import tiny
-from every_family import OF_TEXTS
+from every_family import TEXT_FAMILIES
 from torch import nn
 
 from smelt.core.data import TASKS
-from smelt.core.files import read_json
-from smelt.families.registry import BY_TASK, FAMILIES, family_of, find_family
-from smelt.families.walk import attentions_of, blocks_of
+from smelt.core.files import read_json_object
+from smelt.families.model_blocks import blocks_of, model_attentions
+from smelt.families.registry import FAMILIES, FAMILIES_BY_TASK, family_of, find_family
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.weight_files import weight_tensors
 
 MAKERS = {
-    "marian": tiny.marian,
-    "t5": seq2seq.t5,
-    "bart": seq2seq.bart,
-    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart"),
-    "bert": tiny.bert,
+    "marian": tiny.write_marian,
+    "t5": seq2seq.write_t5,
+    "bart": seq2seq.write_bart,
+    "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart"),
+    "bert": tiny.write_bert,
     "distilbert": classifiers.distilbert,
     "roberta": classifiers.roberta,
-    **{name: lambda folder, name=name: causal.model(folder, name) for name in causal.FAMILIES},
-    **{name: lambda folder, name=name: every_family.make(folder, name) for name in every_family.CONFIGS},
+    **{name: lambda folder, name=name: causal.write_model(folder, name) for name in causal.FAMILIES},
+    **{
+        name: lambda folder, name=name: every_family.write_model(folder, name)
+        for name in every_family.CONFIGS
+    },
 }
 
 
-@pytest.fixture(scope="module", params=sorted(OF_TEXTS))
+@pytest.fixture(scope="module", params=sorted(TEXT_FAMILIES))
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     MAKERS[request.param](folder)
@@ -39,7 +42,7 @@ def made(request, tmp_path_factory):
 
 def test_every_family_has_a_task_and_every_task_a_family():
     assert all(family.name == name and family.tasks for name, family in FAMILIES.items())
-    assert all(BY_TASK[task] for task in TASKS)
+    assert all(FAMILIES_BY_TASK[task] for task in TASKS)
     assert find_family({"model_type": "mamba"}) is None
     assert family_of(nn.Linear(1, 1)) is None
 
@@ -49,41 +52,43 @@ def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
     config = model.config.to_dict()
     for stack in family.stacks(config):
         assert (
-            len(model.get_submodule(stack.place))
-            == stack.count(config)
-            == getattr(model.config, stack.setting)
+            len(model.get_submodule(stack.module_path))
+            == stack.num_layers(config)
+            == getattr(model.config, stack.num_layers_key)
         )
-        assert hasattr(model.config, stack.feed_forward.setting)
+        assert hasattr(model.config, stack.feed_forward.intermediate_size_key)
 
 
 def test_every_linear_layer_of_a_block_is_part_of_its_attention_or_feed_forward(made):
     _, model, _ = made
     for block in blocks_of(model):
         said = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
-        said |= {*block.feed_forward.inputs, block.feed_forward.down}
-        there = {n for n, m in block.module.named_modules(prefix=block.place) if isinstance(m, nn.Linear)}
+        said |= {*block.feed_forward.input_layers, block.feed_forward.down}
+        there = {
+            n for n, m in block.module.named_modules(prefix=block.module_path) if isinstance(m, nn.Linear)
+        }
         assert said == there
 
 
 def test_heads_and_widths_fill_the_products(made):
     _, model, _ = made
-    for parts in attentions_of(model):
+    for parts in model_attentions(model):
         module, out = model.get_submodule(parts.name), model.get_submodule(parts.out)
-        width = getattr(module, parts.width)
+        width = getattr(module, parts.head_dim_attribute)
         assert out.in_features % width == 0
-        if parts.heads:
-            assert out.in_features == getattr(module, parts.heads) * width
-        if parts.size:
-            assert out.in_features == getattr(module, parts.size)
-        if parts.key_heads:
-            rows = out.in_features + 2 * getattr(module, parts.key_heads) * width
+        if parts.heads_attribute:
+            assert out.in_features == getattr(module, parts.heads_attribute) * width
+        if parts.all_head_size_attribute:
+            assert out.in_features == getattr(module, parts.all_head_size_attribute)
+        if parts.kv_heads_attribute:
+            rows = out.in_features + 2 * getattr(module, parts.kv_heads_attribute) * width
             assert model.get_submodule(parts.query).out_features == rows
-        for norm in parts.norms or ():
+        for norm in parts.qk_norms or ():
             assert model.get_submodule(norm).weight.shape == (width,)
         if (
-            parts.scale not in (None, "width") and not parts.interface
+            parts.scale_attribute not in (None, "width") and not parts.uses_attention_interface
         ):  # of the others test_family sees it used
-            assert getattr(module, parts.scale) == pytest.approx(width**-0.5)
+            assert getattr(module, parts.scale_attribute) == pytest.approx(width**-0.5)
 
 
 def test_neurons_are_rows_of_the_inputs_and_columns_of_down(made):
@@ -91,30 +96,32 @@ def test_neurons_are_rows_of_the_inputs_and_columns_of_down(made):
     for block in blocks_of(model):
         parts = block.feed_forward
         count = model.get_submodule(parts.down).in_features
-        rows = {model.get_submodule(name).out_features for name in parts.inputs}
+        rows = {model.get_submodule(name).out_features for name in parts.input_layers}
         assert rows == {2 * count if parts.gate == parts.up else count}
 
 
 def test_the_word_embedding_has_the_name_and_the_width_that_are_said(made):
     family, model, folder = made
-    shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding)]
+    shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding_suffixes)]
     assert shapes
-    assert all(shape == [model.config.vocab_size, getattr(model.config, family.width)] for shape in shapes)
+    assert all(
+        shape == [model.config.vocab_size, getattr(model.config, family.hidden_size_key)] for shape in shapes
+    )
 
 
 def test_a_block_that_stands_in_two_places_is_there_once(made):
     _, model, _ = made
     stack = blocks_of(model)[0].stack
-    layers = model.get_submodule(stack.place)
+    layers = model.get_submodule(stack.module_path)
     layers[1] = layers[0]
     first, *others = (block for block in blocks_of(model) if block.stack == stack)
-    assert first.aliases == (f"{stack.place}.1",)
-    assert [block.number for block in others] == list(range(2, len(layers)))
+    assert first.aliases == (f"{stack.module_path}.1",)
+    assert [block.index for block in others] == list(range(2, len(layers)))
 
 
 def test_the_config_of_each_model_is_one_that_smelt_follows(made):
     family, _, folder = made
-    assert family.refuses(read_json(folder / "config.json")) == []
+    assert family.unsupported_config(read_json_object(folder / "config.json")) == []
 
 
 FACTORS = [1.0] * 8
@@ -143,6 +150,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_config_is_refused_when_smelt_cannot_follow_it(name):
     family, config = REFUSED[name]
-    assert len(FAMILIES[family].refuses(config)) == 1
+    assert len(FAMILIES[family].unsupported_config(config)) == 1
     plain = {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_scaling": None}
-    assert FAMILIES[family].refuses(plain | {"use_bidirectional_attention": False}) == []
+    assert FAMILIES[family].unsupported_config(plain | {"use_bidirectional_attention": False}) == []

@@ -71,7 +71,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_the_graph_knows_imports_of_every_kind() -> None:
     found = imports(sources())
     assert len(found) > 150
-    assert "smelt.use.recipes" in found["smelt"], "an import inside a function"
+    assert "smelt.api.recipes" in found["smelt"], "an import inside a function"
     assert "smelt.execute.run_result" in found["smelt"], "an import for type checking"
     assert "smelt.compress.finetune" in found["smelt.recipe.stage_table"], "a module that a table names"
     assert "smelt.evaluate.report.view" in found["smelt.evaluate.report.html"], "a module from its package"

@@ -138,7 +138,7 @@ def test_recipe_in_a_page_has_no_mistake_in_its_text(page: Path, number: int, tm
     recipe = parse_recipe(recipes(page)[number], tmp_path / "recipe.yaml")
     assert len(recipe.stages) > 1
     for entry in recipe.stages:
-        load_stage(entry.word).settings_type.model_validate_json(json.dumps(entry.settings), strict=True)
+        load_stage(entry.stage).settings_type.model_validate_json(json.dumps(entry.settings), strict=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

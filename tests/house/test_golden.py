@@ -11,7 +11,7 @@ import onnx
 import pytest
 from golden import CASES
 
-from smelt.recipe.stage_table import TABLE
+from smelt.recipe.stage_table import STAGE_CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 MEND = (
@@ -29,23 +29,23 @@ def pinned():
 @pytest.mark.parametrize("name", CASES)
 def test_a_stage_makes_what_its_version_says(name):
     here = golden.libraries()
-    kept = golden.read()[name]
+    kept = golden.read_golden()[name]
     versions = golden.stage_version(CASES[name])
     assert kept["versions"] == versions, f"golden.json tells of {kept['versions']}: run `make golden`."
     if here not in kept["libraries"]:
         assert here != pinned(), f"golden.json knows nothing of {here}: run `make golden`."
         pytest.skip(f"golden.json knows nothing of {here}")
     now = golden.fingerprint(CASES[name])
-    found = golden.differences(kept["libraries"][here], now, CASES[name].tolerance)
+    found = golden.fingerprint_differences(kept["libraries"][here], now, CASES[name].tolerance)
     assert not found, f"{name}: the result under {versions} became another one. {MEND}\n" + "\n".join(found)
 
 
 def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_case():
-    kept = golden.read()
+    kept = golden.read_golden()
     assert list(kept) == list(CASES)
     assert all(pinned() in entry["libraries"] for entry in kept.values())
     stages = {case.stage for case in CASES.values()}
-    assert stages == set(TABLE) - {"tensorrt"}  # whose engines hold the machine that built them
+    assert stages == set(STAGE_CLASSES) - {"tensorrt"}  # whose engines hold the machine that built them
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_c
 def test_another_way_of_computing_is_noticed(name, settings):
     """Settings stand for what a change of the code would do."""
     case = replace(CASES[name], settings=CASES[name].settings | settings)
-    kept = golden.read()[name]["libraries"].get(golden.libraries())
+    kept = golden.read_golden()[name]["libraries"].get(golden.libraries())
     if kept is None:
         pytest.skip("golden.json knows nothing of these libraries")
-    assert golden.differences(kept, golden.fingerprint(case), case.tolerance)
+    assert golden.fingerprint_differences(kept, golden.fingerprint(case), case.tolerance)
 
 
 @pytest.fixture
@@ -88,11 +88,11 @@ def graph(tmp_path):
 
 
 def changed(folder, how):
-    before = golden._of_graphs(folder)
+    before = golden._graphs_fingerprint(folder)
     model = onnx.load(folder / "model.onnx")
     how(model)
     onnx.save(model, folder / "model.onnx")
-    return golden.differences(before, golden._of_graphs(folder))
+    return golden.fingerprint_differences(before, golden._graphs_fingerprint(folder))
 
 
 def test_another_node_attribute_constant_or_dimension_of_a_graph_is_noticed(graph):
@@ -137,17 +137,17 @@ def case_of(monkeypatch, tmp_path, result):
 def test_rewriting_is_refused_while_the_version_is_the_same(monkeypatch, tmp_path, capsys):
     result = {"exact": {"tensors": "1"}, "numbers": {"weight": [1.0, 0.5, -0.5]}}
     file = case_of(monkeypatch, tmp_path, result)
-    assert golden.write(["a"]) == 0
+    assert golden.write_golden(["a"]) == 0
     kept = file.read_text()
     result["numbers"]["weight"][1] = 0.501  # within what processors differ by
-    assert golden.write(["a"]) == 0
+    assert golden.write_golden(["a"]) == 0
     assert file.read_text() == kept
     result["numbers"]["weight"][1] = 0.6
-    assert golden.write(["a"]) == 1
+    assert golden.write_golden(["a"]) == 1
     assert file.read_text() == kept
     assert "raise the version of the stage" in capsys.readouterr().out
     monkeypatch.setattr(golden, "stage_version", lambda case: "quantize 99")
-    assert golden.write(["a"]) == 0
+    assert golden.write_golden(["a"]) == 0
     entry = json.loads(file.read_text())["a"]
     assert (entry["versions"], len(entry["libraries"])) == ("quantize 99", 1)
     assert entry["libraries"][golden.libraries()] == result
@@ -155,7 +155,7 @@ def test_rewriting_is_refused_while_the_version_is_the_same(monkeypatch, tmp_pat
 
 def test_values_for_other_libraries_are_kept_beside_each_other(monkeypatch, tmp_path):
     file = case_of(monkeypatch, tmp_path, {"exact": {}, "numbers": {}})
-    golden.write(["a"])
+    golden.write_golden(["a"])
     monkeypatch.setattr(golden, "libraries", lambda: "torch 9.9")
-    golden.write(["a"])
+    golden.write_golden(["a"])
     assert len(json.loads(file.read_text())["a"]["libraries"]) == 2

@@ -90,14 +90,19 @@ def test_importing_the_stages_loads_nothing_heavy() -> None:
 
 
 def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
-    names = ["smelt.use.loaded", "smelt.use.predict", "smelt.use.predict_data", "smelt.runtime.predict"]
+    names = [
+        "smelt.api.loaded_model",
+        "smelt.api.predictor",
+        "smelt.api.predict_inputs",
+        "smelt.runtime.predict_texts",
+    ]
     assert loaded_after(names) == []
     names += ["smelt.runtime.backends.open_runner", "smelt.runtime.backends.onnx_backend"]
     assert loaded_after(names) == ["onnxruntime"]
 
 
 def test_heavy_check_finds_a_heavy_import() -> None:
-    assert "torch" in loaded_after(["smelt.runtime.layers.low_rank"])
+    assert "torch" in loaded_after(["smelt.runtime.layers.low_rank_linear"])
 
 
 def test_every_module_imports_without_the_extras() -> None:
@@ -145,8 +150,8 @@ def test_package_has_a_docstring(name: str) -> None:
 
 
 MEASURING = (
-    "factorize.metrics", "prune.importance.of_units", "prune.width.narrower", "depth.choose",
-    "depth.drop_parts", "quantize.observed",
+    "factorize.layer_metrics", "prune.importance.score_units", "prune.width.prune_width",
+    "drop_layers.select_layers", "drop_layers.drop_parts", "quantize.calibrate_ranges",
 )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ TEXTS = sorted(
 
 @cache
 def stage_settings() -> dict[str, type[BaseModel]]:
-    from smelt.recipe.stage_table import stages
+    from smelt.recipe.stage_table import all_stages
 
-    return {name: stage.settings_type for name, stage in stages().items()}
+    return {name: stage.settings_type for name, stage in all_stages().items()}
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -104,18 +104,18 @@ def test_settings_in_pages_and_recipes_exist(path: Path) -> None:
 
 def test_hints_lead_to_names_that_exist() -> None:
     from smelt.cli import main
-    from smelt.core.data import EVERY_TASK
+    from smelt.core.data import ALL_TASKS
     from smelt.recipe.other_names import OTHER_NAMES
 
     options = {word for command in main.commands.values() for param in command.params for word in param.opts}
     infos = [(name, info) for model in every_model() for name, info in model.model_fields.items()]
-    known = {*stage_settings(), *EVERY_TASK, *options, *(name for name, _ in infos)}
+    known = {*stage_settings(), *ALL_TASKS, *options, *(name for name, _ in infos)}
     known |= {value for _, info in infos for value in values_in(info.annotation)}
     assert {name for names in OTHER_NAMES.values() for name in names} - known == set()
 
 
 def test_an_earlier_name_is_answered_with_the_present_one() -> None:
-    from smelt.recipe.other_names import called, own_name
+    from smelt.recipe.other_names import other_name_hint, own_name
 
     settings = stage_settings()
     for stage, word, name in (
@@ -131,5 +131,5 @@ def test_an_earlier_name_is_answered_with_the_present_one() -> None:
     ):
         assert word not in settings[stage].model_fields
         assert own_name(word, settings[stage].model_fields) == name
-    assert called("depth", settings) == " 'depth' is called 'drop-layers'."
+    assert other_name_hint("depth", settings) == " 'depth' is called 'drop-layers'."
     assert own_name("keep_ratio", settings["prune"].model_fields) is None

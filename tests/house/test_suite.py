@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import harness
 import matrix
-import once
 import pytest
 import pytest_smelt
 import quick
+import shared_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -25,13 +25,13 @@ def functions(path: Path) -> set[str]:
 
 def test_each_room_of_tests_has_a_quick_part() -> None:
     rooms = {path.parent.relative_to(TESTS).as_posix() for path in FILES}
-    assert set(quick.ROOMS) == rooms
-    assert all(quick.ROOMS.values())
+    assert set(quick.QUICK_TESTS) == rooms
+    assert all(quick.QUICK_TESTS.values())
 
 
 def test_what_stands_in_the_quick_part_exists() -> None:
     missing = []
-    for room, entries in quick.ROOMS.items():
+    for room, entries in quick.QUICK_TESTS.items():
         for entry in entries.split():
             file, _, name = entry.partition("::")
             path = TESTS / room / f"{file}.py"
@@ -41,8 +41,8 @@ def test_what_stands_in_the_quick_part_exists() -> None:
 
 
 def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) -> None:
-    assert [file for file in pytest_smelt.LONGEST if not (TESTS / file).is_file()] == []
-    first, second = (f"tests/{file}" for file in pytest_smelt.LONGEST[:2])
+    assert [file for file in pytest_smelt.SLOWEST_FILES if not (TESTS / file).is_file()] == []
+    first, second = (f"tests/{file}" for file in pytest_smelt.SLOWEST_FILES[:2])
     names = ["tests/a.py::a", f"{second}::b", f"{first}::a", "tests/b.py::a", "tests/b.py::b", f"{second}::a"]
     items = [
         SimpleNamespace(nodeid=name, path=TESTS, name="a", keywords={}, add_marker=lambda mark: None)
@@ -54,12 +54,12 @@ def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) ->
 
 
 def test_a_file_with_some_of_its_tests_in_the_quick_part_has_no_others_there() -> None:
-    path = TESTS / "compress" / "prune" / "test_structured.py"
-    assert quick.holds(path, ROOT)
-    assert quick.holds(path, ROOT, "test_counts_that_stay")
-    assert not quick.holds(path, ROOT, "test_taylor_works_on_the_device_that_is_given")
-    assert quick.holds(TESTS / "core" / "test_text.py", ROOT, "test_any[1-a]")
-    assert not quick.holds(TESTS / "core" / "store" / "test_text.py", ROOT)
+    path = TESTS / "compress" / "prune" / "test_stage.py"
+    assert quick.is_quick(path, ROOT)
+    assert quick.is_quick(path, ROOT, "test_counts_that_stay")
+    assert not quick.is_quick(path, ROOT, "test_taylor_works_on_the_device_that_is_given")
+    assert quick.is_quick(TESTS / "core" / "test_text.py", ROOT, "test_any[1-a]")
+    assert not quick.is_quick(TESTS / "core" / "store" / "test_text.py", ROOT)
 
 
 def called(text: str) -> set[str]:
@@ -91,10 +91,10 @@ def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("smelt.planning.load.load_plan", fail)
+    monkeypatch.setattr("smelt.planning.load_plan.load_plan", fail)
     with pytest.raises((AssertionError, ZeroDivisionError)):  # caught by smelt, or not
         harness.smelt("plan", "nowhere.yaml")
-    assert "ZeroDivisionError" in harness.smelt("plan", "nowhere.yaml", code=1, bug=True).output
+    assert "ZeroDivisionError" in harness.smelt("plan", "nowhere.yaml", code=1, expect_bug=True).output
 
 
 def a_long_failure() -> None:
@@ -107,7 +107,7 @@ def a_long_failure() -> None:
 def test_a_long_failure_is_told_in_few_lines_with_both_ends() -> None:
     with pytest.raises(RuntimeError) as caught:
         a_long_failure()
-    lines = pytest_smelt.shortened(caught, ROOT).splitlines()
+    lines = pytest_smelt.shorten_failure(caught, ROOT).splitlines()
     assert len(lines) < 40
     assert lines[0] == "RuntimeError: export failed"
     assert {"E   RuntimeError: export failed", "E   row 299", "E   ... 287 lines ..."} <= set(lines)
@@ -118,11 +118,11 @@ def test_frames_of_other_packages_are_left_out_of_a_long_failure() -> None:
 
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("[" * 3)
-    told = pytest_smelt.shortened(caught, ROOT)
+    told = pytest_smelt.shorten_failure(caught, ROOT)
     assert "test_suite.py" in told
     assert "json/decoder.py" not in told
-    assert pytest_smelt.of_project(TESTS / "core" / "test_text.py", ROOT)
-    assert not pytest_smelt.of_project(ROOT / ".venv" / "lib" / "site-packages" / "torch" / "x.py", ROOT)
+    assert pytest_smelt.is_project_file(TESTS / "core" / "test_text.py", ROOT)
+    assert not pytest_smelt.is_project_file(ROOT / ".venv" / "lib" / "site-packages" / "torch" / "x.py", ROOT)
 
 
 def test_of_long_output_the_end_is_shown() -> None:
@@ -144,18 +144,18 @@ def test_files_outside_of_the_quick_part_are_not_imported_for_it() -> None:
 def test_each_row_and_column_is_taken_when_not_all_cells_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = "abcdefg", "xyz"
     monkeypatch.delenv("SMELT_MATRIX", raising=False)
-    some = matrix.cells(rows, columns, full=lambda row: row == "b")
+    some = matrix.matrix_cells(rows, columns, full=lambda row: row == "b")
     assert {row for row, _ in some} == set(rows)
     assert {column for _, column in some} == set(columns)
     assert len(some) == len(rows) + 2
     monkeypatch.setenv("SMELT_MATRIX", "all")
-    assert len(matrix.cells(rows, columns)) == 21
+    assert len(matrix.matrix_cells(rows, columns)) == 21
 
 
 def test_what_is_made_once_is_not_made_again_unless_making_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(once, "place", lambda: tmp_path)
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     made = []
 
     def make(folder: Path) -> None:
@@ -165,6 +165,6 @@ def test_what_is_made_once_is_not_made_again_unless_making_failed(
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, check=lambda error: error.args == ("the disk is full",)):
-        once.made_once("a b", make)
-    assert once.made_once("a b", make) == once.made_once("a b", make)
+        shared_folders.make_once("a b", make)
+    assert shared_folders.make_once("a b", make) == shared_folders.make_once("a b", make)
     assert len(made) == 2

@@ -9,7 +9,7 @@ import forked_workers
 import harness
 import pytest
 import tiny
-from refusals import error_of
+from expected_errors import command_error
 
 from smelt.cli import main
 
@@ -30,11 +30,11 @@ score: {latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, thread
 def classifier(tmp_path_factory):
     """A finished run of a tiny classifier, with latency."""
     home = tmp_path_factory.mktemp("classifier")
-    tiny.bert(home / "m")
-    tiny.labelled(home / "data.jsonl", 8)
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
-        fake_workers.calm(patch)
+        fake_workers.ignore_disturbance(patch)
         forked_workers.install(patch)
         result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 0, result.output
@@ -118,7 +118,7 @@ def test_stages_lists_all_and_explains_one():
     ],
 )
 def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, code, named):
-    error = error_of(harness.smelt(*arguments, code=2))
+    error = command_error(harness.smelt(*arguments, code=2))
     assert error.code == code
     assert named in str(error)
 
@@ -149,7 +149,7 @@ def test_a_changed_artifact_is_refused(classifier, tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert error_of(harness.smelt("predict", tmp_path / "a", "x", code=2)).code == "changed-file"
+    assert command_error(harness.smelt("predict", tmp_path / "a", "x", code=2)).code == "changed-file"
 
 
 def test_module_runs_as_a_command():
@@ -183,9 +183,9 @@ def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, 
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("smelt.use.eval.evaluate_artifact", fail)
+    monkeypatch.setattr("smelt.api.eval.evaluate_artifact", fail)
     artifact = classifier / "run" / "artifacts" / "onnx"
-    result = harness.smelt("eval", artifact, "--data", classifier / "data.jsonl", code=1, bug=True)
+    result = harness.smelt("eval", artifact, "--data", classifier / "data.jsonl", code=1, expect_bug=True)
     assert f"error[{code}]: smelt eval: " in result.output
     assert named in result.output
     (log,) = tmp_path.glob("smelt-eval-*.log")

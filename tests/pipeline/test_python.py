@@ -8,11 +8,11 @@ import harness
 import numpy as np
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 import smelt
 from smelt.execute.run_result import summary_lines
-from smelt.execute.steps import Workshop
+from smelt.execute.step_runner import StepRunner
 
 RECIPE = """
 model: m
@@ -24,8 +24,8 @@ score: {{latency: false, generation: {{max_new_tokens: 6}}}}
 
 
 def _home(folder, task, stages):
-    (tiny.marian if task == "translation" else tiny.bert)(folder / "m")
-    (tiny.pairs if task == "translation" else tiny.labelled)(folder / "data.jsonl", 8)
+    (tiny.write_marian if task == "translation" else tiny.write_bert)(folder / "m")
+    (tiny.write_pairs if task == "translation" else tiny.write_labelled)(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE.format(task=task, stages=stages))
     return folder
 
@@ -50,7 +50,7 @@ def _command(*arguments):
 @pytest.mark.parametrize("limit", [0, -1, 2.5, "3", True, [1], np.int64(0)])
 def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written(limit, translator, tmp_path):
     home, _ = translator
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", limit=limit, quiet=True)
     assert caught.value.setting == "limit"
     assert repr(limit) in str(caught.value)
@@ -60,13 +60,13 @@ def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written
 def test_a_report_lies_there_while_the_first_step_works(translator, tmp_path, monkeypatch):
     """So that a run which is killed in a long training tells what was done."""
     home, _ = translator
-    whole, seen = Workshop.run_step, []
+    whole, seen = StepRunner.run_step, []
 
     def looked_at(self, *args):
         seen.append(json.loads((tmp_path / "run" / "report.json").read_text()))
         return whole(self, *args)
 
-    monkeypatch.setattr(Workshop, "run_step", looked_at)
+    monkeypatch.setattr(StepRunner, "run_step", looked_at)
     smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
     (report,) = seen
     assert report["status"] == "interrupted"
@@ -83,10 +83,10 @@ def test_one_row_is_scored_reported_and_packaged_without_an_interval(translator,
     step = result.report["steps"][-1]
     assert step["quality"]["bleu"]["ci95"] is step["against_baseline"]["bleu"]["ci95"] is None
     assert step["against_baseline"]["bleu"]["p_value"] == 1.0
-    assert step["gates"][0]["reason"] == "1 example is too few for confidence 0.95; give 6 or more"
+    assert step["gates"][0]["cause"] == "too-few-examples"
     ends = " ".join(summary_lines(result))
     assert "Ship it" not in ends  # random weights are no better than empty outputs
-    assert "read 0.00: 1 example is too few for confidence 0.95; give 6 or more" in " ".join(ends.split())
+    assert step["gates"][0]["reason"] in " ".join(ends.split())
     made = smelt.package(tmp_path / "run" / "artifacts" / "onnx", out=tmp_path / "package")
     (line,) = [one for one in (made.folder / "README.md").read_text().splitlines() if "| BLEU" in one]
     assert "[" not in line
@@ -105,7 +105,7 @@ def test_run_gives_the_report_that_lies_in_its_folder(translator):
     assert [s["status"] for s in result.report["steps"]] == ["done"] * 2
     assert result.artifact("quantize") == home / "run" / "artifacts" / "quantize"
     assert repr(result) == f"Result('recipe', 'passed', '{home / 'run'}')"
-    with refused("no-artifact", smelt.InputError) as caught:
+    with raises_code("no-artifact", smelt.InputError) as caught:
         result.artifact("quantise")
     assert all(name in str(caught.value) for name in ("'quantise'", "'quantize'?"))
 
@@ -142,10 +142,10 @@ def test_a_failed_gate_is_a_result_and_a_mistake_is_raised(classifier, tmp_path)
     arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
     result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)
     assert (result.exit_code, result.report["status"]) == (3, "gate-failed")
-    with refused("unknown-setting", smelt.InputError) as caught:
+    with raises_code("unknown-setting", smelt.InputError) as caught:
         smelt.run(home / "recipe.yaml", overrides={"seeed": 1}, **arguments)
     assert "'seeed'" in str(caught.value)
-    with refused("unreadable-file", smelt.InputError):
+    with raises_code("unreadable-file", smelt.InputError):
         smelt.run(home / "nowhere.yaml", **arguments)
 
 
@@ -182,24 +182,24 @@ def test_predict_gives_labels_and_probabilities(classifier, step):
 
 def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):
     with smelt.load(translator[1].artifact("model")) as model:
-        with refused("does-not-fit-task", smelt.InputError) as caught:
+        with raises_code("does-not-fit-task", smelt.InputError) as caught:
             model.predict(["x"])
-        assert "translation; use generate" in str(caught.value)
-        with refused("unknown-setting", smelt.InputError) as caught:
+        assert all(value in str(caught.value) for value in ("translation", "generate"))
+        with raises_code("unknown-setting", smelt.InputError) as caught:
             model.generate(["x"], max_new_token=3)
         assert caught.value.setting == "max_new_token"
         assert "'max_new_tokens'?" in str(caught.value)
-        with refused("not-a-list", smelt.InputError):
+        with raises_code("not-a-list", smelt.InputError):
             model.generate("x")
     with (
         smelt.load(classifier[1].artifact("onnx")) as model,
-        refused("does-not-fit-task", smelt.InputError) as caught,
+        raises_code("does-not-fit-task", smelt.InputError) as caught,
     ):
         model.generate(["x"])
-    assert "use predict" in str(caught.value)
-    with refused("missing-folder", smelt.InputError):
+    assert "predict" in str(caught.value)
+    with raises_code("missing-folder", smelt.InputError):
         smelt.load(tmp_path / "nowhere")
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.load(translator[1].artifact("model"), device="gpu")
     assert caught.value.setting == "device"
 

@@ -6,24 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import embedders
 import family_models
 import numpy
 import pandas
 import pytest
-import sentences
 import tiny
 import yaml
-from refusals import places, refused
+from expected_errors import message_locations, raises_code
 
 import smelt
-from smelt.core.messages import codes
+from smelt.core.messages import message_codes
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("api")
-    tiny.bert(folder / "m")
-    tiny.labelled(folder / "data.jsonl", 8)
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 8)
     return folder
 
 
@@ -74,39 +74,39 @@ def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
 
 
 def test_mistakes_of_a_recipe_in_python_are_reported_together(home: Path) -> None:
-    with refused("several-mistakes", smelt.InputError) as caught:
+    with raises_code("several-mistakes", smelt.InputError) as caught:
         recipe(home, task="sentiment", stages=[{"quantise": {}}])
     assert [one.setting for one in caught.value.found] == ["task", "stages[0].quantise"]
 
 
 def test_a_single_mistake_has_its_place_on_the_error_too(home: Path) -> None:
-    with refused("unknown-task", smelt.InputError) as caught:
+    with raises_code("unknown-task", smelt.InputError) as caught:
         recipe(home, task="sentiment")
     assert (caught.value.setting, caught.value.file, caught.value.line) == ("task", "api.yaml", 2)
 
 
 def test_settings_of_stages_are_checked_when_a_recipe_is_made(home: Path) -> None:
-    with refused("unknown-setting", smelt.InputError) as caught:
+    with raises_code("unknown-setting", smelt.InputError) as caught:
         recipe(home, stages=[{"quantize": {"schema": "int4"}}])
     assert caught.value.setting == "stages[0].quantize.schema"
 
 
 def test_values_that_no_recipe_can_hold_are_refused(home: Path) -> None:
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         recipe(home, stages=[{"prune": {"keep_ratio": object()}}])
     assert caught.value.setting == "stages[0].prune.keep_ratio"
 
 
 @pytest.mark.parametrize("stages", ["quantize", {"quantize": {"scheme": "int4"}}])
 def test_stages_that_are_no_list_are_refused_rather_than_read_in_part(home: Path, stages: Any) -> None:
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         recipe(home, stages=stages)
     assert caught.value.setting == "stages"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", None])
 def test_a_recipe_has_the_name_of_a_folder(home: Path, name: Any) -> None:
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.Recipe("m", "text-classification", {"test": "data.jsonl"}, name=name, base=home)
     assert caught.value.setting == "name"
 
@@ -123,19 +123,19 @@ def test_numbers_of_numpy_are_numbers(home: Path) -> None:
 
 
 def test_a_yaml_file_that_cannot_be_written_is_an_error_of_input(home: Path) -> None:
-    with refused("unwritable-file", smelt.InputError):
+    with raises_code("unwritable-file", smelt.InputError):
         recipe(home).to_yaml(home)
 
 
 def test_overrides_hold_any_character(home: Path) -> None:
-    with refused("missing-file", smelt.InputError) as caught:
+    with raises_code("missing-file", smelt.InputError) as caught:
         smelt.plan(recipe(home), overrides={"data.test": "\N{GRINNING FACE}.jsonl"})
     assert "\N{GRINNING FACE}.jsonl" in str(caught.value)
 
 
 def test_overrides_of_another_kind_are_refused(home: Path) -> None:
     assert smelt.plan(recipe(home), overrides=None).steps
-    with refused("wrong-value", smelt.InputError):
+    with raises_code("wrong-value", smelt.InputError):
         smelt.plan(recipe(home), overrides=[("seed", 3)])  # type: ignore[list-item]
 
 
@@ -144,7 +144,7 @@ def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFix
 
     made = smelt.plan(recipe(home), overrides={"quantize.scheme": "int4"})
     assert [(step.name, step.stage) for step in made.steps] == [("quantize", "quantize"), ("graph", "onnx")]
-    assert "few-test-rows" in codes(made.warnings)
+    assert "few-test-rows" in message_codes(made.warnings)
     recipe(home).to_yaml(home / "api.yaml")
     printed = harness.smelt("plan", str(home / "api.yaml"), "--set", "quantize.scheme=int4", code=0).output
     assert not str(made).endswith("\n")
@@ -190,16 +190,16 @@ def test_a_report_is_read_from_the_folder_of_a_run(result: Any, home: Path, tmp_
     steps = smelt.Report.read(home / "run")["steps"]
     assert [step["key"] for step in steps] == [step["key"] for step in result.report["steps"]]
     assert smelt.Report.read(home / "run" / "report.json")["status"] == "passed"
-    with refused("missing-file", smelt.InputError):
+    with raises_code("missing-file", smelt.InputError):
         smelt.Report.read(tmp_path)
     (tmp_path / "report.json").write_text("{")
-    with refused("damaged-file", smelt.InputError):
+    with raises_code("damaged-file", smelt.InputError):
         smelt.Report.read(tmp_path)
 
 
 def test_a_report_of_another_schema_is_refused_by_the_name_of_its_file(result: Any, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(dict(result.report) | {"schema": 1}))
-    with refused("invalid-report", smelt.InputError) as caught:
+    with raises_code("invalid-report", smelt.InputError) as caught:
         smelt.Report.read(tmp_path)
     assert caught.value.file == str(tmp_path / "report.json")
 
@@ -210,7 +210,7 @@ def test_a_report_shows_itself_in_a_line(result: Any) -> None:
 
 @pytest.mark.parametrize("step", ["", "..", "quantise"])
 def test_what_is_no_step_has_no_artifact(result: Any, step: str) -> None:
-    with refused("no-artifact", smelt.InputError):
+    with raises_code("no-artifact", smelt.InputError):
         result.artifact(step)
 
 
@@ -236,35 +236,38 @@ def test_a_stage_takes_the_rows_that_it_is_given(home: Path, tmp_path: Path) -> 
         calibration_samples=4,
         data=home / "data.jsonl",
     )
-    assert "few-calibration-tokens" in codes(made.manifest.warnings)
+    assert "few-calibration-tokens" in message_codes(made.manifest.warnings)
 
 
 def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None:
-    with refused("unknown-setting", smelt.InputError):
+    with raises_code("unknown-setting", smelt.InputError):
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4")
     with pytest.raises(smelt.InputError):
         smelt.apply("quantise", home / "m", out=tmp_path / "q")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with refused("out-exists", smelt.InputError):
+    with raises_code("out-exists", smelt.InputError):
         smelt.apply("quantize", home / "m", out=tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
 def test_mistakes_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> None:
-    with refused("several-mistakes", smelt.InputError) as caught:
+    with raises_code("several-mistakes", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4", seed=-1)
-    assert places(caught.value.found) == [("wrong-value", "seed", None), ("unknown-setting", "schema", None)]
+    assert message_locations(caught.value.found) == [
+        ("wrong-value", "seed", None),
+        ("unknown-setting", "schema", None),
+    ]
     assert "yaml" not in str(caught.value)
-    with refused("missing-file", smelt.InputError) as caught:
+    with raises_code("missing-file", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", data=tmp_path / "none.jsonl")
     assert [one.setting for one in caught.value.found] == ["data.calibration"]
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", data=["rows.jsonl"])  # type: ignore[arg-type]
-    with refused("wrong-value", smelt.InputError) as caught:
+    with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", scheme=object())
     assert caught.value.setting == "scheme"
-    with refused("parent-not-a-folder", smelt.InputError):
+    with raises_code("parent-not-a-folder", smelt.InputError):
         smelt.apply("quantize", home / "m", out=home / "data.jsonl" / "q")
 
 
@@ -290,9 +293,9 @@ def test_a_stage_that_is_interrupted_leaves_nothing(
 @pytest.mark.parametrize("task", ["translation", "language-modeling", "sentence-similarity"])
 def test_a_stage_needs_no_rows_where_it_looks_at_none(task: str, tmp_path: Path) -> None:
     makers = {
-        "translation": tiny.marian,
+        "translation": tiny.write_marian,
         "language-modeling": family_models.MAKERS["gpt2"],
-        "sentence-similarity": sentences.embedder,
+        "sentence-similarity": embedders.write_embedder,
     }
     makers[task](tmp_path / "m")
     made = smelt.apply("quantize", tmp_path / "m", out=tmp_path / "q", task=task)

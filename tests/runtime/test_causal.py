@@ -11,37 +11,37 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.data import Columns
 from smelt.core.errors import RunError
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.core.store.store import Store
-from smelt.core.windows import Windows
+from smelt.core.window_settings import Windows
 from smelt.execute.scoring import Scorer
 from smelt.runtime import causal as code
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
-from smelt.runtime.causal import is_causal, losses_of, positions, token_losses
-from smelt.runtime.generate.prompts import encode_prompts, pack_left
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.causal import is_causal, nll_from_logits, position_ids, token_nll
+from smelt.runtime.generate.prompt_batches import encode_prompts, pad_left
+from smelt.runtime.generate.settings import GenerationSettings
 from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.predict import generate_texts
+from smelt.runtime.predict_texts import generate_texts
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 
 
 @pytest.fixture(scope="module", params=[*causal.FAMILIES, "opt"])
 def folder(request, tmp_path_factory):
-    make = causal.model if request.param in causal.FAMILIES else every_family.make
+    make = causal.write_model if request.param in causal.FAMILIES else every_family.write_model
     return make(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture
 def runner(folder):
-    with open_runner(tiny.artifact(folder, "language-modeling")) as opened:
+    with open_runner(tiny.as_artifact(folder, "language-modeling")) as opened:
         yield opened
 
 
@@ -68,13 +68,13 @@ def test_forward_equals_transformers_when_padded_on_the_right(runner, other):
 def test_generation_equals_transformers_when_prompts_are_padded_on_the_left(runner, other, beams):
     texts = ["The old house", "", "A man in a red hat walks on the grass"]
     tokenizer = AutoTokenizer.from_pretrained(runner.folder)
-    batch = pack_left(encode_prompts(texts, tokenizer, 64), 0)
+    batch = pad_left(encode_prompts(texts, tokenizer, 64), 0)
     assert batch.attention_mask.sum(axis=1).min() == 1  # a row whose whole prompt is its last token
     wanted = other.generate(
         torch.from_numpy(batch.input_ids), attention_mask=torch.from_numpy(batch.attention_mask),
         max_new_tokens=9, num_beams=beams, do_sample=False,
     )[:, batch.input_ids.shape[1] :]  # fmt: skip
-    got = generate_texts(runner, texts, Generation(max_new_tokens=9, num_beams=beams))
+    got = generate_texts(runner, texts, GenerationSettings(max_new_tokens=9, num_beams=beams))
     decoded = tokenizer.batch_decode(wanted, skip_special_tokens=True)
     assert got == [a + b for a, b in zip(texts, decoded, strict=True)]
 
@@ -83,7 +83,7 @@ def test_reorder_moves_and_repeats_rows_when_asked(runner):
     mask = np.ones_like(IDS)
     mask[1, :4] = 0
     state = runner.encode(Batch(IDS, mask))
-    state = runner.reorder(state, np.array([1, 1, 0, 2]))
+    state = runner.reorder_cache(state, np.array([1, 1, 0, 2]))
     got = runner.decode_step(state, IDS[[1, 1, 0, 2], -1])
     again = runner.decode_step(runner.encode(Batch(IDS, mask)), IDS[:, -1])
     np.testing.assert_allclose(got, again[[1, 1, 0, 2]], atol=1e-5)
@@ -92,9 +92,9 @@ def test_reorder_moves_and_repeats_rows_when_asked(runner):
 def test_losses_equal_transformers_when_logits_are_cut_in_stretches(runner, other, monkeypatch):
     wanted = torch.from_numpy(_logits(other, IDS)[:, :-1]).log_softmax(-1)
     wanted = -wanted.gather(2, torch.from_numpy(IDS[:, 1:, None]))[..., 0].numpy()
-    np.testing.assert_allclose(token_losses(runner, IDS), wanted, rtol=1e-4)
+    np.testing.assert_allclose(token_nll(runner, IDS), wanted, rtol=1e-4)
     monkeypatch.setattr(code, "_LOGITS_BYTES", 4 * runner.config["vocab_size"] * 3)  # 3 tokens at once
-    np.testing.assert_allclose(token_losses(runner, IDS), wanted, rtol=1e-4)
+    np.testing.assert_allclose(token_nll(runner, IDS), wanted, rtol=1e-4)
 
 
 def test_outputs_that_are_no_numbers_have_no_perplexity_and_no_store_is_named():
@@ -108,21 +108,26 @@ def test_outputs_that_are_no_numbers_have_no_perplexity_and_no_store_is_named():
         def extend(self, state, ids, mask):
             return np.full((*ids.shape, 300), np.nan, dtype=np.float32)
 
-    with refused("non-finite-outputs", RunError) as caught:
-        token_losses(Overflown(), IDS)
+    with raises_code("non-finite-outputs", RunError) as caught:
+        token_nll(Overflown(), IDS)
     assert "928739efff78" not in str(caught.value)
 
 
 def test_perplexity_equals_a_sum_by_hand_when_windows_overlap(folder, other, tmp_path):
-    path = causal.lines(tmp_path / "t.txt", 2)
+    path = causal.write_lines(tmp_path / "t.txt", 2)
     split = replace(
         read_split("t.txt", "language-modeling", Columns(), tmp_path),
         windows=Windows(length=32, stride=12, separator="\n"),
     )
     scorer = Scorer(
-        Store(tmp_path / "store"), "language-modeling", ("perplexity", "bits_per_byte"), Generation(), 4, 1
+        Store(tmp_path / "store"),
+        "language-modeling",
+        ("perplexity", "bits_per_byte"),
+        GenerationSettings(),
+        4,
+        1,
     )
-    found = scorer.score(tiny.artifact(folder, "language-modeling"), split)["quality"]
+    found = scorer.score(tiny.as_artifact(folder, "language-modeling"), split)["quality"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = path.read_text().removesuffix("\n")
     ids = tokenizer(text, verbose=False)["input_ids"]
@@ -152,7 +157,7 @@ def test_saved_model_is_one_of_transformers_when_nothing_was_changed(folder, oth
 
 
 def test_checkpoint_loads_when_it_was_saved_without_its_head(tmp_path):
-    folder = causal.model(tmp_path, "gpt2")
+    folder = causal.write_model(tmp_path, "gpt2")
     wanted = _logits(AutoModelForCausalLM.from_pretrained(folder).eval(), IDS)
     path = folder / "model.safetensors"
     tensors = {n.removeprefix("transformer."): t for n, t in load_file(path).items() if "lm_head" not in n}
@@ -171,8 +176,8 @@ def test_config_is_causal_when_it_is_of_a_known_family_with_a_language_head():
 
 def test_positions_follow_the_mask_when_padding_is_on_the_left():
     mask = np.array([[0, 0, 1, 1], [1, 1, 1, 0]])
-    assert positions(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 0]]
+    assert position_ids(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 0]]
 
 
 def test_losses_of_uniform_logits_are_the_log_of_the_vocabulary():
-    assert losses_of(np.zeros((1, 2, 8), np.float32), np.array([[3, 7]])) == pytest.approx(math.log(8))
+    assert nll_from_logits(np.zeros((1, 2, 8), np.float32), np.array([[3, 7]])) == pytest.approx(math.log(8))

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtime.batch import Batch
-from smelt.runtime.classifier import Classifier
-from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.classifier import ClassifierRunner
+from smelt.runtime.generate.generation_loop import generate_resolved
 from smelt.runtime.runner import ModelFiles
 
 IDS, MASK = np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
@@ -27,7 +27,7 @@ class Noting:
 
 @pytest.fixture
 def model():
-    return Classifier(ModelFiles(Path("m"), {}, {}), Noting(), generate_with)
+    return ClassifierRunner(ModelFiles(Path("m"), {}, {}), Noting(), generate_resolved)
 
 
 @pytest.mark.parametrize("types", [None, np.array([[0, 1, 1], [0, 1, 0]])])
@@ -39,8 +39,8 @@ def test_texts_are_of_one_type_when_none_is_told(model, types):
 @pytest.mark.parametrize("ask", [
     lambda model: model.encode(Batch(IDS, MASK)),
     lambda model: model.decode_step(None, IDS[:, 0]),
-    lambda model: model.reorder(None, IDS[:, 0]),
+    lambda model: model.reorder_cache(None, IDS[:, 0]),
 ])  # fmt: skip
 def test_classifier_generates_no_text(model, ask):
-    with refused("does-not-generate", InputError):
+    with raises_code("does-not-generate", InputError):
         ask(model)

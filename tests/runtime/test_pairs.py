@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from smelt.core.data import Example
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.models.checkpoint import load_tokenizer
-from smelt.runtime.predict import class_logits, encode_texts
-from smelt.runtime.text.limits import length_limit, position_limit
+from smelt.runtime.predict_texts import class_logits, encode_texts
+from smelt.runtime.text.length_limits import max_input_length, position_limit
 
 FIRST, SECOND = tiny.SENTENCES[:5], tiny.SENTENCES[5:]
 
@@ -21,7 +21,7 @@ def folder(request, tmp_path_factory):
 
 
 def logits_of(folder, examples, batch_size=3):
-    with open_runner(tiny.artifact(folder, "text-classification")) as runner:
+    with open_runner(tiny.as_artifact(folder, "text-classification")) as runner:
         return class_logits(runner, examples, batch_size)
 
 
@@ -62,7 +62,7 @@ def test_a_text_of_exactly_the_limit_runs_and_a_longer_one_is_cut(folder, tmp_pa
     tokenizer.model_max_length = 10**9  # so that only the position table limits
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     config = model.config.to_dict()
-    limit = length_limit(tokenizer, config)
+    limit = max_input_length(tokenizer, config)
     assert limit == position_limit(config) == (64 if config["model_type"] == "roberta" else 32)
     encoded = encode_texts([" ".join(tiny.SENTENCES * 3)], tokenizer, limit)
     assert encoded.truncated == 1

@@ -4,27 +4,32 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.evaluate.latency.watch import Watch
+from smelt.evaluate.latency.timed_runner import TimedRunner
 from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.classifier import Classifier
-from smelt.runtime.generate.decoder_only import DecoderOnly
-from smelt.runtime.generate.loop import generate_with
-from smelt.runtime.generate.settings import Generation
-from smelt.runtime.predict import generate_texts
-from smelt.runtime.runner import read_files
-from smelt.runtime.text.limits import position_limit
+from smelt.runtime.classifier import ClassifierRunner
+from smelt.runtime.generate.decoder_only_runner import DecoderOnlyRunner
+from smelt.runtime.generate.generation_loop import generate_resolved
+from smelt.runtime.generate.settings import GenerationSettings
+from smelt.runtime.predict_texts import generate_texts
+from smelt.runtime.runner import read_model_files
+from smelt.runtime.text.length_limits import position_limit
 
 
 def test_facts_are_the_backends_and_its_end_is_the_runners(tmp_path):
     (tmp_path / "config.json").write_text('{"id2label": {"0": "a"}}')
     closed = []
     backend = SimpleNamespace(
-        name="n", version="7", device="cuda", at_once=None, in_all=None, close=lambda: closed.append(1)
+        name="n",
+        version="7",
+        device="cuda",
+        max_tokens_per_call=None,
+        max_total_tokens=None,
+        close=lambda: closed.append(1),
     )
-    with Classifier(read_files(tmp_path), backend, generate_with) as runner:
+    with ClassifierRunner(read_model_files(tmp_path), backend, generate_resolved) as runner:
         assert (runner.name, runner.version, runner.device) == ("n", "7", "cuda")
         assert runner.config == {"id2label": {"0": "a"}}
         assert runner.generation_config == {}  # there is no such file
@@ -35,8 +40,8 @@ def test_facts_are_the_backends_and_its_end_is_the_runners(tmp_path):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text("{")
-    with refused("invalid-json", InputError) as caught:
-        read_files(tmp_path)
+    with raises_code("invalid-json", InputError) as caught:
+        read_model_files(tmp_path)
     assert "generation_config.json" in str(caught.value)
 
 
@@ -45,8 +50,8 @@ def test_what_a_runtime_takes_is_said_in_the_word_of_the_models_family(tmp_path,
     """Prompts are cut, and outputs end, by that number; GPT-2 calls it otherwise than most."""
     for rows, in_all, expected in ((64, 20, 20), (64, 99, 64)):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{family}", "{word}": {rows}}}')
-        backend = SimpleNamespace(at_once=8, in_all=in_all)
-        runner = DecoderOnly(read_files(tmp_path), backend, generate_with)
+        backend = SimpleNamespace(max_tokens_per_call=8, max_total_tokens=in_all)
+        runner = DecoderOnlyRunner(read_model_files(tmp_path), backend, generate_resolved)
         assert position_limit(runner.config) == expected
         assert runner.config[word] == expected
 
@@ -60,9 +65,9 @@ def test_texts_are_the_generators_when_a_runner_has_one_of_its_own(tmp_path, wat
         asked.append((runner, len(batch.input_ids), decoding.max_new_tokens, part))
         return [[5, 6, 0]] * len(batch.input_ids)
 
-    with open_runner(tiny.artifact(tiny.marian(tmp_path))) as runner:
+    with open_runner(tiny.as_artifact(tiny.write_marian(tmp_path))) as runner:
         runner.generator = whole
-        seen = Watch(runner) if watched else runner
-        found = generate_texts(seen, tiny.SENTENCES[:3], Generation(max_new_tokens=4), batch_size=2)
-        assert found == runner.text.tokenizer.decode_rows([[5, 6, 0]] * 3)
+        seen = TimedRunner(runner) if watched else runner
+        found = generate_texts(seen, tiny.SENTENCES[:3], GenerationSettings(max_new_tokens=4), batch_size=2)
+        assert found == runner.text.tokenizer.decode_batch([[5, 6, 0]] * 3)
     assert asked == [(seen, 2, 4, 0), (seen, 1, 4, 1)]

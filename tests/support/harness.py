@@ -23,7 +23,7 @@ from smelt.core.data import Split, Task
 from smelt.core.stage import Context
 
 
-def context(
+def make_context(
     out: Path, task: Task = "translation", data: Split | Mapping[str, Split] | None = None, **more: Any
 ) -> Context:
     """Return what a stage is given that writes to `out`, a folder that is made if need be.
@@ -43,7 +43,7 @@ def context(
     return Context(out=out, task=task, data=splits, **(values | more))
 
 
-def run(
+def run_stage(
     stage: Any,
     settings: Any,
     source: Path | Artifact,
@@ -57,13 +57,13 @@ def run(
     What was made is in `ctx.out`, what it tells in `ctx.details` and `ctx.warnings`. The model that went in
     is the ancestor `model`, as in a recipe of one stage.
     """
-    artifact = source if isinstance(source, Artifact) else tiny.artifact(source, task)
-    ctx = context(out, artifact.manifest.task, data, **({"ancestors": {"model": artifact}} | more))
+    artifact = source if isinstance(source, Artifact) else tiny.as_artifact(source, task)
+    ctx = make_context(out, artifact.manifest.task, data, **({"ancestors": {"model": artifact}} | more))
     stage(artifact, settings, ctx)
     return ctx
 
 
-def model_of(ctx: Context) -> Any:
+def load_output_model(ctx: Context) -> Any:
     """Return the model that a stage left, read from its folder."""
     from smelt.runtime.models.checkpoint import load_model
 
@@ -80,7 +80,9 @@ def logits(model: Any, texts: int = 2) -> Any:
         return model(ids, **more).logits
 
 
-def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bug: bool = False) -> Any:
+def smelt(
+    *arguments: Any, code: int | None = None, stdin: str | None = None, expect_bug: bool = False
+) -> Any:
     """Run `smelt ARGUMENTS` in this process; return click's result (`exit_code`, `output`, ...).
 
     Its `error` is the error of smelt's own that the command ended with, or None.
@@ -91,8 +93,8 @@ def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bu
     Args:
         arguments: of the command line; paths and numbers may be given as they are.
         code: the exit code that is expected; None: any.
-        lines: standard input.
-        bug: whether the test put a bug in, which smelt then may not have foreseen.
+        stdin: standard input.
+        expect_bug: whether the test put a bug in, which smelt then may not have foreseen.
     """
     from click import Group
     from click.testing import CliRunner
@@ -112,36 +114,36 @@ def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bu
             raise
 
     with patch.object(Group, "invoke", listen):
-        result: Any = CliRunner().invoke(main, [*map(str, arguments)], input=lines)
+        result: Any = CliRunner().invoke(main, [*map(str, arguments)], input=stdin)
     result.error = heard[0] if heard else None
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.output, result.output
-    assert bug or "[unforeseen]" not in result.output, result.output
+    assert expect_bug or "[unforeseen]" not in result.output, result.output
     assert code is None or result.exit_code == code, result.output
     return result
 
 
 @contextmanager
-def saved_models(look: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Give a list that gets what `look` returns of each model that is saved meanwhile, as it is in memory."""
+def saved_models(observe: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """Yield a list that collects `observe(model)` of each model saved inside the context."""
     from smelt.runtime.models import checkpoint
 
     found: list[Any] = []
     save = checkpoint.save_model
 
     def watched(model: Any, *arguments: Any, **more: Any) -> list[str]:
-        found.append(look(model))
+        found.append(observe(model))
         return save(model, *arguments, **more)
 
-    _put_in_place_of(save, watched)
+    _replace_in_modules(save, watched)
     try:
         yield found
     finally:
-        _put_in_place_of(watched, save)
+        _replace_in_modules(watched, save)
 
 
-def _put_in_place_of(old: Any, new: Any) -> None:
+def _replace_in_modules(old: Any, new: Any) -> None:
     """Let all modules that hold `old` as `save_model` hold `new`, those too that are loaded meanwhile."""
     for name, module in list(sys.modules.items()):
         if name.startswith("smelt.") and vars(module).get("save_model") is old:

@@ -16,29 +16,35 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import once
 import pytest
 import quick
+import shared_folders
 from _pytest.logging import LogCaptureHandler
 
 # where they are imported from, their assertions show values as those of tests do
 pytest.register_assert_rewrite(
-    "for_init", "harness", "planning", "refusals", "refused_recipes", "sharing", "what_follows"
+    "expected_errors",
+    "harness",
+    "init_models",
+    "invalid_recipes",
+    "stage_stand_ins",
+    "usability_checks",
+    "weight_sharing",
 )
 
-MOST_LINES = 80
+MAX_FAILURE_LINES = 80
 """A failure of more lines is told again: the project's own lines alone, and of messages both ends."""
-ENDS, WIDEST = 7, 240
-LAST_OF_OUTPUT = 20
-SPENT = "processor_s"
-PYTESTS = LogCaptureHandler.__module__
-LONGEST = (
+EDGE_LINES, MAX_LINE_WIDTH = 7, 240
+MAX_OUTPUT_LINES = 20
+CPU_TIME_PROPERTY = "processor_s"
+CAPTURE_MODULE = LogCaptureHandler.__module__
+SLOWEST_FILES = (
     "pipeline/whole/test_matrix.py",
     "house/test_golden.py",
     "pipeline/whole/test_pairs.py",
-    "export/parity/test_check.py",
-    "pipeline/use/test_loaded.py",
-    "evaluate/latency/test_comparison.py",
+    "export/parity/test_check_parity.py",
+    "pipeline/api/test_loaded_model.py",
+    "evaluate/latency/test_measurement.py",
     "compress/test_shared_layers.py",
     "pipeline/whole/test_quiet_export.py",
     "compress/test_seq2seq_families.py",
@@ -47,12 +53,12 @@ LONGEST = (
     "pipeline/whole/test_sentences.py",
     "compress/test_what_follows.py",
     "pipeline/faults/test_permissions.py",
-    "compress/train/test_loop.py",
+    "compress/train/test_planned_trainer.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
-BEGIN = pytest.StashKey[float]()
-ROOM: Counter[str] = Counter()
-FILE: Counter[str] = Counter()
+START_TIME = pytest.StashKey[float]()
+CPU_TIME_BY_FOLDER: Counter[str] = Counter()
+CPU_TIME_BY_FILE: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -65,9 +71,9 @@ def pytest_addoption(parser: Any) -> None:
 
 def pytest_configure(config: Any) -> None:
     """Make the folder of what is made once; spare torch's compiler what no test needs."""
-    if once.PLACE not in os.environ:  # or this is a worker of a run that has one
-        os.environ[once.PLACE] = tempfile.mkdtemp(prefix="smelt-tests-")
-        config.add_cleanup(remove_what_was_made)
+    if shared_folders.FOLDER_VARIABLE not in os.environ:  # or this is a worker of a run that has one
+        os.environ[shared_folders.FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="smelt-tests-")
+        config.add_cleanup(remove_shared_folder)
     # torch's memory of what operators give pays from some layers on; models of tests have two
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
     if hasattr(config.option, "loadscopereorder"):
@@ -75,11 +81,11 @@ def pytest_configure(config: Any) -> None:
     trace = logging.getLogger("torch.__trace")
     add = trace.addHandler
     # all of pytest's, the one that writes to os.devnull too: for any handler torch writes each step down
-    trace.addHandler = lambda handler: None if type(handler).__module__ == PYTESTS else add(handler)  # type: ignore[method-assign]
+    trace.addHandler = lambda handler: None if type(handler).__module__ == CAPTURE_MODULE else add(handler)  # type: ignore[method-assign]
 
 
-def remove_what_was_made() -> None:
-    shutil.rmtree(os.environ.pop(once.PLACE), ignore_errors=True)
+def remove_shared_folder() -> None:
+    shutil.rmtree(os.environ.pop(shared_folders.FOLDER_VARIABLE), ignore_errors=True)
 
 
 # the quick part
@@ -89,18 +95,20 @@ def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
     """Leave files alone that `-m quick` would only import."""
     if config.getoption("markexpr") != "quick" or collection_path.is_dir():
         return None
-    return True if not quick.holds(collection_path, config.rootpath) else None
+    return True if not quick.is_quick(collection_path, config.rootpath) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[Any], config: Any) -> None:
     """Mark the tests of the quick part, before `-m` looks for them."""
     for item in items:
-        if quick.holds(item.path, config.rootpath, item.name) and not {"slow", "peers"} & set(item.keywords):
+        if quick.is_quick(item.path, config.rootpath, item.name) and not {"slow", "peers"} & set(
+            item.keywords
+        ):
             item.add_marker("quick")
-    place_of = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+    place_of = {f"tests/{file}": place for place, file in enumerate(SLOWEST_FILES)}
     held = Counter(file_of(item) for item in items)
-    items.sort(key=lambda item: (place_of.get(file_of(item), len(LONGEST)), -held[file_of(item)]))
+    items.sort(key=lambda item: (place_of.get(file_of(item), len(SLOWEST_FILES)), -held[file_of(item)]))
 
 
 def file_of(item: Any) -> str:
@@ -128,27 +136,27 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
     """Tell long failures in few lines (`--tb=long` tells all), and keep the processor time that was spent."""
     report = yield
     now = processor_seconds()
-    report.user_properties.append((SPENT, now - item.stash[BEGIN]))
-    item.stash[BEGIN] = now
+    report.user_properties.append((CPU_TIME_PROPERTY, now - item.stash[START_TIME]))
+    item.stash[START_TIME] = now
     if report.failed and call.excinfo is not None and item.config.option.tbstyle == "auto":
-        if len(str(report.longrepr).splitlines()) > MOST_LINES:
-            report.longrepr = shortened(call.excinfo, item.config.rootpath)
+        if len(str(report.longrepr).splitlines()) > MAX_FAILURE_LINES:
+            report.longrepr = shorten_failure(call.excinfo, item.config.rootpath)
         report.sections = [(name, last_lines(text)) for name, text in report.sections]
     return report
 
 
-def shortened(found: Any, root: Path) -> str:
+def shorten_failure(found: Any, root: Path) -> str:
     """Return a failure without the frames of other packages; long messages lose their middle."""
 
     def own(excinfo: Any) -> Any:
-        kept = excinfo.traceback.filter(lambda entry: of_project(Path(entry.path), root))
+        kept = excinfo.traceback.filter(lambda entry: is_project_file(Path(entry.path), root))
         return kept or excinfo.traceback[-1:]
 
     text = str(found.getrepr(style="short", tbfilter=own, chain=True))
     lines: list[str] = []
     for message, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("E ")):
-        told = [line[:WIDEST] for line in block if line[1:].strip()]
-        lines += without_middle(told) if message else told
+        told = [line[:MAX_LINE_WIDTH] for line in block if line[1:].strip()]
+        lines += drop_middle_lines(told) if message else told
     return "\n".join(
         [
             found.exconly().splitlines()[0],
@@ -159,18 +167,18 @@ def shortened(found: Any, root: Path) -> str:
     )
 
 
-def of_project(path: Path, root: Path) -> bool:
+def is_project_file(path: Path, root: Path) -> bool:
     return path.is_relative_to(root) and "site-packages" not in path.parts
 
 
-def without_middle(lines: list[str], ends: int = ENDS) -> list[str]:
+def drop_middle_lines(lines: list[str], ends: int = EDGE_LINES) -> list[str]:
     """Return the first and the last `ends` lines."""
     if len(lines) <= 2 * ends:
         return lines
     return [*lines[:ends], f"E   ... {len(lines) - 2 * ends} lines ...", *lines[-ends:]]
 
 
-def last_lines(text: str, most: int = LAST_OF_OUTPUT) -> str:
+def last_lines(text: str, most: int = MAX_OUTPUT_LINES) -> str:
     """Return the last lines of what was printed or logged."""
     lines = text.splitlines()
     return text if len(lines) <= most else "\n".join([f"({len(lines) - most} lines more)", *lines[-most:]])
@@ -182,7 +190,7 @@ def last_lines(text: str, most: int = LAST_OF_OUTPUT) -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     """Begin to count."""
-    item.stash[BEGIN] = processor_seconds()
+    item.stash[START_TIME] = processor_seconds()
     return (yield)
 
 
@@ -196,9 +204,9 @@ def pytest_runtest_logreport(report: Any) -> None:
     """Add up what each part of a test took, wherever it ran."""
     file = report.nodeid.partition("::")[0]
     for name, seconds in report.user_properties:
-        if name == SPENT:
-            FILE[file] += seconds
-            ROOM["/".join(file.split("/")[:-1])] += seconds
+        if name == CPU_TIME_PROPERTY:
+            CPU_TIME_BY_FILE[file] += seconds
+            CPU_TIME_BY_FOLDER["/".join(file.split("/")[:-1])] += seconds
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
@@ -206,7 +214,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
     if not config.getoption("--processor-time"):
         return
     terminalreporter.section("processor time, s")
-    for kind in (ROOM, FILE):
+    for kind in (CPU_TIME_BY_FOLDER, CPU_TIME_BY_FILE):
         for name, seconds in kind.most_common(60):
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")
         terminalreporter.write_line(f"{sum(kind.values()):8.1f}  together\n")

@@ -13,41 +13,41 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from smelt.compress.quantize.coding import fill_, quantize_module
-from smelt.runtime.layers.matrix import Matrix
+from smelt.compress.quantize.weight_quantizer import quantize_into, quantize_module
 from smelt.runtime.layers.quantized import QuantizedLinear, empty_quantized
+from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
-from smelt.runtime.schemes.registry import SCHEMES, defaults, find
-from smelt.runtime.schemes.scheme import Codes, Grid, Options, Scheme, Stored
+from smelt.runtime.schemes.registry import SCHEMES, default_options, find_scheme
+from smelt.runtime.schemes.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
 
 
-def filled(scheme: str, weight: torch.Tensor, **options: Any) -> Matrix:
+def rounded_matrix(scheme: str, weight: torch.Tensor, **options: Any) -> QuantizedMatrix:
     """Return the matrix of `weight`, rounded to nearest; options that are not given have their defaults."""
-    kind = find(scheme)
-    matrix = Matrix(kind, *weight.shape, defaults(kind) | options)
-    fill_(matrix, weight)
+    kind = find_scheme(scheme)
+    matrix = QuantizedMatrix(kind, *weight.shape, default_options(kind) | options)
+    quantize_into(matrix, weight)
     return matrix
 
 
-def observing(
+def with_activation_range(
     module: nn.Module, scheme: str, options: dict[str, Any] | None = None, largest: float = 4.5
 ) -> Any:
     """Return the quantized `module`; where its scheme wants a range of activations, that is `largest`."""
     layer = quantize_module(module, scheme, options)
-    layer.matrix.set_range_(largest)
+    layer.matrix.set_activation_range_(largest)
     return layer
 
 
-def random_layer(
-    scheme: str, codes: Codes, inputs: int = 100, bias: bool = True, **options: Any
+def random_quantized_layer(
+    scheme: str, codes: UnpackedWeights, inputs: int = 100, bias: bool = True, **options: Any
 ) -> QuantizedLinear:
     """Return a layer of these codes with a random bias."""
-    whole = nn.Linear(inputs, len(codes.codes), bias)
-    layer = empty_quantized(whole, scheme, defaults(find(scheme)) | options).eval()
+    whole = nn.Linear(inputs, len(codes.q_weight), bias)
+    layer = empty_quantized(whole, scheme, default_options(find_scheme(scheme)) | options).eval()
     assert isinstance(layer, QuantizedLinear)
-    layer.matrix.set_(codes)
+    layer.matrix.set_weight_(codes)
     if layer.bias is not None:
-        layer.bias.data = torch.randn(len(codes.codes))
+        layer.bias.data = torch.randn(len(codes.q_weight))
     return layer
 
 
@@ -82,37 +82,39 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
     return result
 
 
-def layouts(scheme: Scheme) -> Iterator[dict[str, Any]]:
+def scheme_options(scheme: Scheme) -> Iterator[dict[str, Any]]:
     """Yield all options that a scheme can be given."""
-    names = [option.name for option in scheme.settings]
-    for values in itertools.product(*(option.allowed for option in scheme.settings)):
+    names = [option.name for option in scheme.option_specs]
+    for values in itertools.product(*(option.allowed for option in scheme.option_specs)):
         yield dict(zip(names, values, strict=True))
 
 
 class PerTensor(Int8Dynamic):
     """int8 with one scale for the whole matrix, as a scheme with something that is not by row."""
 
-    def fit(self, groups: torch.Tensor, width: int, options: Options) -> Grid:
+    def compute_qparams(self, groups: torch.Tensor, width: int, options: SchemeOptions) -> QuantParams:
         """Let the largest magnitude of all be 127."""
         return {"scales": groups.abs().amax().reshape(1, 1) / 127}
 
-    def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
         """Return one scale."""
-        return super().storage(rows, width, options) | {"scales": Stored((1,), "float32", by_row=False)}
+        return super().stored_tensors(rows, width, options) | {
+            "scales": StoredTensor((1,), "float32", per_row=False)
+        }
 
 
 def per_tensor(weight: torch.Tensor) -> QuantizedLinear:
     """Return a layer of `PerTensor` without a bias."""
-    matrix = Matrix(PerTensor(), *weight.shape, defaults(PerTensor()))
-    fill_(matrix, weight)
+    matrix = QuantizedMatrix(PerTensor(), *weight.shape, default_options(PerTensor()))
+    quantize_into(matrix, weight)
     return QuantizedLinear(weight.shape[1], False, matrix)
 
 
-ALL = [(name, options) for name, scheme in SCHEMES.items() for options in layouts(scheme)]
-IDS = ["-".join([name, *(str(value) for value in options.values())]) for name, options in ALL]
+SCHEME_CASES = [(name, options) for name, scheme in SCHEMES.items() for options in scheme_options(scheme)]
+SCHEME_IDS = ["-".join([name, *(str(value) for value in options.values())]) for name, options in SCHEME_CASES]
 
 
-class _Each(nn.Module):
+class _ParallelLayers(nn.Module):
     """Layers of one input, whose outputs are joined."""
 
     def __init__(self, layers: list[QuantizedLinear]) -> None:
@@ -124,20 +126,22 @@ class _Each(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
-def graph_of(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
+def export_layers(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
     """Return the onnx.ModelProto of layers that read `x` [B, S, K], as the stage `onnx` writes it."""
-    from smelt.export.graphs.graph import Graph
-    from smelt.export.graphs.of_model import export_graph
-    from smelt.export.load_time import spell_out
+    from smelt.export.expand_placeholders import expand_placeholders
+    from smelt.export.graphs.export_graph import export_graph
+    from smelt.export.graphs.graph_spec import GraphSpec
 
     made = export_graph(
-        Graph("model", _Each(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)), "ort-cpu", 20
+        GraphSpec("model", _ParallelLayers(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)),
+        "ort-cpu",
+        20,
     )
-    spell_out(made)
+    expand_placeholders(made)
     return made
 
 
-def by_onnx_runtime(
+def run_onnx_runtime(
     layers: list[QuantizedLinear], x: torch.Tensor, optimized: str = ""
 ) -> list[NDArray[np.float32]]:
     """Return what ONNX Runtime computes for each of `layers`; the graph that it runs goes to `optimized`."""
@@ -149,13 +153,13 @@ def by_onnx_runtime(
     if optimized:
         options.optimized_model_filepath, options.log_severity_level = optimized, 3
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    graph = graph_of(layers, x).SerializeToString()
+    graph = export_layers(layers, x).SerializeToString()
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     whole: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
     return list(np.split(whole, np.cumsum([layer.out_features for layer in layers])[:-1], axis=-1))
 
 
-def said_of_products(layers: list[QuantizedLinear], path: Path) -> list[dict[str, int]]:
+def fused_matmul_attributes(layers: list[QuantizedLinear], path: Path) -> list[dict[str, int]]:
     """Return the attributes of what ONNX Runtime keeps of each layer once a session has loaded it.
 
     Fails unless that is MatMulNBits alone, and computes what torch does. The loaded graph goes to `path`.
@@ -164,7 +168,7 @@ def said_of_products(layers: list[QuantizedLinear], path: Path) -> list[dict[str
 
     torch.manual_seed(1)
     x = torch.randn(2, 3, layers[0].in_features)
-    for layer, got in zip(layers, by_onnx_runtime(layers, x, str(path)), strict=True):
+    for layer, got in zip(layers, run_onnx_runtime(layers, x, str(path)), strict=True):
         with torch.inference_mode():
             expected = layer(x).numpy()
         assert np.abs(got - expected).max() < 1e-5 * expected.std()
@@ -178,11 +182,11 @@ def random_affine(
 ) -> QuantizedLinear:
     """Return a layer with random codes in groups, by a scheme of whole-number codes."""
     torch.manual_seed(0)
-    most = 2 ** find(scheme).bits
+    most = 2 ** find_scheme(scheme).bits
     groups = -(-inputs // group)
     codes = torch.randint(0, most, (outputs, groups, group), dtype=torch.uint8)
     grid = {"scales": torch.rand(outputs, groups) + 0.5}
     if not symmetric:
         grid["zeros"] = torch.randint(0, most, (outputs, groups), dtype=torch.uint8)
     options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
-    return random_layer(scheme, Codes(codes, grid), inputs, **options)
+    return random_quantized_layer(scheme, UnpackedWeights(codes, grid), inputs, **options)

@@ -1,1 +1,1 @@
-"""What of a teacher's inside a student can be compared with; one file a loss, pure functions of tensors."""
+"""Losses on outputs and inner states of teacher and student; one file per loss, pure functions of tensors."""

@@ -1,1 +1,1 @@
-"""Who teaches: loading teachers, several as one, and what they said before."""
+"""Load teachers, combine several into one, cache their outputs."""

@@ -1,1 +1,1 @@
-"""Convolutions as sums of thin products: Tucker-2, CP, and how many terms are more than noise."""
+"""Decompositions of convolution kernels: Tucker-2, CP, and rank estimation by VBMF."""

@@ -14,42 +14,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MOST = 200  # rounds
-_ENOUGH = 1e-8  # of a round, of the kernel's norm
-_RIDGE = 1e-6  # of the mean of a problem's diagonal
-_LETTERS = "tsde"
+_MAX_ITERATIONS = 200  # iterations
+_TOLERANCE = 1e-8  # of an iteration, relative to the kernel's norm
+_RIDGE = 1e-6  # relative to the mean of a problem's diagonal
+_AXIS_LETTERS = "tsde"
 
 
-def cp(kernel: Tensor, rank: int, seed: int) -> list[Tensor]:
+def cp_decompose(kernel: Tensor, rank: int, seed: int) -> list[Tensor]:
     """Return the vectors of the axes, float64 [T, R], [S, R], [D, R], [E, R].
 
     Args:
         kernel: float.
         rank: R.
-        seed: of the directions that the kernel's own leave open.
+        seed: of random directions, if the kernel has fewer than R.
     """
     whole = kernel.double()
     draw = torch.Generator().manual_seed(seed)
-    factors = [_first(whole, axis, rank, draw) for axis in range(4)]
+    factors = [_initial_factor(whole, axis, rank, draw) for axis in range(4)]
     norm, before = float(whole.norm()), float("inf")
-    for _ in range(_MOST):
+    for _ in range(_MAX_ITERATIONS):
         for axis in range(4):
             others = [factors[other] for other in range(4) if other != axis]
-            factors[axis] = _solved(_projected(whole, factors, axis), others)
-        off = float((whole - product(factors)).norm())
-        if before - off <= _ENOUGH * norm:
+            factors[axis] = _solve(_project(whole, factors, axis), others)
+        off = float((whole - cp_kernel(factors)).norm())
+        if before - off <= _TOLERANCE * norm:
             break
         before = off
-    return _even(factors)
+    return _balance_norms(factors)
 
 
-def product(factors: list[Tensor]) -> Tensor:
-    """Return the kernel [T, S, D, E] that the vectors stand for."""
+def cp_kernel(factors: list[Tensor]) -> Tensor:
+    """Return the kernel [T, S, D, E] that the vectors represent."""
     return torch.einsum("tr,sr,dr,er->tsde", *factors)
 
 
-def _first(whole: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
-    """Return vectors to begin with: the leading ones of the axis, then random ones."""
+def _initial_factor(whole: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
+    """Return initial vectors: the leading ones of the axis, then random ones."""
     matrix = whole.transpose(0, axis).flatten(1)
     vectors = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
     missing = rank - vectors.shape[1]
@@ -57,15 +57,15 @@ def _first(whole: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor
     return torch.cat([vectors, more / len(matrix) ** 0.5], dim=1)
 
 
-def _projected(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
+def _project(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
     """Return the kernel times the vectors of all other axes, [n, R]."""
-    letters = [f"{letter}r" for place, letter in enumerate(_LETTERS) if place != axis]
+    letters = [f"{letter}r" for place, letter in enumerate(_AXIS_LETTERS) if place != axis]
     others = [factor for place, factor in enumerate(factors) if place != axis]
-    return torch.einsum(f"{_LETTERS},{','.join(letters)}->{_LETTERS[axis]}r", whole, *others)
+    return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *others)
 
 
-def _solved(wanted: Tensor, others: list[Tensor]) -> Tensor:
-    """Return the vectors [n, R] that fit best beside those of the other axes."""
+def _solve(wanted: Tensor, others: list[Tensor]) -> Tensor:
+    """Return the vectors [n, R] of one axis that fit best with those of the other axes."""
     grams = [factor.T @ factor for factor in others]
     gram = grams[0] * grams[1] * grams[2]
     ridge = _RIDGE * float(gram.diagonal().mean().clamp(min=1e-300))
@@ -74,8 +74,8 @@ def _solved(wanted: Tensor, others: list[Tensor]) -> Tensor:
     return solution
 
 
-def _even(factors: list[Tensor]) -> list[Tensor]:
-    """Return the same products, each of whose vectors have one norm."""
+def _balance_norms(factors: list[Tensor]) -> list[Tensor]:
+    """Return the same sum of products, with equal norms of the vectors in each term."""
     norms = [factor.norm(dim=0).clamp(min=1e-300) for factor in factors]
     each = (norms[0] * norms[1] * norms[2] * norms[3]) ** 0.25
     return [factor / norm * each for factor, norm in zip(factors, norms, strict=True)]

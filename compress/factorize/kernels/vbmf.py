@@ -1,8 +1,8 @@
-"""How many directions of a matrix are more than noise: the rank by variational Bayes, in closed form.
+"""Rank of a matrix with noise by variational Bayesian matrix factorization (VBMF), in closed form.
 
 Empirical variational Bayesian matrix factorization has a global solution: singular values above a threshold
-that the noise's variance gives are kept, and that variance is the one of the smallest free energy. No rank
-and no tolerance has to be said.
+that the noise's variance determines are kept; the variance minimizes the free energy. Neither a rank nor a
+tolerance is needed.
 
 Source: Nakajima, Sugiyama, Babacan & Tomioka 2013, Global Analytic Solution of Fully-observed Variational
 Bayesian Matrix Factorization, JMLR 14, theorems 2 and 4 and section 5.
@@ -19,20 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 # theorem 4: the threshold's zero is close to this times the root of a, for every a
-_ZERO = 2.5129
+_TAU_ZERO = 2.5129
 
 
 @dataclass(frozen=True)
-class Found:
-    """rank: how many singular values are above the threshold. variance: of the noise. threshold: of them."""
+class VbmfRank:
+    """rank: number of singular values above `threshold`. variance: of the noise."""
 
     rank: int
     variance: float
     threshold: float
 
 
-def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> Found:
-    """Return the rank of a matrix by its singular values, its noise having an unknown variance.
+def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> VbmfRank:
+    """Return the rank of a matrix by its singular values, with noise of unknown variance.
 
     Args:
         values: all singular values, falling, float64 [min(rows, columns)].
@@ -45,8 +45,8 @@ def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> Found:
     alpha = short / long
     squares = np.square(values[:short])
     if not squares.sum() > 0:
-        return Found(0, 0.0, 0.0)
-    limit = _limit(alpha)
+        return VbmfRank(0, 0.0, 0.0)
+    limit = _threshold(alpha)
     # section 5: at least the values beyond the largest rank that can be told from noise are noise
     most = min(short - 1, max(0, math.ceil(short / (1 + alpha)) - 1))
     high = float(squares.sum()) / (short * long)
@@ -61,11 +61,11 @@ def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> Found:
     else:
         variance = high
     threshold = math.sqrt(long * variance * limit)
-    return Found(int((np.sqrt(squares) > threshold).sum()), variance, threshold)
+    return VbmfRank(int((np.sqrt(squares) > threshold).sum()), variance, threshold)
 
 
 def free_energy(variance: float, squares: NDArray[np.float64], long: int, alpha: float) -> float:
-    """Return what the right variance makes smallest, but for a constant and a factor.
+    """Return the free energy of a variance, up to a constant and a factor.
 
     Args:
         variance: of the noise.
@@ -74,8 +74,8 @@ def free_energy(variance: float, squares: NDArray[np.float64], long: int, alpha:
         alpha: L / M.
     """
     x = squares / (long * variance)
-    kept = x[x > _limit(alpha)]
-    noise = x[x <= _limit(alpha)]
+    kept = x[x > _threshold(alpha)]
+    noise = x[x <= _threshold(alpha)]
     tau = _tau(kept, alpha)
     of_noise = float(noise.sum() - np.log(np.maximum(noise, 1e-300)).sum())
     of_kept = float(
@@ -84,9 +84,9 @@ def free_energy(variance: float, squares: NDArray[np.float64], long: int, alpha:
     return of_noise + of_kept
 
 
-def _limit(alpha: float) -> float:
-    """Return which g^2 / (M v) is kept: theorem 4."""
-    zero = _ZERO * math.sqrt(alpha)
+def _threshold(alpha: float) -> float:
+    """Return the threshold of g^2 / (M v): theorem 4."""
+    zero = _TAU_ZERO * math.sqrt(alpha)
     return (1 + zero) * (1 + alpha / zero)
 
 

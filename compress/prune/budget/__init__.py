@@ -1,1 +1,1 @@
-"""One budget over a model: what its units cost, and which of them are worth it."""
+"""Pruning under a budget for the whole model: costs of units, and the allocation."""

@@ -1,4 +1,4 @@
-"""What a model costs, and what each group of its units would cost with fewer of them."""
+"""Cost of a model in parameters or flops, and of each group for every number of units."""
 
 from __future__ import annotations
 
@@ -11,133 +11,136 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smelt.compress.float_model import stored_parameters
-from smelt.compress.prune.budget.sizes import Group, sizes_of, uses_of
-from smelt.compress.prune.groups import AttentionGroup
+from smelt.compress.float_model import count_stored_parameters
+from smelt.compress.prune.budget.shapes import UnitGroup, blocks_using_groups, group_shapes
+from smelt.compress.prune.unit_groups import AttentionGroup
 from smelt.core.errors import InputError
 from smelt.families.registry import family_of
-from smelt.runtime.text.limits import position_limit
+from smelt.runtime.text.length_limits import position_limit
 
-# Tokens of a text, where nothing is said and the model has places for so many.
-LENGTH = 128
+# Sequence length if none is set, limited by the model's positions.
+DEFAULT_SEQUENCE_LENGTH = 128
 
 
 @dataclass(frozen=True)
-class Costs:
-    """In one unit: `whole`, what the model costs now; `fixed`, what of it no choice of units changes.
+class UnitCosts:
+    """Costs of a model: `total` is the present cost, `fixed` the part that pruning cannot change.
 
-    of: by the name of a group, what it costs with 0, 1, ... all of its units, float64 [units + 1], never
-    falling. measured: what the report should say of how it was found.
+    by_group: by group name, the cost with 0, 1, ... all of its units, float64 [units + 1], non-decreasing.
+    details: how the costs were determined, for the report.
     """
 
     unit: str
-    whole: float
+    total: float
     fixed: float
-    of: Mapping[str, Tensor]
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    by_group: Mapping[str, Tensor]
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parameter_costs(model: Any, groups: Sequence[Group]) -> Costs:
-    """Return costs in values that are stored.
+def parameter_costs(model: Any, groups: Sequence[UnitGroup]) -> UnitCosts:
+    """Return costs in stored parameters.
 
-    A bias by distance that all blocks of a stack share counts as what it becomes once heads go: a row for
-    each head of every block.
+    A relative position bias that all blocks of a stack share counts as one row for each head of every block,
+    as it is stored after heads are removed.
     """
-    table = _table_rows(model, groups)
-    of, now = {}, _tables_now(model) if table else 0
+    table = _bias_values_per_head(model, groups)
+    of, now = {}, _count_bias_values(model) if table else 0
     for group in groups:
-        each = _span(model, group, "values")
+        each = _units_total(model, group, "num_parameters")
         now += each
         each += group.count(model) * sum(table.get(name, 0) for name in _modules(group))
-        of[group.name] = _even(each, group.count(model))
-    whole = stored_parameters(model)
-    return Costs("parameters", whole, whole - now, of)
+        of[group.name] = _linear_costs(each, group.count(model))
+    whole = count_stored_parameters(model)
+    return UnitCosts("parameters", whole, whole - now, of)
 
 
-def operation_costs(model: Any, groups: Sequence[Group], length: int | None) -> Costs:
-    """Return costs in multiplications of one pass over `length` tokens (and as many of output).
+def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | None) -> UnitCosts:
+    """Return costs in multiplications of one forward pass over `sequence_length` input (and output) tokens.
 
     Args:
         model: float, on the CPU.
-        groups: of it.
-        length: tokens; None for 128, or as many as the model has places for.
+        groups: the groups of its units.
+        sequence_length: tokens; None for 128, limited by the model's positions.
     """
-    tokens = text_length(model, length)
-    uses = uses_of(model, groups)
+    tokens = resolve_sequence_length(model, sequence_length)
+    uses = blocks_using_groups(model, groups)
     of = {}
     for group in groups:
-        each = _span(model, group, "weights")
-        if isinstance(group, AttentionGroup):  # scores, and the sum of values that they weigh
-            each += 2 * sizes_of(model, group, group.count(model)).between * tokens
+        each = _units_total(model, group, "num_weights")
+        if isinstance(group, AttentionGroup):  # attention scores and the weighted sum of values
+            each += 2 * group_shapes(model, group, group.count(model)).inner_width * tokens
         times = sum(places for _, places in uses[group.name])
-        of[group.name] = _even(each * tokens * times, group.count(model))
-    whole_model = float(count_operations(model, tokens))
+        of[group.name] = _linear_costs(each * tokens * times, group.count(model))
+    whole_model = float(count_multiplications(model, tokens))
     fixed = whole_model - sum(float(cost[-1]) for cost in of.values())
-    return Costs("multiplications", whole_model, fixed, of, {"sequence_length": tokens})
+    return UnitCosts("multiplications", whole_model, fixed, of, {"sequence_length": tokens})
 
 
 @torch.no_grad()
-def count_operations(model: Any, tokens: int) -> int:
-    """Return the multiplications of matrices in one pass over `tokens` tokens, as torch counts them.
+def count_multiplications(model: Any, tokens: int) -> int:
+    """Return the matrix multiply-adds of one forward pass over `tokens` tokens, as torch counts them.
 
-    A translator reads as many and is fed as many (`torch.utils.flop_counter`, whose operations are a
-    multiplication and an addition each). Masked scores count as those that are not.
+    An encoder-decoder gets `tokens` source and `tokens` target tokens. `torch.utils.flop_counter` counts a
+    multiplication and an addition as two operations. Masked attention scores count like others.
     """
     ids = torch.ones(1, tokens, dtype=torch.long)
     more: dict[str, Any] = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     if model.can_generate():
         more["use_cache"] = False
     counter: Any = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:  # torch counts no fused attention of a CPU
+    with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count fused attention on a CPU
         model(ids, **more)
     return int(counter.get_total_flops()) // 2
 
 
-def text_length(model: Any, wanted: int | None) -> int:
-    """Return how many tokens a text has.
+def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
+    """Return the sequence length for the costs, in tokens.
 
     Raises:
-        InputError: the model has no places for so many.
+        InputError: it exceeds the model's positions.
     """
     places = position_limit(model.config.to_dict())
-    if wanted is None:
-        return min(LENGTH, places or LENGTH)
-    if places is not None and wanted > places:
+    if sequence_length is None:
+        return min(DEFAULT_SEQUENCE_LENGTH, places or DEFAULT_SEQUENCE_LENGTH)
+    if places is not None and sequence_length > places:
         raise InputError(
-            f"prune: budget: sequence_length: {wanted} tokens, and the model has places for {places}.",
+            f"prune: budget: sequence_length: {sequence_length} tokens exceed the model's {places}"
+            " positions. Lower sequence_length.",
             code="longer-than-model",
             setting="budget.sequence_length",
         )
-    return wanted
+    return sequence_length
 
 
-def _span(model: Any, group: Group, word: str) -> int:
-    """Return by how much `word`, summed over the products of a group, falls when all of its units go."""
-    whole, none = (sizes_of(model, group, units).products for units in (group.count(model), 0))
+def _units_total(model: Any, group: UnitGroup, word: str) -> int:
+    """Return the decrease of the attribute `word`, summed over a group's layers, without any units."""
+    whole, none = (group_shapes(model, group, units).linear_layers for units in (group.count(model), 0))
     gone: int = sum(getattr(p, word) for p in whole) - sum(getattr(p, word) for p in none)
     return gone
 
 
-def _even(cost: float, units: int) -> Tensor:
+def _linear_costs(cost: float, units: int) -> Tensor:
     """Return the cost of 0, 1, ... of `units` units that cost `cost` together, float64 [units + 1]."""
     return torch.arange(units + 1, dtype=torch.float64) * (cost / units)
 
 
-def _modules(group: Group) -> tuple[str, ...]:
+def _modules(group: UnitGroup) -> tuple[str, ...]:
     return group.modules if isinstance(group, AttentionGroup) else ()
 
 
-def _table_rows(model: Any, groups: Sequence[Group]) -> dict[str, int]:
-    """Return by attention that loses heads how many values of a bias by distance each of its heads has."""
+def _bias_values_per_head(model: Any, groups: Sequence[UnitGroup]) -> dict[str, int]:
+    """Return the relative position bias parameters per head, by attention that loses heads."""
     family = family_of(model)
     bias = family.relative_bias() if family is not None and family.relative_bias is not None else None
-    names = [n for g in groups if isinstance(g, AttentionGroup) and g.parts.relative for n in g.modules]
-    return {name: bias.values_of_a_head(model.get_submodule(name), name) for name in names} if bias else {}
+    names = [
+        n for g in groups if isinstance(g, AttentionGroup) and g.structure.relative_bias for n in g.modules
+    ]
+    return {name: bias.parameters_per_head(model.get_submodule(name), name) for name in names} if bias else {}
 
 
-def _tables_now(model: Any) -> int:
-    """Return how many values the biases by distance have that `own_all` turns into one for each block."""
+def _count_bias_values(model: Any) -> int:
+    """Return the parameters of the relative position biases that `make_all_independent` would copy."""
     family = family_of(model)
     assert family is not None
     assert family.relative_bias is not None
-    return family.relative_bias().values_now(model)
+    return family.relative_bias().count_bias_parameters(model)

@@ -1,1 +1,1 @@
-"""How much each head and each neuron matters: a file for each way to score them."""
+"""Importance scores of heads and neurons, one module per method."""

@@ -1,4 +1,4 @@
-"""Fisher: the mean squared gradient of a mask on the units, row by row."""
+"""Fisher importance: the mean squared per-sample gradient of a mask on the units."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of
-from smelt.compress.prune.importance.masks import masking
-from smelt.compress.prune.importance.scores import Scores
+from smelt.compress.prune.importance.unit_mask import unit_mask_hook
+from smelt.compress.prune.importance.unit_scores import UnitScores
+from smelt.compress.prune.unit_groups import AttentionGroup, FeedForwardGroup, linear_with_inputs
 
 
 def fisher_scores(
@@ -19,26 +19,30 @@ def fisher_scores(
     blocks: list[FeedForwardGroup],
     rows: Iterable[Any],
     loss_of: Callable[[nn.Module, Any], Tensor],
-) -> Scores:
-    """Score every unit by the diagonal of the empirical Fisher information of its mask.
+) -> UnitScores:
+    """Return the diagonal of the empirical Fisher information of each unit's mask as its score.
 
-    The mean over rows of (dL/dm)^2 for a mask m = 1 on what the unit hands to the product behind it: twice
-    the second-order change of the loss when the unit goes. Layers can be compared as they are. Source: Kwon
-    et al. 2022, A Fast Post-Training Pruning Framework for Transformers, arXiv:2204.09656.
+    This is the mean over samples of (dL/dm)^2 for a mask m = 1 on the unit's output to the next linear layer:
+    twice the second-order change of the loss when the unit is removed. Scores are comparable between layers.
+    Source: Kwon et al. 2022, A Fast Post-Training Pruning Framework for Transformers, arXiv:2204.09656.
 
     Args:
         model: in eval mode, on any device.
-        attentions: what to score.
-        blocks: what to score.
-        rows: batches of one row each, on that device; the square of a mean over several is smaller.
-        loss_of: the mean loss of model and row.
+        attentions: the attentions to score.
+        blocks: the feed-forward blocks to score.
+        rows: batches of one sample each, on the same device; the square of a mean over several is smaller.
+        loss_of: returns the loss of a model on a batch.
     """
     there = next(model.parameters()).device
-    places = [(g.name, g.count(model), columns_of(model, g.parts.out), g.head_dim(model)) for g in attentions]
-    places += [(b.name, b.count(model), columns_of(model, b.parts.down), 1) for b in blocks]
+    places = [
+        (g.name, g.count(model), linear_with_inputs(model, g.structure.out), g.head_dim(model))
+        for g in attentions
+    ]
+    places += [(b.name, b.count(model), linear_with_inputs(model, b.structure.down), 1) for b in blocks]
     masks = {name: torch.ones(units, requires_grad=True, device=there) for name, units, _, _ in places}
     hooks = [
-        product.register_forward_pre_hook(masking(masks[name], width)) for name, _, product, width in places
+        product.register_forward_pre_hook(unit_mask_hook(masks[name], width))
+        for name, _, product, width in places
     ]
     found = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     count = 0
@@ -52,6 +56,8 @@ def fisher_scores(
         for hook in hooks:
             hook.remove()
     means = {name: total / max(1, count) for name, total in found.items()}
-    return Scores(
-        {g.name: means[g.name] for g in attentions}, {b.name: means[b.name] for b in blocks}, comparable=True
+    return UnitScores(
+        {g.name: means[g.name] for g in attentions},
+        {b.name: means[b.name] for b in blocks},
+        comparable_across_layers=True,
     )

@@ -1,4 +1,4 @@
-"""Taylor: the first-order change of the loss on rows when a unit goes."""
+"""Taylor importance: the first-order change of the loss when a unit is removed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of
-from smelt.compress.prune.importance.masks import masking
-from smelt.compress.prune.importance.scores import Scores
+from smelt.compress.prune.importance.unit_mask import unit_mask_hook
+from smelt.compress.prune.importance.unit_scores import UnitScores
+from smelt.compress.prune.unit_groups import (
+    AttentionGroup,
+    FeedForwardGroup,
+    linear_with_inputs,
+    linear_with_outputs,
+)
 
 
 def taylor_scores(
@@ -19,27 +24,29 @@ def taylor_scores(
     blocks: list[FeedForwardGroup],
     batches: Iterable[Any],
     loss_of: Callable[[nn.Module, Any], Tensor],
-) -> Scores:
-    """Score every unit by the first-order change of the loss when it goes, summed over batches.
+) -> UnitScores:
+    """Return the first-order change of the loss when each unit is removed, summed over batches.
 
     A head: |dL/dm| for a mask m = 1 on its output (Michel et al. 2019, arXiv:1905.10650). A neuron:
-    |sum(w1 * g1) + b1 * gb1| + |sum(w2 * g2)| with its row w1 and bias b1 of the first product, its
+    |sum(w1 * g1) + b1 * gb1| + |sum(w2 * g2)| with its row w1 and bias b1 of the first linear layer, its
     column w2 of the second, and their gradients (DynaBERT, Hou et al. 2020, arXiv:2004.04037,
-    run_glue.py, compute_neuron_head_importance); a gate counts as w1 does.
+    run_glue.py, compute_neuron_head_importance); a gate counts like w1.
 
     Args:
         model: in eval mode, on any device.
-        attentions: what to score.
-        blocks: what to score.
-        batches: calibration batches, on that device.
-        loss_of: the mean loss of model and batch.
+        attentions: the attentions to score.
+        blocks: the feed-forward blocks to score.
+        batches: calibration batches, on the same device.
+        loss_of: returns the mean loss of a model on a batch.
     """
     there = next(model.parameters()).device
     masks = {g.name: torch.ones(g.count(model), requires_grad=True, device=there) for g in attentions}
     heads = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     neurons = {b.name: torch.zeros(b.count(model), dtype=torch.float64) for b in blocks}
     hooks = [
-        columns_of(model, g.parts.out).register_forward_pre_hook(masking(masks[g.name], g.head_dim(model)))
+        linear_with_inputs(model, g.structure.out).register_forward_pre_hook(
+            unit_mask_hook(masks[g.name], g.head_dim(model))
+        )
         for g in attentions
     ]
     try:
@@ -51,13 +58,13 @@ def taylor_scores(
                 heads[name] += mask.grad.abs().double().cpu()
                 mask.grad = None
             for block in blocks:
-                inputs = [rows_of(model, name) for name in block.parts.inputs]
-                neurons[block.name] += _neuron_terms(inputs, columns_of(model, block.parts.down))
+                inputs = [linear_with_outputs(model, name) for name in block.structure.input_layers]
+                neurons[block.name] += _neuron_terms(inputs, linear_with_inputs(model, block.structure.down))
     finally:
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
-    return Scores(heads, neurons)
+    return UnitScores(heads, neurons)
 
 
 def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:

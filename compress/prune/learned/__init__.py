@@ -1,1 +1,1 @@
-"""What goes is learned with the weights: masks under a budget, and the cut of what they close."""
+"""Learned masks: masks trained with the weights under a budget, and removal of the masked units."""

@@ -1,4 +1,4 @@
-"""The settings of masks that are learned during training: `learned_masks` of `finetune` and `distill`."""
+"""The settings `learned_masks` of `finetune` and `distill`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class LearnedMasksSettings(Settings):
         default=0.4,
         gt=0,
         le=1,
-        description="fraction of the updates until the budget falls to keep_ratio",
+        description="fraction of the updates until the kept fraction falls to keep_ratio",
     )
-    learning_rate: float = Field(default=0.1, gt=0, description="peak rate of masks and multipliers")
+    learning_rate: float = Field(default=0.1, gt=0, description="peak learning rate of masks and multipliers")
     multiple_of: int = Field(default=8, ge=1, description="kept neurons or channels are a multiple of this")
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if not (self.targets or self.parts):
             raise SettingError(
-                "targets and parts are empty, so nothing has masks; name heads or ffn",
+                "targets and parts are both empty, so there is nothing to mask; set targets, such as"
+                " [heads, ffn]",
                 code="missing-setting",
             )
         return self

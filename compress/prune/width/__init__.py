@@ -1,1 +1,1 @@
-"""The hidden states of a model become narrower."""
+"""Pruning of the hidden width."""

@@ -1,18 +1,18 @@
-"""What is left of narrower hidden states takes over, by least squares on rows, what went with the channels.
+"""Least-squares refit of a model with narrower hidden states, on calibration samples.
 
-Block by block, encoder first, the narrower model is run beside the whole one. What a product W x + b read of
-the whole states x it reads of the narrow ones x', behind all that was fitted before it:
+The narrow model runs block by block in parallel with the original one, encoder first. A linear layer W x + b
+that read the states x now reads the narrow states x', after all earlier fits:
 
     minimise  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
     W' = W_k + (W M_xx' - W_k M_x'x') (M_x'x' + e I)^-1
 
-M are second moments, around the means where there is a bias; k are the channels that stay; e is 1 % of the
-mean of M_x'x''s diagonal. A norm whose result is the hidden states (post-norm, an opening or closing norm)
-gets the scale and shift of each channel that bring it nearest to what the whole model's norm gave. A matrix
-stays as it was cut where it is a table too (a tied head), where zeros of it are to stay, and where blocks
-share it and it was fitted already.
+M are second moments, around the means if there is a bias; k are the kept channels; e is 1 % of the mean of
+M_x'x''s diagonal. A norm whose output is the hidden states (post-norm, an opening or closing norm) gets the
+scale and shift per channel with the least error to the original norm's output. A matrix is only cut, not
+refitted, if it is also an embedding (a tied head), if its zeros have to be kept, or if blocks share it and it
+was fitted before.
 
-Shapes: T = tokens, D = channels before, k = after, N = outputs of a product.
+Shapes: T = tokens, D = channels before, k = after, N = outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -24,135 +24,141 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.blocks import DrivenBlock, drive
-from smelt.compress.calibration.observe import observe
-from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.prune.compensate import DAMP, bias_owner
-from smelt.compress.prune.groups import columns_of
+from smelt.compress.calibration.input_hooks import observe_inputs
+from smelt.compress.calibration.run_blocks import RunningBlock, run_blocks
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner
+from smelt.compress.prune.unit_groups import linear_with_inputs
 from smelt.core.stage import Context
 from smelt.families.family import Attention, FeedForward
-from smelt.families.norms import is_norm
+from smelt.families.model_blocks import Block, output_modules
+from smelt.families.norm_consumers import has_norm_at
 from smelt.families.registry import family_of
-from smelt.families.walk import Block, head_of
-from smelt.runtime.models.structure import keeps_zeros
+from smelt.runtime.models.structure import is_masked
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm whose result is the hidden states."""
+class RefitNorm:
+    """A norm whose output is the hidden states."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Products that read the same states. of_encoder: what an encoder gave."""
+class RefitLayers:
+    """Linear layers that read the same states. reads_encoder: whether they read encoder outputs."""
 
     names: tuple[str, ...]
-    of_encoder: bool = False
+    reads_encoder: bool = False
 
 
-Point: TypeAlias = Norm | Reader
-# Tokens whose states are kept to fit a product on.
-MOST_TOKENS = 32768
+RefitPoint: TypeAlias = RefitNorm | RefitLayers
+# Maximum number of tokens whose states are stored for a fit.
+MAX_REFIT_TOKENS = 32768
 
 
-def refit_readers(
-    whole: Any, cut: Any, keep: Tensor, rows: CalibrationRows, ctx: Context
+def refit_width(
+    model: Any, narrow_model: Any, keep: Tensor, samples: CalibrationSamples, ctx: Context
 ) -> dict[str, float]:
-    """Fit the products of `cut` that read its hidden states, and the norms that give them, to `whole`.
+    """Refit the layers of `narrow_model` that read hidden states, and the norms that output them, to `model`.
 
     Args:
-        whole: the model before, float32, in eval mode, on the CPU; it is not changed.
-        cut: the same with the channels `keep` alone; changed in place.
-        keep: int64 [k], rising.
-        rows: what both read.
+        model: the original model, float32, in eval mode, on the CPU; not changed.
+        narrow_model: the model with only the channels `keep`; changed in place.
+        keep: int64 [k], ascending.
+        samples: calibration samples for both.
         ctx: device, threads, progress.
 
     Returns:
-        By product, the part of what the cut lost (of the squared error on these rows) that is still lost.
+        By layer, the squared output error relative to that of the plain cut.
     """
-    fit = _Fit(whole, cut, keep, rows, ctx)
-    blocks = zip(drive(whole, rows, ctx, stage="prune"), drive(cut, rows, ctx, stage="prune"), strict=True)
+    fit = _WidthRefit(model, narrow_model, keep, samples, ctx)
+    blocks = zip(
+        run_blocks(model, samples, ctx, stage="prune"),
+        run_blocks(narrow_model, samples, ctx, stage="prune"),
+        strict=True,
+    )
     for before, after in blocks:
-        fit.block(before, after)
-    fit.end()
+        fit.refit_block(before, after)
+    fit.refit_outputs()
     return {name: round(value, 4) for name, value in fit.left.items()}
 
 
-class _Fit:
-    """What is fitted so far of a narrower model, beside the whole one."""
+class _WidthRefit:
+    """State of the refit of a narrow model to the original one."""
 
-    def __init__(self, whole: Any, cut: Any, keep: Tensor, rows: CalibrationRows, ctx: Context) -> None:
+    def __init__(self, whole: Any, cut: Any, keep: Tensor, rows: CalibrationSamples, ctx: Context) -> None:
         self.models, self.keep, self.rows, self.ctx = (whole, cut), keep, rows, ctx
-        self.stride = max(1, -(-rows.tokens // MOST_TOKENS))
+        self.stride = max(1, -(-rows.tokens // MAX_REFIT_TOKENS))
         self.left: dict[str, float] = {}
         self.done: set[nn.Module] = set()
         self.tables = {id(p) for m in cut.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        self.encoded: tuple[Tensor, Tensor] | None = None  # what keys and values of cross-attention read
+        self.encoded: tuple[Tensor, Tensor] | None = None  # encoder outputs, read by cross-attention
 
-    def block(self, before: DrivenBlock, after: DrivenBlock) -> None:
-        """Fit one block, part by part; of the whole model it is run once."""
-        points = _points(after.block)
-        whole = self._seen(0, points, before)
-        behind: Tensor | None = None  # what the last norm gives, which the next part reads as it is
+    def refit_block(self, before: RunningBlock, after: RunningBlock) -> None:
+        """Fit one block, part by part; the original block runs once."""
+        points = _refit_points(after.block)
+        whole = self._observe(0, points, before)
+        behind: Tensor | None = None  # output of the last norm, the input of the next part
         for point in points:
-            if isinstance(point, Norm):
-                made = self.norm(point, whole[point], after)
-                behind = None if after.block.stack.stream.norms_first else made
-            elif point.of_encoder:
+            if isinstance(point, RefitNorm):
+                made = self.refit_norm(point, whole[point], after)
+                behind = None if after.block.stack.stream.pre_norm else made
+            elif point.reads_encoder:
                 if self.encoded is None:
-                    self.encoded = whole[point], self._seen(1, [point], after)[point]
-                self.products(point, *self.encoded)
+                    self.encoded = whole[point], self._observe(1, [point], after)[point]
+                self.refit_layers(point, *self.encoded)
             else:
                 wanted = whole[point]
-                # of products that later blocks compute with too, all uses are looked at
+                # layers that later blocks share are fitted on all uses
                 if behind is not None and len(behind) == len(wanted):
                     found = behind
                 else:
-                    found = self._seen(1, [point], after)[point]
-                self.products(point, wanted, found)
+                    found = self._observe(1, [point], after)[point]
+                self.refit_layers(point, wanted, found)
 
-    def end(self) -> None:
-        """Fit what stands behind the last block: its norm, and the head."""
+    def refit_outputs(self) -> None:
+        """Fit the final norm and the head after the last block."""
         model = self.models[1]
         family: Any = family_of(model)
-        closing = family.stacks(model.config.to_dict())[-1].stream.closing
+        closing = family.stacks(model.config.to_dict())[-1].stream.final_norm
         if closing:
-            point = Norm(closing)
-            self.norm(point, self._seen(0, [point], None)[point], None)
-        for name in head_of(model)[:1]:
-            reader = Reader((name,))
-            if not is_norm(model, name) and self._can_be_fitted(name):
-                self.products(reader, *(self._seen(at, [reader], None)[reader] for at in (0, 1)))
+            point = RefitNorm(closing)
+            self.refit_norm(point, self._observe(0, [point], None)[point], None)
+        for name in output_modules(model)[:1]:
+            reader = RefitLayers((name,))
+            if not has_norm_at(model, name) and self._can_be_fitted(name):
+                self.refit_layers(reader, *(self._observe(at, [reader], None)[reader] for at in (0, 1)))
 
-    def norm(self, point: Norm, wanted: Tensor, run: DrivenBlock | None) -> Tensor | None:
-        """Fit a norm; return what it gives now, None where nothing was looked at."""
+    def refit_norm(self, point: RefitNorm, wanted: Tensor, run: RunningBlock | None) -> Tensor | None:
+        """Fit a norm; return its new output, None if nothing was observed."""
         module: Any = self.models[1].get_submodule(point.name)
-        if module in self.done or not is_norm(self.models[1], point.name):
+        if module in self.done or not has_norm_at(self.models[1], point.name):
             return None
         self.done.add(module)
         family: Any = family_of(self.models[1])
-        found = self._seen(1, [point], run)[point]
-        return fit_norm(module, wanted[:, self.keep], found, family.rms_norm.plus_one)
+        found = self._observe(1, [point], run)[point]
+        return fit_norm(module, wanted[:, self.keep], found, family.rms_norm.adds_one_to_weight)
 
-    def products(self, point: Reader, wanted: Tensor, found: Tensor) -> None:
-        """Fit products that read `found` where those of the whole model read `wanted`."""
+    def refit_layers(self, point: RefitLayers, wanted: Tensor, found: Tensor) -> None:
+        """Fit linear layers that read `found` where those of the original model read `wanted`."""
         for name in point.names:
             if self._can_be_fitted(name):
-                old = columns_of(self.models[0], name).weight.detach()
-                self.left[name] = refit_reader(self.models[1], name, old, wanted, found)
+                old = linear_with_inputs(self.models[0], name).weight.detach()
+                self.left[name] = refit_narrow_layer(self.models[1], name, old, wanted, found)
                 self.done.add(self.models[1].get_submodule(name))
 
     def _can_be_fitted(self, name: str) -> bool:
-        layer = columns_of(self.models[1], name)
+        layer = linear_with_inputs(self.models[1], name)
         met = self.models[1].get_submodule(name) in self.done
-        return not (met or keeps_zeros(layer) or id(layer.weight) in self.tables)
+        return not (met or is_masked(layer) or id(layer.weight) in self.tables)
 
-    def _seen(self, number: int, points: Sequence[Point], run: DrivenBlock | None) -> dict[Point, Tensor]:
-        """Return what one model's readers are given, and norms give, at some points, float32 [T, width]."""
+    def _observe(
+        self, number: int, points: Sequence[RefitPoint], run: RunningBlock | None
+    ) -> dict[RefitPoint, Tensor]:
+        """Return the layer inputs and norm outputs of one model at `points`, float32 [T, width]."""
         model, found = self.models[number], {str(at): list[Tensor]() for at in range(len(points))}
-        modules = [_module(model, point) for point in points]
+        modules = [_find_module(model, point) for point in points]
 
         def see(key: str, x: Tensor) -> None:
             found[key].append(x[:: self.stride].float().cpu())
@@ -161,68 +167,68 @@ class _Fit:
         if run is not None:
             run.observe(layers, see)
         else:
-            observe(model, self.rows, layers, see, self.ctx)
-        seen: dict[Point, Tensor] = {}
+            observe_inputs(model, self.rows, layers, see, self.ctx)
+        seen: dict[RefitPoint, Tensor] = {}
         for at, point in enumerate(points):
             x = torch.cat(found[str(at)])
-            # norms compute each token alone, so that what they give is found behind the run
-            seen[point] = _applied(modules[at], x) if isinstance(point, Norm) else x
+            # norms treat each token independently, so their outputs are computed after the run
+            seen[point] = _apply_norm(modules[at], x) if isinstance(point, RefitNorm) else x
         return seen
 
 
-def _module(model: Any, point: Point) -> nn.Module:
-    if isinstance(point, Reader):
-        return columns_of(model, point.names[0])
+def _find_module(model: Any, point: RefitPoint) -> nn.Module:
+    if isinstance(point, RefitLayers):
+        return linear_with_inputs(model, point.names[0])
     found: nn.Module = model.get_submodule(point.name)
     return found
 
 
 @torch.no_grad()
-def _applied(norm: nn.Module, x: Tensor) -> Tensor:
+def _apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     made: Tensor = norm(x.to(next(norm.parameters()).device))
     return made.float().cpu()
 
 
-def _points(block: Block) -> list[Point]:
-    """Return what is fitted of a block, in the order in which it computes."""
-    stack, found = block.stack, list[Point]()
-    if block.number == 0 and stack.stream.opening:
-        found.append(Norm(stack.stream.opening))
+def _refit_points(block: Block) -> list[RefitPoint]:
+    """Return the norms and linear layers to fit in a block, in the order of computation."""
+    stack, found = block.stack, list[RefitPoint]()
+    if block.index == 0 and stack.stream.embedding_norm:
+        found.append(RefitNorm(stack.stream.embedding_norm))
     parts: list[Attention | FeedForward] = [*stack.attentions, stack.feed_forward]
     for number, kind in enumerate(parts):
-        part = kind.under(block.place)
+        part = kind.with_prefix(block.module_path)
         if part in block.parts:
             if isinstance(part, Attention) and part.cross:
-                found += [Reader((part.query,)), Reader((part.key, part.value), of_encoder=True)]
+                found += [RefitLayers((part.query,)), RefitLayers((part.key, part.value), reads_encoder=True)]
             else:
-                found.append(Reader(part.products[:-1]))
-        if not stack.stream.norms_first:
-            found.append(Norm(f"{block.place}.{stack.stream.norms[number]}"))
+                found.append(RefitLayers(part.linear_layers[:-1]))
+        if not stack.stream.pre_norm:
+            found.append(RefitNorm(f"{block.module_path}.{stack.stream.part_norms[number]}"))
     return found
 
 
 @torch.no_grad()
-def fit_norm(module: Any, wanted: Tensor, found: Tensor, plus_one: bool = False) -> Tensor:
-    """Scale, and shift where it has a bias, each channel of a norm so that `found` comes nearest to `wanted`.
+def fit_norm(module: Any, target: Tensor, actual: Tensor, adds_one_to_weight: bool = False) -> Tensor:
+    """Fit scale and shift (if it has a bias) of each channel of a norm to map `actual` to `target`.
 
     Args:
         module: changed in place.
-        wanted: what it is to give, float32 [T, k].
-        found: what it gives, of the same tokens.
-        plus_one: it multiplies with 1 + weight.
+        target: the wanted outputs, float32 [T, k].
+        actual: the present outputs of the same tokens.
+        adds_one_to_weight: whether the norm multiplies by 1 + weight.
 
     Returns:
-        What it gives now, float32 [T, k].
+        The new outputs, float32 [T, k].
     """
     bias = getattr(module, "bias", None)
-    x, y = found.double(), wanted.double()
+    x, y = actual.double(), target.double()
     zero = torch.zeros_like(x[0])
     mean_x, mean_y = (x.mean(dim=0), y.mean(dim=0)) if bias is not None else (zero, zero)
     x, y = x - mean_x, y - mean_y
     spread = x.square().mean(dim=0)
-    ridge = DAMP * spread.mean()
+    ridge = RECONSTRUCTION_DAMPING * spread.mean()
     scale = ((x * y).mean(dim=0) + ridge) / (spread + ridge) if float(ridge) > 0 else torch.ones_like(spread)
-    one = 1.0 if plus_one else 0.0
+    one = 1.0 if adds_one_to_weight else 0.0
     module.weight.copy_((module.weight.double().cpu() + one) * scale - one)
     if bias is not None:
         module.bias.copy_(bias.double().cpu() * scale + mean_y - mean_x * scale)
@@ -230,29 +236,31 @@ def fit_norm(module: Any, wanted: Tensor, found: Tensor, plus_one: bool = False)
 
 
 @torch.no_grad()
-def refit_reader(model: Any, name: str, old: Tensor, wanted: Tensor, found: Tensor) -> float:
-    """Give the product `name`, which reads narrower states now, the weights that fit best.
+def refit_narrow_layer(
+    model: Any, name: str, old_weight: Tensor, old_inputs: Tensor, new_inputs: Tensor
+) -> float:
+    """Refit the weights of the layer `name` to its narrower inputs.
 
     Args:
-        model: the narrower one, changed in place.
-        name: of a linear layer, or of a factorized one.
-        old: the weight before the cut, float [N, D]; of a pair that of the half `down`.
-        wanted: what it read before, float32 [T, D].
-        found: what it reads now, of the same tokens, float32 [T, k].
+        model: the narrow model; changed in place.
+        name: a linear or factorized layer.
+        old_weight: the weight before the cut, float [N, D]; of a factorized layer that of `down`.
+        old_inputs: the original inputs, float32 [T, D].
+        new_inputs: the new inputs of the same tokens, float32 [T, k].
 
     Returns:
-        The part of the squared error of the plain cut that is left, 0 to 1; 1 where there was none.
+        The squared output error relative to that of the plain cut, 0 to 1; 1 if that was 0.
     """
-    layer, owner = columns_of(model, name), bias_owner(model.get_submodule(name))
-    cut, old = layer.weight.detach().double().cpu(), old.double().cpu()
-    x = found.double()
-    off = (wanted.double() @ old.t()).sub_(x @ cut.t())  # what the plain cut is off by
+    layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
+    cut, old_weight = layer.weight.detach().double().cpu(), old_weight.double().cpu()
+    x = new_inputs.double()
+    off = (old_inputs.double() @ old_weight.t()).sub_(x @ cut.t())  # the error of the plain cut
     lost = float(off.square().sum())
     mean_x, mean_off = x.mean(dim=0), off.mean(dim=0)
     if owner.bias is not None:
         x, off = x.sub_(mean_x), off.sub_(mean_off)
     within = x.t() @ x
-    within.diagonal().add_(DAMP * float(within.diagonal().mean()))
+    within.diagonal().add_(RECONSTRUCTION_DAMPING * float(within.diagonal().mean()))
     if not float(within.diagonal().max()) > 0:
         return 1.0
     change = torch.linalg.solve(within, x.t() @ off).t()

@@ -1,1 +1,1 @@
-"""How codes are chosen: a file a method."""
+"""Quantization methods, one module each."""

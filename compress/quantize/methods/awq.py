@@ -1,15 +1,15 @@
-"""AWQ: input channels that are large on rows get finer steps, by scales that the model absorbs.
+"""AWQ: scale up input channels with large activations before quantization.
 
 Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration,
-arXiv:2306.00978, and its published code (llm-awq). Rounding W s and multiplying with X / s errs less than
-rounding W, where s is large for the channels that matter. How scales are found is in channel_scales.py, where
-they go in scale_places.py. The model is looked at once, as it is in float, and changed afterwards: what it
-computes stays the same until codes are decided.
+arXiv:2306.00978, and its published code (llm-awq). Rounding W s and multiplying with X / s has a smaller
+error than rounding W if s is large for the important channels. channel_scales.py finds the scales, and
+scale_targets.py applies them. The float model is calibrated once and changed afterwards; its outputs do not
+change until weights are quantized.
 
-With `clip`, ranges are cut off where that errs less on what the scaled products are fed; not of queries and
-keys, whose products with each other the error of either says little of (auto_clip.py leaves them out too).
+With `clip`, ranges are clipped where that reduces the output error of the scaled layers; except for queries
+and keys, whose single errors say little about attention scores (llm-awq's auto_clip.py skips them too).
 
-Shapes: K = inputs of a product.
+Shapes: K = inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -19,121 +19,139 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import InputStatistics, collected, few_tokens
-from smelt.compress.quantize.methods.channel_scales import Found, Product, clipped, searched_scales
-from smelt.compress.quantize.methods.scale_places import Place, places_of
-from smelt.compress.quantize.planned import Planned
-from smelt.compress.quantize.smooth import TypeOf
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.statistics import InputStatistics, collect_statistics, few_tokens_text
+from smelt.compress.quantize.methods.channel_scales import (
+    LayerToScale,
+    ScaleSearchResult,
+    clip_and_quantize,
+    search_scales,
+)
+from smelt.compress.quantize.methods.scale_targets import ScaleTarget, find_scale_targets
+from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.smoothquant import DtypeOf
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.families.walk import attentions_of
+from smelt.families.model_blocks import model_attentions
 from smelt.runtime.models.structure import Edit
-from smelt.runtime.schemes.registry import find
-from smelt.runtime.schemes.scheme import Codes
+from smelt.runtime.schemes.registry import find_scheme
+from smelt.runtime.schemes.scheme import UnpackedWeights
 
 
-class Scaled(NamedTuple):
-    """What AWQ leaves: the layers, some under new names; edits of the model; codes by `Planned.weight`."""
+class AwqResult(NamedTuple):
+    """Result of AWQ: layers, some renamed; edits; quantized weights by `PlannedLayer.weight_id`."""
 
-    layers: list[Planned]
+    layers: list[PlannedLayer]
     edits: list[Edit]
-    codes: dict[int, Codes]
+    codes: dict[int, UnpackedWeights]
 
 
-def awq(
-    model: Any, layers: Sequence[Planned], rows: CalibrationRows, clip: bool, kind: TypeOf, ctx: Context
-) -> Scaled:
-    """Scale the products among `layers` and what feeds them.
+def apply_awq(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    samples: CalibrationSamples,
+    clip: bool,
+    dtype_of: DtypeOf,
+    ctx: Context,
+) -> AwqResult:
+    """Scale the linear layers among `layers` and the producers of their inputs.
 
     Args:
-        model: float32, in eval mode, on the CPU; changed in place, and computes what it did.
-        layers: of it, as planned.
-        rows: what it reads.
-        clip: whether ranges are cut off too; else no codes are decided.
-        kind: says what a tensor is stored in, by its names.
+        model: float32, in eval mode, on the CPU; changed in place with the same outputs.
+        layers: its planned layers.
+        samples: calibration samples.
+        clip: whether to clip ranges too; else no weights are quantized.
+        dtype_of: returns the stored dtype of a tensor from its names.
         ctx: gets the details and warnings.
 
     Raises:
-        InputError: what a product is fed is not finite.
+        InputError: inputs of a linear layer are not finite.
     """
-    places, left = places_of(model, layers)
-    names = [place.coded[0].name for place in places]
-    firsts = {name: [place.coded[0].module] for name, place in zip(names, places, strict=True)}
-    uncut = _scored(model) if clip else set()
+    places, left = find_scale_targets(model, layers)
+    names = [place.layers[0].name for place in places]
+    firsts = {name: [place.layers[0].module] for name, place in zip(names, places, strict=True)}
+    uncut = _attention_score_layers(model) if clip else set()
     edits: list[Edit] = []
-    codes: dict[int, Codes] = {}
-    found: dict[str, Found] = {}
+    codes: dict[int, UnpackedWeights] = {}
+    found: dict[str, ScaleSearchResult] = {}
     unreached: list[str] = []
-    with collected(model, rows, firsts, ctx) as seen:
-        _require_finite([layer.name for layer in layers], seen, rows)
-        # all are found before any is put: a product's rows are others once what it feeds has its scales
+    with collect_statistics(model, samples, firsts, ctx) as seen:
+        _require_finite([layer.name for layer in layers], seen, samples)
+        # find all scales before applying any: applying them changes the rows of producers
         for name, place in zip(names, places, strict=True):
             if seen[name].tokens:
-                found[name] = _found(place, seen[name])
+                found[name] = _search_target(place, seen[name])
             else:
-                unreached += [layer.name for layer in place.coded]
+                unreached += [layer.name for layer in place.layers]
         scales = {
-            name: place.put(model, found[name].scales, kind, edits)
+            name: place.apply(model, found[name].scales, dtype_of, edits)
             for name, place in zip(names, places, strict=True)
             if name in found and found[name].alpha > 0
         }
         for name, place in zip(names, places, strict=True):
             if clip and name in found:
-                cut = [one for one in place.coded if one.name.removesuffix(".linear") not in uncut]
-                codes |= _cut(cut, _moment(seen[name]), scales.get(name))
-    _tell(places, names, found, ctx)
-    ctx.details["awq_without_scales"] = left  # output layers, and matrices that others have too
+                cut = [one for one in place.layers if one.name.removesuffix(".linear") not in uncut]
+                codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
+    _report_scales(places, names, found, ctx)
+    ctx.details["awq_without_scales"] = left  # output layers and shared matrices
     fed = [
-        (seen[name].tokens, int(place.coded[0].module.in_features))
+        (seen[name].tokens, int(place.layers[0].module.in_features))
         for name, place in zip(names, places, strict=True)
     ]
-    _warn(fed, unreached, rows, ctx)
-    renamed = {layer.module: layer for place in places for layer in place.coded}
-    return Scaled([renamed.get(one.module, one) for one in layers], edits, codes)
+    _warn_of_few_tokens(fed, unreached, samples, ctx)
+    renamed = {layer.module: layer for place in places for layer in place.layers}
+    return AwqResult([renamed.get(one.module, one) for one in layers], edits, codes)
 
 
-def _require_finite(order: list[str], seen: dict[str, InputStatistics], rows: CalibrationRows) -> None:
-    """Refuse inputs that are not finite, and name the first of them in the model's order."""
-    for name in sorted(seen, key=order.index):
-        if not bool(seen[name].squares.isfinite().all()):
+def _require_finite(
+    order: list[str], statistics: dict[str, InputStatistics], samples: CalibrationSamples
+) -> None:
+    """Raise an error for inputs that are not finite; it names the first such layer in the model's order."""
+    for name in sorted(statistics, key=order.index):
+        if not bool(statistics[name].squares.isfinite().all()):
             raise InputError(
-                f"quantize: {name}: on rows of {rows.origin} its inputs are not finite. The training"
-                " before it has probably diverged.",
+                f"quantize: {name}: the layer's inputs on samples of {samples.origin} are not finite."
+                " The training before this step has probably diverged; lower its learning_rate.",
                 code="non-finite-activations",
             )
 
 
-def _found(place: Place, seen: InputStatistics) -> Found:
-    magnitudes = place.shared((seen.magnitudes / seen.tokens).float())
-    return searched_scales([_product(layer) for layer in place.coded], magnitudes, _moment(seen))
+def _search_target(place: ScaleTarget, statistics: InputStatistics) -> ScaleSearchResult:
+    magnitudes = place.pool((statistics.magnitudes / statistics.tokens).float())
+    return search_scales(
+        [_layer_to_scale(layer) for layer in place.layers], magnitudes, _second_moment(statistics)
+    )
 
 
-def _product(layer: Planned) -> Product:
-    return Product(layer.module.weight.detach().float(), find(layer.scheme), layer.options)
+def _layer_to_scale(layer: PlannedLayer) -> LayerToScale:
+    return LayerToScale(layer.module.weight.detach().float(), find_scheme(layer.scheme), layer.options)
 
 
-def _moment(seen: InputStatistics) -> Tensor:
-    assert seen.second is not None
-    return seen.second.float()
+def _second_moment(statistics: InputStatistics) -> Tensor:
+    assert statistics.second_moment is not None
+    return statistics.second_moment.float()
 
 
-def _cut(layers: Sequence[Planned], moment: Tensor, scales: Tensor | None) -> dict[int, Codes]:
-    """Return the codes of products of one input, with the ends of ranges cut off."""
+def _clip_layers(
+    layers: Sequence[PlannedLayer], moment: Tensor, scales: Tensor | None
+) -> dict[int, UnpackedWeights]:
+    """Return the quantized weights of linear layers with one input, with clipped ranges."""
     if scales is not None:
         moment = moment / scales / scales[:, None]
-    return {layer.weight: clipped(_product(layer), moment) for layer in layers}
+    return {layer.weight_id: clip_and_quantize(_layer_to_scale(layer), moment) for layer in layers}
 
 
-def _scored(model: Any) -> set[str]:
-    """Return the products that make queries and keys, and the halves of those that are low-rank pairs."""
-    whole = [name for attention in attentions_of(model) for name in (attention.query, attention.key)]
+def _attention_score_layers(model: Any) -> set[str]:
+    """Return the names of query and key projections, and of both factors of factorized ones."""
+    whole = [name for attention in model_attentions(model) for name in (attention.query, attention.key)]
     return {f"{name}{half}" for name in whole for half in ("", ".down", ".up")}
 
 
-def _tell(places: Sequence[Place], names: Sequence[str], found: dict[str, Found], ctx: Context) -> None:
-    """Say in the details which alpha each input got, what is left of the error, and where scales went."""
-    ctx.details["awq_error"] = {name: float(f"{one.left:.3g}") for name, one in found.items()}
+def _report_scales(
+    places: Sequence[ScaleTarget], names: Sequence[str], found: dict[str, ScaleSearchResult], ctx: Context
+) -> None:
+    """Write alpha, relative error and scale target of each input to the details of `ctx`."""
+    ctx.details["awq_error"] = {name: float(f"{one.error_ratio:.3g}") for name, one in found.items()}
     ctx.details["awq_alpha"] = {name: one.alpha for name, one in found.items()}
     went: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
     for name, place in zip(names, places, strict=True):
@@ -142,14 +160,17 @@ def _tell(places: Sequence[Place], names: Sequence[str], found: dict[str, Found]
     ctx.details["awq_scales_in"] = went
 
 
-def _warn(fed: list[tuple[int, int]], unreached: list[str], rows: CalibrationRows, ctx: Context) -> None:
+def _warn_of_few_tokens(
+    fed: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
+) -> None:
     if unreached:
         ctx.warn(
             "uncalibrated-layers",
-            f"No calibration sample reaches {', '.join(unreached)}; their weights are rounded to nearest.",
+            f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
+            " rounded to nearest. Add calibration samples that use them.",
         )
-    if few := few_tokens(fed, rows):
+    if few := few_tokens_text(fed, samples):
         ctx.warn(
             "few-calibration-tokens",
-            f"{few}; results may overfit. Increase rows, or add data: {{calibration: FILE}}.",
+            f"{few}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",
         )

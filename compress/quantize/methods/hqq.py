@@ -1,27 +1,27 @@
-"""HQQ with a scale that is fitted: grids by half-quadratic splitting, without data.
+"""HQQ with fitted scales: grids by half-quadratic splitting, without data.
 
 Badri & Shaji 2023, Half-Quadratic Quantization of Large Machine Learning Models
 (https://mobiusml.github.io/hqq_blog/), and its published code (hqq/core/optimize.py): the error
-|W - W_r|^p, p = 0.7, of a group W and of what its codes stand for, W_r, is made smaller by turns. With the
-codes fixed, the part of the error that the norm lets go is
+|W - W_r|^p, p = 0.7, of a group W and its dequantized values W_r is minimized in alternating steps. With the
+quantized values fixed, the outlier part of the error is
 
     E = sign(R) max(|R| - |R|^(p - 1) / beta, 0)        R = W - W_r
 
 and the grid is fitted to W - E by least squares; beta is 10 and grows by 1.01, 20 times. The published code
-fits the zero point alone, which it keeps as a float:
+fits only the zero point, which it stores as a float:
 
     zero = mean(codes - (W - E) / scale)
 
-A zero point that is stored as an integer is rounded, which takes back all that this gains, and a symmetric
-scheme has none. So the scale is fitted too, by the same least squares:
+A zero point that is stored as an integer is rounded, which cancels the gain, and a symmetric scheme has none.
+Therefore the scale is fitted too, by the same least squares:
 
     scale = <W - E, u> / <u, u>        u = codes - zero
 
-With these constants E is 0 for errors below 0.17, so for all that weights of networks have: what is left,
-here and in the published code, is the least squares. They cut ends of the range off, which at two bits costs
-more than it gains (docs/reference/stages/quantize.md#hqq).
+With these constants E is 0 for errors below 0.17, so for all practical weights: only the least squares are
+left, here and in the published code. They clip the range, which at two bits costs more than it gains
+(docs/reference/stages/quantize.md#hqq).
 
-Of each group the grid with the least mean |error| is taken, the scheme's own among them.
+Each group gets the grid with the least mean |error|, including the scheme's own.
 
 Shapes: N = outputs, G = groups, g = inputs of a group.
 """
@@ -31,90 +31,92 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smelt.compress.quantize.methods.chosen import pooled, taken
-from smelt.runtime.schemes.scheme import Grid, Options, Scheme
+from smelt.compress.quantize.methods.select_grid import pool_errors, select_per_group
+from smelt.runtime.schemes.scheme import QuantParams, Scheme, SchemeOptions
 
 NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
 
 
-def half_quadratic_grid(groups: Tensor, width: int, scheme: Scheme, options: Options) -> Grid:
-    """Return the grid of `groups`, float32 [N, G, g], as HQQ finds it: a `Fit`.
+def hqq_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions) -> QuantParams:
+    """Return the HQQ grid of `groups`, float32 [N, G, g]; a `GridFinder`.
 
     Args:
-        groups: of the weights.
-        width: how many of the G * g inputs are weights; what fills up the last group has no say.
-        scheme: whose grid it is.
-        options: of it.
+        groups: groups of weights.
+        width: how many of the G * g inputs are weights; padding is ignored.
+        scheme: the scheme of the grid.
+        options: options of the scheme.
     """
     there = torch.ones(groups[0].numel(), device=groups.device)
     there[width:] = 0
     there = there.reshape(groups.shape[1:])
-    kind = getattr(torch, _stored(scheme, groups, width, options))
-    grid = dict(scheme.fit(groups, width, options))
-    best, least, beta = grid, _errors(groups, grid, there, scheme, options), BETA
+    kind = getattr(torch, _scale_dtype(scheme, groups, width, options))
+    grid = dict(scheme.compute_qparams(groups, width, options))
+    best, least, beta = grid, _grid_errors(groups, grid, there, scheme, options), BETA
     for _ in range(ITERATIONS):
-        values = scheme.values(scheme.nearest(groups, grid, options), grid, options)
-        target = groups - shrunk(groups - values, beta)
-        grid = _fitted(target, values, grid, there, scheme, options)
+        values = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options)
+        target = groups - shrink(groups - values, beta)
+        grid = _fit_grid(target, values, grid, there, scheme, options)
         grid["scales"] = grid["scales"].to(kind).float()
-        errors = _errors(groups, grid, there, scheme, options)
+        errors = _grid_errors(groups, grid, there, scheme, options)
         better = errors < least
         least = torch.where(better, errors, least)
-        best = {name: taken(better, grid[name], kept) for name, kept in best.items()}
+        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
         beta *= GROWTH
     return best
 
 
-def shrunk(x: Tensor, beta: float, norm: float = NORM) -> Tensor:
+def shrink(x: Tensor, beta: float, norm: float = NORM) -> Tensor:
     """Return the proximal operator of |x|^norm, in the generalised form of the published code."""
     large = x.abs()
     return x.sign() * (large - large.clamp(min=1e-30) ** (norm - 1) / beta).clamp(min=0)
 
 
-def _fitted(
-    target: Tensor, values: Tensor, grid: Grid, there: Tensor, scheme: Scheme, options: Options
+def _fit_grid(
+    target: Tensor, values: Tensor, grid: QuantParams, mask: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> dict[str, Tensor]:
-    """Return the grid that fits `target` best, with the codes that stand for `values` on the one before."""
+    """Return the grid that fits `target` best, with the quantized values of `values` on the previous grid."""
     found = dict(grid)
     scales = grid["scales"]
-    steps = (values / scales[..., None]).where(scales[..., None] != 0, 0.0) * there
+    steps = (values / scales[..., None]).where(scales[..., None] != 0, 0.0) * mask
     if "zeros" in grid:
-        moved = moved_zeros(target, steps, scales, there)
-        zeros = (grid["zeros"].float() + moved).round().clamp(0, _most(scheme, grid, options))
-        steps = steps + (grid["zeros"].float() - zeros)[..., None] * there
+        moved = zero_point_shift(target, steps, scales, mask)
+        zeros = (grid["zeros"].float() + moved).round().clamp(0, _max_code(scheme, grid, options))
+        steps = steps + (grid["zeros"].float() - zeros)[..., None] * mask
         found["zeros"] = zeros.to(grid["zeros"].dtype)
-    length = pooled((steps * steps).sum(dim=-1), scheme, options)
-    fitted = pooled((target * steps).sum(dim=-1), scheme, options) / length
+    length = pool_errors((steps * steps).sum(dim=-1), scheme, options)
+    fitted = pool_errors((target * steps).sum(dim=-1), scheme, options) / length
     found["scales"] = fitted.where((length > 0) & fitted.isfinite() & (fitted != 0), scales)
     return found
 
 
-def moved_zeros(target: Tensor, steps: Tensor, scales: Tensor, there: Tensor) -> Tensor:
-    """Return how far the zero points, [N, G], are to move: the mean of codes - target / scale.
+def zero_point_shift(target: Tensor, steps: Tensor, scales: Tensor, valid: Tensor) -> Tensor:
+    """Return the shift of the zero points, [N, G]: the mean of steps - target / scale.
 
     Args:
-        target: float32 [N, G, g], to be fitted.
-        steps: likewise, codes - zero.
+        target: float32 [N, G, g], the values to fit.
+        steps: codes - zero, same shape.
         scales: [N, G].
-        there: [G, g], 1 for weights, 0 for what fills up.
+        valid: [G, g], 1 for weights, 0 for padding.
     """
-    wanted = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * there
-    return (steps - wanted).sum(dim=-1) / there.sum(dim=-1)
+    wanted = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * valid
+    return (steps - wanted).sum(dim=-1) / valid.sum(dim=-1)
 
 
-def _most(scheme: Scheme, grid: Grid, options: Options) -> int:
-    """Return the largest code of a scheme with zero points: what a weight beyond all others becomes."""
+def _max_code(scheme: Scheme, grid: QuantParams, options: SchemeOptions) -> int:
+    """Return the largest quantized value of a scheme with zero points."""
     one = {name: torch.ones_like(tensor[:1, :1]) for name, tensor in grid.items()}
-    return int(scheme.nearest(torch.full((1, 1, 1), 1e6, device=one["scales"].device), one, options))
+    return int(scheme.quantize(torch.full((1, 1, 1), 1e6, device=one["scales"].device), one, options))
 
 
-def _stored(scheme: Scheme, groups: Tensor, width: int, options: Options) -> str:
-    """Return the type in which scales are stored, by torch's name: rounded to it they are tried."""
-    stored = scheme.storage(groups.shape[0], width, options)["scales"]
-    return stored.filed or stored.dtype
+def _scale_dtype(scheme: Scheme, groups: Tensor, width: int, options: SchemeOptions) -> str:
+    """Return the stored dtype of scales, by its torch name; candidates are rounded to it."""
+    stored = scheme.stored_tensors(groups.shape[0], width, options)["scales"]
+    return stored.file_dtype or stored.dtype
 
 
-def _errors(groups: Tensor, grid: Grid, there: Tensor, scheme: Scheme, options: Options) -> Tensor:
-    """Return the sum of |error| of all that share a scale, [N, G]."""
-    off = scheme.values(scheme.nearest(groups, grid, options), grid, options) - groups
-    return pooled(off.abs_().mul_(there).sum(dim=-1), scheme, options)
+def _grid_errors(
+    groups: Tensor, grid: QuantParams, mask: Tensor, scheme: Scheme, options: SchemeOptions
+) -> Tensor:
+    """Return the sum of |error| over all weights that share a scale, [N, G]."""
+    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors(off.abs_().mul_(mask).sum(dim=-1), scheme, options)

@@ -1,1 +1,1 @@
-"""How many bits each layer gets, by what few bits of it do to the model's outputs."""
+"""Sensitivity of layers to quantization, and the choice of bit widths by it."""

@@ -8,18 +8,18 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import WIDTHS
+from smelt.runtime.schemes.registry import SCHEMES_BY_BITS
 
 
 class MaxExcluded(Settings):
     """How many layers `exclude: auto` may keep in float; a tenth of them by default."""
 
-    layers: int | None = Field(default=None, ge=0, description="at most this many; default a tenth")
+    layers: int | None = Field(default=None, ge=0, description="largest number of layers; default: a tenth")
     sensitivity: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="until the others have at most this share of the total",
+        description="exclude layers until the others have at most this fraction of the total sensitivity",
     )
 
 
@@ -32,19 +32,25 @@ class MixedPrecision(Settings):
     max_drop: float | None = Field(
         default=None,
         ge=0,
-        description="or: largest drop of metric on validation data",
+        description="instead of target_bits: largest drop of metric on validation data",
     )
-    metric: str | None = Field(default=None, description="default the first of score.quality")
-    bit_widths: list[Literal[tuple(WIDTHS)]] = Field(  # type: ignore[valid-type]
-        default=sorted(WIDTHS), min_length=2, description="bits to choose from"
+    metric: str | None = Field(
+        default=None, description="metric of max_drop; default: the first of score.quality"
+    )
+    bit_widths: list[Literal[tuple(SCHEMES_BY_BITS)]] = Field(  # type: ignore[valid-type]
+        default=sorted(SCHEMES_BY_BITS), min_length=2, description="bits to choose from"
     )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.target_bits is None) == (self.max_drop is None):
-            raise SettingError("give one of target_bits and max_drop", code="settings-conflict")
+            raise SettingError("set either target_bits or max_drop", code="settings-conflict")
         if self.metric is not None and self.max_drop is None:
-            raise SettingError("metric is for max_drop; add that, or remove it", code="unused-setting")
+            raise SettingError(
+                "metric has no effect without max_drop; set max_drop, or remove metric", code="unused-setting"
+            )
         if len(set(self.bit_widths)) < len(self.bit_widths):
-            raise SettingError(f"bit_widths {self.bit_widths} names one twice", code="duplicate-value")
+            raise SettingError(
+                f"bit_widths {self.bit_widths} contains a number twice; remove one", code="duplicate-value"
+            )
         return self

@@ -1,1 +1,1 @@
-"""What trains behind codes: gradients through rounding, learned step sizes, float weights that are kept."""
+"""Quantization-aware training: straight-through gradients, learned step sizes, stored master weights."""

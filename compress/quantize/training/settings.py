@@ -1,4 +1,4 @@
-"""The settings of quantization-aware training: `qat` of `finetune` and `distill`."""
+"""The settings `qat` of `finetune` and `distill`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class QatSettings(Settings):
     )
     activations: Literal["scheme", "one-bit"] = Field(
         default="scheme",
-        description="scheme: as the scheme; one-bit: two values per input of a one-bit layer, for research",
+        description="scheme: as the scheme defines; one-bit: binary inputs of one-bit layers, for research",
     )
     learning_rate: float = Field(
         default=1e-2,
         gt=0,
-        description="peak rate of learned scales",
+        description="peak learning rate of learned scales",
     )
     weight_splitting: bool = Field(
         default=False,
-        description="first split each layer of three values into two of two values (BinaryBERT)",
+        description="first split each ternary layer into two binary layers (BinaryBERT)",
     )
     save_master_weights: bool = Field(
         default=True,
@@ -40,7 +40,8 @@ class QatSettings(Settings):
         given = "learning_rate" in self.model_fields_set
         if given and self.scales != "lsq" and self.activations != "one-bit":
             raise SettingError(
-                "learning_rate needs scales: lsq or activations: one-bit; add one, or remove it",
+                "learning_rate has no effect without scales: lsq or activations: one-bit; set one of"
+                " these, or remove learning_rate",
                 code="unused-setting",
             )
         return self

@@ -1,4 +1,4 @@
-"""The straight-through gradient: rounding computes forwards and is looked through backwards."""
+"""The straight-through estimator: rounding in the forward pass, identity gradient in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(weight: Tensor, values: Tensor) -> Tensor:
-    """Return `values`; their gradient goes to `weight` as it is.
+    """Return `values`, whose gradient is passed to `weight` unchanged.
 
     Bengio et al. 2013, Estimating or Propagating Gradients Through Stochastic Neurons, arXiv:1308.3432.
 
     Args:
-        weight: float32, what the optimizer moves.
-        values: what the codes made of `weight` stand for, same shape.
+        weight: float32, the trained weights.
+        values: the dequantized values of `weight`, same shape.
     """
     out: Tensor = _StraightThrough.apply(weight, values.detach())  # type: ignore[no-untyped-call]
     return out

@@ -1,1 +1,1 @@
-"""The losses that trainings share: of tokens, of classes, of sentence vectors."""
+"""Losses shared by trainings: of tokens, of classes, of sentence embeddings."""

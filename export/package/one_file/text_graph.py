@@ -1,4 +1,4 @@
-"""A graph from strings to strings: a tokenizer before a model's graph, and what reads its outputs."""
+"""Build a graph from strings to strings: a tokenizer before a model's graph, and decoding after it."""
 
 from __future__ import annotations
 
@@ -7,113 +7,119 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.loop.builder import Builder, value
-from smelt.export.package.one_file.bert_letters import DOMAIN, strings
-from smelt.export.package.one_file.read_texts import Cutter, Rows, dense
-from smelt.export.package.one_file.write_texts import Surfaces, joined
-from smelt.runtime.generate.decoding import MAX_NEW_TOKENS, Decoding
+from smelt.export.generation_graph.graph_builder import GraphBuilder, value_info
+from smelt.export.package.one_file.bert_normalizer import EXTENSIONS_DOMAIN, string_constant
+from smelt.export.package.one_file.detokenize_nodes import TokenTexts, detokenize
+from smelt.export.package.one_file.tokenize_nodes import RowLayout, TokenizerNodes, pad_rows
+from smelt.runtime.generate.generation_config import MAX_NEW_TOKENS, GenerationConfig
 
-TEXTS, GENERATED, LABELS, TOKENS = "texts", "generated", "labels", "sequences"
-_OURS = "text/"  # what the names of all new values begin with
+TEXTS_INPUT, GENERATED_OUTPUT, LABELS_OUTPUT, SEQUENCES_OUTPUT = "texts", "generated", "labels", "sequences"
+_NAME_PREFIX = "text/"  # prefix of the names of all new values
 _OPSET, _CONTRIB = 20, 1
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """What stands around a model's graph.
+    """The nodes around a model's graph.
 
-    cutter, rows: from texts to tokens. prefix: put before each text. lower: texts are lowercased.
-    surfaces: from tokens to texts, of models that generate. labels: of a classifier's classes, where a
-    text has one of them.
+    tokenizer_nodes, rows: from texts to tokens. prefix: added before each text. lower: texts are lowercased.
+    token_texts: from tokens to texts, for models that generate. labels: of a classifier's classes, if a text
+    has one of them.
     """
 
-    cutter: Cutter
-    rows: Rows
+    tokenizer_nodes: TokenizerNodes
+    rows: RowLayout
     prefix: str = ""
     lower: bool = False
-    surfaces: Surfaces | None = None
+    token_texts: TokenTexts | None = None
     labels: tuple[str, ...] = ()
 
 
-def reading_graph(plan: TextPlan) -> Any:
-    """Return an onnx.ModelProto from `texts` to `input_ids` and `attention_mask` alone, to be compared."""
-    b = Builder(first=_OURS)
-    made = _read(b, plan)
-    outputs = [value(name, np.int64, (None, None)) for name in made]
-    return _model(b.graph("read", [_strings(TEXTS)], outputs))
+def tokenizer_graph(plan: TextPlan) -> Any:
+    """Return an onnx.ModelProto from `texts` to only `input_ids` and `attention_mask`, for comparison."""
+    b = GraphBuilder(first=_NAME_PREFIX)
+    made = _add_tokenizer(b, plan)
+    outputs = [value_info(name, np.int64, (None, None)) for name in made]
+    return _make_model(b.graph("read", [_string_value_info(TEXTS_INPUT)], outputs))
 
 
-def writing_graph(surfaces: Surfaces, eos: list[int]) -> Any:
-    """Return an onnx.ModelProto from `sequences` to texts alone, to be compared."""
-    b = Builder(first=_OURS)
-    made = joined(b, TOKENS, surfaces, eos)
-    return _model(b.graph("write", [value(TOKENS, np.int64, (None, None))], [_strings(made)]))
+def detokenizer_graph(surfaces: TokenTexts, eos: list[int]) -> Any:
+    """Return an onnx.ModelProto from `sequences` to texts only, for comparison."""
+    b = GraphBuilder(first=_NAME_PREFIX)
+    made = detokenize(b, SEQUENCES_OUTPUT, surfaces, eos)
+    return _make_model(
+        b.graph("write", [value_info(SEQUENCES_OUTPUT, np.int64, (None, None))], [_string_value_info(made)])
+    )
 
 
-def text_graph(model: Any, plan: TextPlan, decoding: Decoding | None, causal: bool) -> Any:
-    """Let `model`, an onnx.ModelProto with its weights inside, take strings and give strings; return it.
+def text_graph(model: Any, plan: TextPlan, decoding: GenerationConfig | None, causal: bool) -> Any:
+    """Return `model`, an onnx.ModelProto with its weights inside, with string inputs and outputs.
 
-    What it gave stays an output, behind the strings.
+    Its previous outputs follow the strings.
 
     Args:
         model: of opset 20; it is changed.
-        plan: what stands around it.
+        plan: the nodes around it.
         decoding: of models that generate.
-        causal: whether it continues texts, and its sequences begin with the prompt.
+        causal: whether it is a decoder-only model, whose sequences begin with the prompt.
     """
     graph = model.graph
-    b = Builder(first=_OURS)
-    ids, mask = _read(b, plan)
+    b = GraphBuilder(first=_NAME_PREFIX)
+    ids, mask = _add_tokenizer(b, plan)
     before = {"input_ids": ids, "attention_mask": mask, "token_type_ids": b.op("Sub", ids, ids)}
     if causal and decoding is not None and decoding.max_new_tokens is None:
-        before["max_new_tokens"] = _room(b, b.size(ids, 1), decoding)
-        _remove(graph.initializer, "max_new_tokens")
+        before["max_new_tokens"] = _max_new_tokens(b, b.dimension(ids, 1), decoding)
+        _remove_named(graph.initializer, "max_new_tokens")
     inputs = [one for one in graph.input if one.name not in before]
     bound = [one.name for one in graph.input if one.name in before]
     for name in bound:
-        b.nodes.append(_identity(before[name], name))
+        b.nodes.append(_identity_node(before[name], name))
     first = list(b.nodes)
     b.nodes.clear()
-    outputs = _write(b, plan, decoding, ids if causal else None)
+    outputs = _add_detokenizer(b, plan, decoding, ids if causal else None)
     nodes = [*first, *graph.node, *b.nodes]
-    for field, values in (("node", nodes), ("input", [_strings(TEXTS), *inputs])):
+    for field, values in (("node", nodes), ("input", [_string_value_info(TEXTS_INPUT), *inputs])):
         graph.ClearField(field)
         getattr(graph, field).extend(values)
     kept = list(graph.output)
     graph.ClearField("output")
     graph.output.extend([*outputs, *kept])
     graph.initializer.extend(b.initializers)
-    model.opset_import.add(domain=DOMAIN, version=_CONTRIB)
+    model.opset_import.add(domain=EXTENSIONS_DOMAIN, version=_CONTRIB)
     return model
 
 
-def _read(b: Builder, plan: TextPlan) -> tuple[str, str]:
-    texts = TEXTS
+def _add_tokenizer(b: GraphBuilder, plan: TextPlan) -> tuple[str, str]:
+    texts = TEXTS_INPUT
     if plan.prefix:
-        texts = b.op("StringConcat", strings(b, plan.prefix), texts)
+        texts = b.op("StringConcat", string_constant(b, plan.prefix), texts)
     if plan.lower:
-        texts = b.op("StringLower", texts, domain=DOMAIN)
-    return dense(b, *plan.cutter(b, texts), plan.rows)
+        texts = b.op("StringLower", texts, domain=EXTENSIONS_DOMAIN)
+    return pad_rows(b, *plan.tokenizer_nodes(b, texts), plan.rows)
 
 
-def _write(b: Builder, plan: TextPlan, decoding: Decoding | None, prompts: str | None) -> list[Any]:
-    """Append what makes strings of the model's outputs; return the graph's new outputs."""
-    if decoding is not None and plan.surfaces is not None:
+def _add_detokenizer(
+    b: GraphBuilder, plan: TextPlan, decoding: GenerationConfig | None, prompts: str | None
+) -> list[Any]:
+    """Append nodes that convert the model's outputs to strings; return the graph's new outputs."""
+    if decoding is not None and plan.token_texts is not None:
         begin = b.const([1]) if prompts is None else b.op("Shape", prompts, start=1, end=2)
-        new = b.op("Slice", TOKENS, begin, b.const([2**31 - 1]), b.const([1]))
-        text = joined(b, new, plan.surfaces, decoding.eos)
-        text = text if prompts is None else b.op("StringConcat", TEXTS, text)
-        b.nodes.append(_identity(text, GENERATED))
-        return [_strings(GENERATED)]
+        new = b.op("Slice", SEQUENCES_OUTPUT, begin, b.const([2**31 - 1]), b.const([1]))
+        text = detokenize(b, new, plan.token_texts, decoding.eos)
+        text = text if prompts is None else b.op("StringConcat", TEXTS_INPUT, text)
+        b.nodes.append(_identity_node(text, GENERATED_OUTPUT))
+        return [_string_value_info(GENERATED_OUTPUT)]
     if plan.labels:
-        table = strings(b, *plan.labels)
-        b.nodes.append(_identity(b.op("Gather", table, b.op("ArgMax", "logits", axis=1, keepdims=0)), LABELS))
-        return [_strings(LABELS)]
+        table = string_constant(b, *plan.labels)
+        b.nodes.append(
+            _identity_node(b.op("Gather", table, b.op("ArgMax", "logits", axis=1, keepdims=0)), LABELS_OUTPUT)
+        )
+        return [_string_value_info(LABELS_OUTPUT)]
     return []
 
 
-def _room(b: Builder, length: str, decoding: Decoding) -> str:
-    """Return how many new tokens follow a prompt of `length` tokens, as `Decoding.longest` counts them."""
+def _max_new_tokens(b: GraphBuilder, length: str, decoding: GenerationConfig) -> str:
+    """Return the number of new tokens after a prompt of `length` tokens, as `GenerationConfig` does."""
     asked = b.const(MAX_NEW_TOKENS)
     if decoding.max_length is not None:
         rest = b.op("Sub", b.const(decoding.max_length), length)
@@ -123,27 +129,27 @@ def _room(b: Builder, length: str, decoding: Decoding) -> str:
     return b.op("Max", asked, b.const(1))
 
 
-def _strings(name: str) -> Any:
+def _string_value_info(name: str) -> Any:
     import onnx
 
     return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.STRING, ["batch_size"])
 
 
-def _identity(made: str, name: str) -> Any:
+def _identity_node(made: str, name: str) -> Any:
     import onnx
 
-    return onnx.helper.make_node("Identity", [made], [name], f"{_OURS}{name}.node")
+    return onnx.helper.make_node("Identity", [made], [name], f"{_NAME_PREFIX}{name}.node")
 
 
-def _remove(tensors: Any, name: str) -> None:
+def _remove_named(tensors: Any, name: str) -> None:
     for at, tensor in enumerate(tensors):
         if tensor.name == name:
             del tensors[at]
             return
 
 
-def _model(graph: Any) -> Any:
+def _make_model(graph: Any) -> Any:
     from onnx import helper
 
-    domains = [helper.make_opsetid("", _OPSET), helper.make_opsetid(DOMAIN, _CONTRIB)]
+    domains = [helper.make_opsetid("", _OPSET), helper.make_opsetid(EXTENSIONS_DOMAIN, _CONTRIB)]
     return helper.make_model(graph, opset_imports=domains, ir_version=10)

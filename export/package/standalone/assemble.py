@@ -1,6 +1,6 @@
-"""infer.py: the file of a task, with the parts that it imports put in their place.
+"""Assemble infer.py: the file of a task with the imported parts inlined.
 
-The parts are modules of smelt, so that they are formatted, typed and tested as all others; what leaves is one
+The parts are modules of smelt, so they are formatted, typed and tested like all others; the result is one
 file that imports nothing of smelt.
 """
 
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-PARTS = Path(__file__).parent / "parts"
+PARTS_FOLDER = Path(__file__).parent / "parts"
 _PREFIX = "smelt.export.package.standalone.parts."
-# `python infer.py` puts the folder of infer.py first on sys.path, where any file may have been added
+# `python infer.py` puts the folder of infer.py first on sys.path, which may contain any file
 _SAFE_PATH = """\
 import os
 import sys
@@ -22,36 +22,36 @@ if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.dirname(o
     del sys.path[0]  # no file next to this one is imported, whatever it is called"""
 
 
-def assemble(main: str, instead: Mapping[str, str]) -> str:
+def assemble_script(main: str, replacements: Mapping[str, str]) -> str:
     """Return the text of infer.py.
 
     Args:
-        main: the file in `parts` that is the end of it, and gives the docstring.
-        instead: part -> the one that takes its place.
+        main: the file in `parts` that is placed last, and whose docstring is used.
+        replacements: part -> the part that replaces it.
     """
     imports: dict[str, set[str]] = {}
     bodies: dict[str, str] = {}
-    doc = _collect(main, instead, imports, bodies)
-    head = "\n\n".join([f'"""{doc}"""', _SAFE_PATH, _imports(imports)])
+    doc = _collect(main, replacements, imports, bodies)
+    head = "\n\n".join([f'"""{doc}"""', _SAFE_PATH, _import_lines(imports)])
     return "\n\n\n".join([head, *bodies.values()]) + "\n"
 
 
 def _collect(
-    name: str, instead: Mapping[str, str], imports: dict[str, set[str]], bodies: dict[str, str]
+    name: str, replacements: Mapping[str, str], imports: dict[str, set[str]], bodies: dict[str, str]
 ) -> str:
-    """Add to `bodies` what stands in the part `name` and the parts below it; return its docstring.
+    """Add to `bodies` the code of the part `name` and the parts that it imports; return its docstring.
 
     imports: module -> names that are imported from it, and "" for the module itself.
     """
-    text = (PARTS / f"{name}.py").read_text(encoding="utf-8")
+    text = (PARTS_FOLDER / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
     last = 0
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):
             part = str(node.module).removeprefix(_PREFIX)
-            part = instead.get(part, part)
+            part = replacements.get(part, part)
             if part not in bodies:
-                _collect(part, instead, imports, bodies)
+                _collect(part, replacements, imports, bodies)
         elif isinstance(node, ast.ImportFrom):
             imports.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -65,13 +65,13 @@ def _collect(
     return ast.get_docstring(tree, clean=False) or ""
 
 
-def _imports(imports: Mapping[str, set[str]]) -> str:
-    """Return the lines that import: the standard library, the others."""
+def _import_lines(imports: Mapping[str, set[str]]) -> str:
+    """Return the import lines: the standard library, then the others."""
     groups: tuple[list[str], ...] = ([], [])
     for module, names in sorted(imports.items()):
         top = module.split(".")[0].split()[0]
         if top == "__future__":
-            continue  # no annotation in there needs it
+            continue  # only annotations need it
         group = groups[0 if top in sys.stdlib_module_names else 1]
         group += [f"import {module}"] if "" in names else []
         wanted = sorted(names - {""}, key=lambda name: (not name.isupper(), name))

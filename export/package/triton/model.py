@@ -1,6 +1,6 @@
-"""Texts to answers in Triton's Python backend: tokenizes, asks the graph beside it, reads its outputs.
+"""Text model for Triton's Python backend: tokenizes, calls the graph model, and decodes its outputs.
 
-Needs numpy and, by what lies in this folder, tokenizers or sentencepiece. settings.json says how.
+Needs numpy and, depending on the files in this folder, tokenizers or sentencepiece. Settings: settings.json.
 Shapes: B = texts of all requests of a call, L = tokens of the longest.
 """
 
@@ -15,11 +15,11 @@ import numpy as np
 
 
 class TritonPythonModel:
-    """One instance, which Triton makes."""
+    """One instance, created by Triton."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read the files beside this one. args: Triton's; where the repository and the version are."""
-        self.triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's Python has it
+        """Read the files in this folder. args: Triton's; path of the repository and version."""
+        self.triton: Any = importlib.import_module("triton_python_backend_utils")  # part of Triton's Python
         folder = Path(args["model_repository"]) / args["model_version"]
         self.settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         self.pieces: Any = None
@@ -58,7 +58,7 @@ class TritonPythonModel:
         """Return an array with a row for each of `texts`."""
         settings, triton = self.settings, self.triton
         rows = [self.encode(settings["prefix"] + text) for text in texts]
-        ids, mask = self.packed(rows)
+        ids, mask = self.pad_batch(rows)
         inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
         request = triton.InferenceRequest(
             model_name=settings["graph"],
@@ -77,7 +77,7 @@ class TritonPythonModel:
         return np.array([[line.encode("utf-8")] for line in lines], dtype=object)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, special ones included, cut to what the model takes."""
+        """Return the tokens of a text with special tokens, truncated to the model's maximum."""
         settings = self.settings
         text = text.lower() if settings["lower"] else text
         before, after = settings["before"], settings["after"]
@@ -91,7 +91,7 @@ class TritonPythonModel:
         inner = inner[max(0, len(inner) - room) :] if settings["keeps_end"] else inner[:room]
         return [*before, *inner, *after] or [settings["empty"]]
 
-    def packed(self, rows: list[list[int]]) -> tuple[Any, Any]:
+    def pad_batch(self, rows: list[list[int]]) -> tuple[Any, Any]:
         """Return ids and mask, int64 [B, L]; prompts are padded on the left."""
         length = max(map(len, rows))
         ids = np.full((len(rows), length), self.settings["pad"], dtype=np.int64)
@@ -102,7 +102,7 @@ class TritonPythonModel:
         return ids, mask
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of new tokens, up to the one that ends it."""
+        """Return the text of new tokens, up to the end token."""
         end = next((i for i, token in enumerate(tokens) if token in self.settings["eos"]), len(tokens))
         tokens = tokens[:end]
         if self.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Advice on orders that run and are known to be poor."""
+"""Warnings about orders of steps that work but give poor results."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from smelt.core.messages import Message, warning
-from smelt.planning.order.draft import Draft, done, scheme_of
-from smelt.planning.order.lost import lost_by
+from smelt.planning.order.lost_work import lost_results
+from smelt.planning.order.step_draft import StepDraft, scheme_text, step_spec
 from smelt.runtime.schemes.registry import SCHEMES
 
-# steps of which a model that does not go on from them has nothing; `trim-vocabulary` gives it its words
-_CHANGES_WEIGHTS = (
+# stages whose work is lost if the student is another model; `trim-vocabulary` is not: it sets its tokens
+_WEIGHT_CHANGING_STAGES = (
     "prune",
     "drop-layers",
     "factorize",
@@ -24,80 +24,91 @@ _CHANGES_WEIGHTS = (
 )
 
 
-def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
-    """Yield what is poor about a step behind those `above`, the nearest first."""
-    words = [d.entry.word for d in above]
+def poor_order_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterator[Message]:
+    """Yield warnings about a step after the steps `above`, nearest first."""
+    words = [d.entry.stage for d in above]
     at: Any = {"step": draft.name, "line": draft.entry.line}
-    if draft.entry.word == "prune" and "factorize" in words:
-        yield warning("poor-order", "After factorize only few layers can be pruned; prune first.", **at)
-    if draft.entry.word == "factorize" and "sparsify" in words:
-        yield warning("poor-order", "Factorized matrices are dense; the zeros of sparsify are lost.", **at)
-    for d in above if draft.entry.word == "onnx" else ():
-        if d.entry.word in ("distill", "finetune"):
+    if draft.entry.stage == "prune" and "factorize" in words:
+        yield warning(
+            "poor-order", "After factorize only few layers can be pruned. Put prune before factorize.", **at
+        )
+    if draft.entry.stage == "factorize" and "sparsify" in words:
+        yield warning(
+            "poor-order",
+            "Factorized matrices are dense, so the zeros of sparsify are lost. Remove sparsify or factorize.",
+            **at,
+        )
+    for d in above if draft.entry.stage == "onnx" else ():
+        if d.entry.stage in ("distill", "finetune"):
             break
-        scheme = SCHEMES.get(scheme_of(d)) if d.entry.word == "quantize" else None
-        if scheme is not None and scheme.trained:
+        scheme = SCHEMES.get(scheme_text(d)) if d.entry.stage == "quantize" else None
+        if scheme is not None and scheme.requires_training:
             yield warning(
                 "untrained-scheme",
-                f"The {scheme.name} weights of '{d.name}' are not trained, and their scores mean little. Add"
-                f" a distill after '{d.name}': it trains the quantized weights.",
+                f"The {scheme.name} weights of '{d.name}' are exported without training, so quality will be"
+                f" low. Add distill after '{d.name}' to train the quantized weights.",
                 **at,
             )
     codes = getattr(draft.settings, "qat", None)
     if codes is not None and codes.activations == "one-bit":
         yield warning(
             "one-bit-inputs",
-            "qat: activations: one-bit lowers quality without a gain in speed: no runtime multiplies bits"
-            " with bits.",
+            "qat: activations: one-bit lowers quality and is not faster: no runtime has kernels for binary"
+            " inputs. Remove it.",
             **at,
         )
-    student = draft.entry.word == "distill" and draft.entry.settings.get("student")
-    if draft.settings is not None and draft.settings.begins_anew:
-        yield from _unused(draft, above)
+    student = draft.entry.stage == "distill" and draft.entry.settings.get("student")
+    if draft.settings is not None and draft.settings.replaces_model:
+        yield from _unused_work_warnings(draft, above)
         student = None
     late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
     if late and student:
         yield warning(
             "poor-order",
-            f"Selecting a student's layers after {late} discards part of that work; distil to fewer layers"
+            f"Selecting a student's layers after {late} discards part of that work. Distill to fewer layers"
             " first.",
             **at,
         )
-    if late and draft.entry.word == "drop-layers":
+    if late and draft.entry.stage == "drop-layers":
         yield warning(
             "poor-order",
-            f"Removing layers after {late} discards part of that work; put depth first.",
+            f"Removing layers after {late} discards part of that work. Put drop-layers first.",
             **at,
         )
 
 
-def _unused(draft: Draft, above: Sequence[Draft]) -> Iterator[Message]:
-    """Yield that nothing of the steps before a student of its own stays in it, up to one that teaches it."""
+def _unused_work_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterator[Message]:
+    """Yield a warning if the work of earlier steps is lost because the student is another model.
+
+    Steps up to the nearest teacher count.
+    """
     teachers = set(draft.references.values())
     before = list(itertools.takewhile(lambda d: d.name not in teachers, above))
-    idle = [f"'{d.name}'" for d in reversed(before) if d.entry.word in _CHANGES_WEIGHTS]
+    idle = [f"'{d.name}'" for d in reversed(before) if d.entry.stage in _WEIGHT_CHANGING_STAGES]
     if idle:
         yield warning(
             "unused-steps",
             f"The student is another model, so the work of {' and '.join(idle)} is lost. Set `from: model`,"
-            " or use one of them as teacher.",
+            " or use one of these steps as the teacher.",
             step=draft.name,
             line=draft.entry.line,
         )
 
 
-def lost_work(drafts: Mapping[str, Draft], lines: Mapping[str, Sequence[Draft]]) -> Iterator[Message]:
-    """Yield where a step loses the work of one above it; stages say what that is.
+def lost_work_warnings(
+    drafts: Mapping[str, StepDraft], lines: Mapping[str, Sequence[StepDraft]]
+) -> Iterator[Message]:
+    """Yield a warning where a step invalidates the result of an earlier one (see `lost_results`).
 
     Args:
-        drafts: by name, in the recipe's order.
-        lines: each with those above it, the nearest first.
+        drafts: steps by name, in the recipe's order.
+        lines: ancestors of each step by name, nearest first.
     """
     for draft in drafts.values():
-        if (step := done(draft)) is None:
+        if (step := step_spec(draft)) is None:
             continue
-        above = [found for d in lines[draft.name] if (found := done(d))]
+        above = [found for d in lines[draft.name] if (found := step_spec(d))]
         later = [drafts[name] for name, line in lines.items() if draft in line]
-        below = [found for d in later if (found := done(d))]
-        for code, text in lost_by(step, above, below):
+        below = [found for d in later if (found := step_spec(d))]
+        for code, text in lost_results(step, above, below):
             yield warning(code, text, step=draft.name, line=draft.entry.line)

@@ -1,1 +1,1 @@
-"""TensorRT inside of ONNX Runtime: the providers, what they are told, their sessions and their caches."""
+"""TensorRT in ONNX Runtime: providers, their options, sessions and caches."""

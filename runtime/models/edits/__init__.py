@@ -1,1 +1,1 @@
-"""Edits of a model's structure: each made again when it is read, and those that take parts out of it."""
+"""Edits of a model's structure: applied when a model is loaded, or created when a part is removed."""

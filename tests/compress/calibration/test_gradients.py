@@ -1,32 +1,32 @@
 """Squared gradients against one backward pass a row, and what they leave behind."""
 
+import embedders
 import every_family
 import harness
 import pytest
-import sentences
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.compress.calibration.gradients import squared_gradients
-from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.calibration.samples import load_calibration_samples
 from smelt.compress.train.objective import label_objective
 from smelt.core.data import Columns
 from smelt.core.errors import RunError
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 
 @pytest.fixture
 def given(tmp_path):
     """A classifier, its rows with labels, and a context."""
-    source = every_family.of_layers("bert", 1)
+    source = every_family.model_with_layers("bert", 1)
     task = "text-classification"
-    split = read_split(str(tiny.labelled(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
-    ctx = harness.context(tmp_path / "out", task, split)
+    split = read_split(str(tiny.write_labelled(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
+    ctx = harness.make_context(tmp_path / "out", task, split)
     model, _ = load_model(source)
-    artifact = tiny.artifact(source, task)
-    return model, calibration_rows(model, artifact, 6, ctx, "test", labels=True), ctx
+    artifact = tiny.as_artifact(source, task)
+    return model, load_calibration_samples(model, artifact, 6, ctx, "test", labels=True), ctx
 
 
 def test_they_are_the_mean_of_each_rows_squared_gradient(given):
@@ -42,7 +42,7 @@ def test_they_are_the_mean_of_each_rows_squared_gradient(given):
             count += 1
     model.zero_grad()
     found = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
-    assert count == rows.rows == 6
+    assert count == rows.num_samples == 6
     torch.testing.assert_close(found["fc2"], wanted / count, rtol=1e-4, atol=1e-9)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
@@ -51,18 +51,18 @@ def test_a_gradient_that_is_no_number_is_said(given):
     model, rows, ctx = given
     with torch.no_grad():
         model.classifier.weight[0, 0] = float("nan")
-    with refused("non-finite-gradients", RunError) as caught:
+    with raises_code("non-finite-gradients", RunError) as caught:
         squared_gradients(model, rows, {"pooler": model.bert.pooler.dense.weight}, label_objective(), ctx)
     assert all(word in str(caught.value) for word in ("pooler", "rows.jsonl"))
 
 
 def test_pairs_whose_loss_compares_them_stay_together(tmp_path):
-    source = sentences.embedder(tmp_path / "model")
+    source = embedders.write_embedder(tmp_path / "model")
     task = "sentence-similarity"
-    split = read_split(str(sentences.rows(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
-    ctx = harness.context(tmp_path / "out", task, split)
+    split = read_split(str(embedders.write_rows(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
+    ctx = harness.make_context(tmp_path / "out", task, split)
     model, _ = load_model(source)
-    rows = calibration_rows(model, tiny.artifact(source, task), 8, ctx, "test", labels=True)
+    rows = load_calibration_samples(model, tiny.as_artifact(source, task), 8, ctx, "test", labels=True)
     assert [len(batch["labels"]) for batch in rows.batches] == [8]
     weight = model.bert.encoder.layer[0].output.dense.weight
     label_objective()(model, rows.batches[0]).backward()

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from smelt.compress.calibration import statistics
-from smelt.compress.calibration.observe import observe
-from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import collected, empty_statistics, few_tokens
+from smelt.compress.calibration.input_hooks import observe_inputs
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.statistics import collect_statistics, empty_statistics, few_tokens_text
 from smelt.runtime.models.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(every_family.of_layers("bert", 2))[0]
+    return load_model(every_family.model_with_layers("bert", 2))[0]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def rows():
     batches = [{"input_ids": torch.randint(5, 20, size, generator=draw)} for size in ((2, 9), (3, 7))]
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    return CalibrationRows("made", batches, 5, 39)
+    return CalibrationSamples("made", batches, 5, 39)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def rows():
     ],
 )
 def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
-    said = few_tokens(fed, CalibrationRows("rows.jsonl", [], 5, 900))
+    said = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
     assert bool(said) == bool(told)
     assert {*told.split()} <= {*said.split()}
 
@@ -56,12 +56,12 @@ def layers_of(model):
 
 def inputs_of(model, rows, layers, tmp_path):
     found = {}
-    observe(
+    observe_inputs(
         model,
         rows,
         layers,
         lambda k, x: found.setdefault(k, []).append(x.numpy().copy()),
-        harness.context(tmp_path),
+        harness.make_context(tmp_path),
     )
     return {key: np.concatenate(parts).astype(np.float64) for key, parts in found.items()}
 
@@ -70,18 +70,22 @@ def inputs_of(model, rows, layers, tmp_path):
 def test_statistics_are_the_sums_of_the_formulas(limit, model, rows, tmp_path):
     layers = layers_of(model)
     wanted = inputs_of(model, rows, layers, tmp_path / "out")
-    with collected(model, rows, layers, harness.context(tmp_path / "out"), limit_bytes=limit) as found:
+    with collect_statistics(
+        model, rows, layers, harness.make_context(tmp_path / "out"), limit_bytes=limit
+    ) as found:
         files = len(list(tmp_path.rglob("*.moment")))
         assert files == (0 if limit else 2)
         for key, x in wanted.items():
             mine = found[key]
             assert (mine.tokens, mine.width) == x.shape == (39, x.shape[1])
-            np.testing.assert_allclose(mine.second, x.T @ x, rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(mine.centred(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(mine.second_moment, x.T @ x, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                mine.centred_second_moment(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4
+            )
             np.testing.assert_allclose(mine.sums, x.sum(0), rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose(mine.magnitudes, abs(x).sum(0), rtol=1e-6)
-            np.testing.assert_allclose(mine.norms, np.linalg.norm(x, axis=0), rtol=1e-9)
-            np.testing.assert_array_equal(mine.largest, abs(x).max(0).astype(np.float32))
+            np.testing.assert_allclose(mine.l2_norms, np.linalg.norm(x, axis=0), rtol=1e-9)
+            np.testing.assert_array_equal(mine.largest_magnitudes, abs(x).max(0).astype(np.float32))
             np.testing.assert_array_equal(mine.lowest, x.min(0).astype(np.float32))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -95,7 +99,7 @@ def test_padding_is_left_out_of_states_that_are_flattened(model, rows, tmp_path)
     batch = {name: value.clone() for name, value in rows.batches[1].items()}
     batch["attention_mask"][0, 4:] = 0
     batch["attention_mask"][2, 2:] = 0
-    padded = CalibrationRows("made", [batch], 3, 13)
+    padded = CalibrationSamples("made", [batch], 3, 13)
     layer = model.bert.encoder.layer[0]
     layers = {"fc1": [layer.intermediate.dense], "fc2": [layer.output.dense]}
     plain = inputs_of(model, padded, layers, tmp_path)
@@ -113,7 +117,7 @@ def test_padding_is_left_out_of_states_that_are_flattened(model, rows, tmp_path)
 @torch.no_grad()
 def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(tmp_path):
     """Its blocks flatten their states to [B L, K] before fc1 and give them their shape again behind fc2."""
-    model, _ = load_model(every_family.of_layers("opt", 2))
+    model, _ = load_model(every_family.model_with_layers("opt", 2))
     ids = torch.randint(5, 20, (3, 8), generator=torch.Generator().manual_seed(3))
     sizes = (8, 5, 2)
     mask = (torch.arange(8)[None] < torch.tensor(sizes)[:, None]).long()
@@ -122,59 +126,59 @@ def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(t
     layers = {"q": [block.self_attn.q_proj], "fc1": [block.fc1], "fc2": [block.fc2]}
     shapes = set()
     block.fc2.register_forward_pre_hook(lambda m, x: shapes.add(tuple(x[0].shape)))
-    padded = CalibrationRows("made", [{"input_ids": ids, "attention_mask": mask}], 3, sum(sizes))
-    ctx = harness.context(tmp_path / "out")
-    with collected(model, padded, layers, ctx) as found:
+    padded = CalibrationSamples("made", [{"input_ids": ids, "attention_mask": mask}], 3, sum(sizes))
+    ctx = harness.make_context(tmp_path / "out")
+    with collect_statistics(model, padded, layers, ctx) as found:
         assert shapes == {(24, 96)}
-    with collected(model, CalibrationRows("made", texts, 3, sum(sizes)), layers, ctx) as alone:
+    with collect_statistics(model, CalibrationSamples("made", texts, 3, sum(sizes)), layers, ctx) as alone:
         for name in layers:
             mine, theirs = found[name], alone[name]
             assert mine.tokens == theirs.tokens == sum(sizes)
-            for part in ("magnitudes", "sums", "squares", "second", "lowest", "highest"):
+            for part in ("magnitudes", "sums", "squares", "second_moment", "lowest", "highest"):
                 torch.testing.assert_close(getattr(mine, part), getattr(theirs, part), rtol=1e-4, atol=1e-4)
 
 
 def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model, rows, tmp_path):
     one, other = (model.bert.encoder.layer[n].output.dense for n in (0, 1))
-    ctx = harness.context(tmp_path / "out")
+    ctx = harness.make_context(tmp_path / "out")
     with (
-        collected(model, rows, {"a": [one], "b": [other]}, ctx, second=False) as apart,
-        collected(model, rows, {"both": [one, other]}, ctx, second=False) as both,
+        collect_statistics(model, rows, {"a": [one], "b": [other]}, ctx, second=False) as apart,
+        collect_statistics(model, rows, {"both": [one, other]}, ctx, second=False) as both,
     ):
         assert both["both"].tokens == 78
-        assert both["both"].second is None
+        assert both["both"].second_moment is None
         torch.testing.assert_close(both["both"].squares, apart["a"].squares + apart["b"].squares)
         with pytest.raises(ValueError):  # noqa: PT011  (it raises no other)
-            both["both"].centred()
+            both["both"].centred_second_moment()
 
 
 def test_a_sum_of_many_small_values_keeps_them(tmp_path):
     """In float32 the last thousand tokens would change nothing beside 10^8."""
     found = empty_statistics(1, second=True)
-    found.see(torch.full((1, 1), 1e4))
+    found.update(torch.full((1, 1), 1e4))
     for _ in range(1000):
-        found.see(torch.ones(1, 1))
-    assert float(found.second) == 1e8 + 1000
+        found.update(torch.ones(1, 1))
+    assert float(found.second_moment) == 1e8 + 1000
 
 
 def test_nothing_was_seen(tmp_path):
     found = empty_statistics(3, second=True)
-    found.see(torch.empty(0, 3))
+    found.update(torch.empty(0, 3))
     assert found.tokens == 0
-    assert found.largest.tolist() == [0, 0, 0]
+    assert found.largest_magnitudes.tolist() == [0, 0, 0]
 
 
 def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(statistics, "observe", lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(statistics, "observe_inputs", lambda *_: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
-    with collected(model, rows, layers_of(model), harness.context(tmp_path / "out", threads=3)):
+    with collect_statistics(model, rows, layers_of(model), harness.make_context(tmp_path / "out", threads=3)):
         pass
     assert seen == [3]
     assert torch.get_num_threads() == before
 
 
 def test_width_is_that_of_what_a_layer_is_fed():
-    from smelt.runtime.layers.low_rank import LowRankLinear
+    from smelt.runtime.layers.low_rank_linear import LowRankLinear
 
-    assert statistics.width_of(nn.Linear(3, 5)) == statistics.width_of(LowRankLinear(3, 5, 2)) == 3
+    assert statistics.input_width(nn.Linear(3, 5)) == statistics.input_width(LowRankLinear(3, 5, 2)) == 3

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from smelt.compress.distill.layer_map import check_map, of_stack, resolve
+from smelt.compress.distill.layer_map import check_layer_map, resolve_layer_map, stack_map
 
 BERT = {"model_type": "bert", "num_hidden_layers": 3}
 MARIAN = {"model_type": "marian", "encoder_layers": 4, "decoder_layers": 2}
@@ -20,15 +20,15 @@ MARIAN = {"model_type": "marian", "encoder_layers": 4, "decoder_layers": 2}
     ],
 )
 def test_states_go_with_states(said, student, teacher, expected):
-    assert resolve(said, student, teacher) == expected
+    assert resolve_layer_map(said, student, teacher) == expected
 
 
 def test_each_stack_may_have_its_own():
     layer_map = {"decoder_layers": {2: 1}, "encoder_layers": "last"}
-    assert of_stack(layer_map, "decoder_layers") == {2: 1}
-    assert of_stack(layer_map, "encoder_layers") == "last"
-    assert of_stack({"encoder_layers": "last"}, "decoder_layers") == "uniform"
-    assert of_stack({1: 2}, "decoder_layers") == {1: 2}
+    assert stack_map(layer_map, "decoder_layers") == {2: 1}
+    assert stack_map(layer_map, "encoder_layers") == "last"
+    assert stack_map({"encoder_layers": "last"}, "decoder_layers") == "uniform"
+    assert stack_map({1: 2}, "decoder_layers") == {1: 2}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_each_stack_may_have_its_own():
 )
 def test_states_that_do_not_exist_are_named(layer_map, config, setting, code, values):
     teacher = config | {"num_hidden_layers": 6}
-    (found,) = check_map(layer_map, config, teacher)
+    (found,) = check_layer_map(layer_map, config, teacher)
     assert (found.setting, found.code) == (setting, code)
     assert re.findall(r"\d+", found.message) == values
-    assert check_map("uniform", config, teacher) == []
+    assert check_layer_map("uniform", config, teacher) == []

@@ -3,24 +3,24 @@
 import harness
 import pytest
 import tiny
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
 
 
 def test_inner_losses_come_first_then_the_words(tmp_path, rows):
-    source = tiny.marian(tmp_path / "model")
+    source = tiny.write_marian(tmp_path / "model")
     said = {
         "student": {"decoder_layers": 1},
         "phases": [
@@ -29,7 +29,7 @@ def test_inner_losses_come_first_then_the_words(tmp_path, rows):
         ],
     }
     settings = DistillSettings.model_validate(SHORT | said)
-    ctx = harness.run(Distill(), settings, source, tmp_path / "out", data=rows)
+    ctx = harness.run_stage(Distill(), settings, source, tmp_path / "out", data=rows)
     first, second = ctx.details["phases"]
     parts = {
         f"{what}.{stack}"
@@ -42,7 +42,9 @@ def test_inner_losses_come_first_then_the_words(tmp_path, rows):
     for phase in (first, second):
         start, *later = [found["loss"] for found in phase["validations"]]
         assert min(later) < 0.7 * start
-    assert not [m for m in harness.model_of(ctx).modules() if "projection" in type(m).__name__.lower()]
+    assert not [
+        m for m in harness.load_output_model(ctx).modules() if "projection" in type(m).__name__.lower()
+    ]
 
 
 def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
@@ -50,7 +52,9 @@ def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
     quick |= {"lr_schedule": "constant", "warmup": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
     phases = [{"losses": {"hidden_states": 1}}, {"losses": {"labels": 1}, "learning_rate": 100.0}]
     settings = DistillSettings.model_validate(quick | {"student": {"decoder_layers": 1}, "phases": phases})
-    ctx = harness.run(Distill(), settings, tiny.marian(tmp_path / "model"), tmp_path / "out", data=rows)
+    ctx = harness.run_stage(
+        Distill(), settings, tiny.write_marian(tmp_path / "model"), tmp_path / "out", data=rows
+    )
     assert [said["kept_step"] for said in ctx.details["phases"]] == [2, 0]
     (useless,) = [one for one in ctx.warnings if one.code == "no-improvement"]
     assert useless.message.startswith("phase 2: ")
@@ -68,7 +72,7 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
             "phases": [{"losses": {"hidden_states": 1}, "epochs": 1}, {"losses": {"logits": 2}}],
         }
     )
-    first, second = said.trainings()
+    first, second = said.phase_settings()
     assert (first.epochs, first.metric_for_best_model, first.losses.logits, first.losses.hidden_states) == (
         1,
         "loss",
@@ -81,9 +85,9 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
         2,
         0,
     )
-    with invalid("settings-conflict"):
+    with raises_setting_codes("settings-conflict"):
         DistillSettings.model_validate({"losses": {"logits": 1}, "phases": [{"losses": {"logits": 1}}]})
-    with invalid("no-loss", "too_short"):
+    with raises_setting_codes("no-loss", "too_short"):
         DistillSettings.model_validate({"phases": [{"losses": {"logits": 0}}]})
 
 
@@ -121,10 +125,10 @@ def test_the_plan_names_families_whose_scores_cannot_be_read():
 
 
 def test_vocabularies_that_differ_are_refused(tmp_path, rows):
-    source, other = tiny.bert(tmp_path / "a"), tiny.bert(tmp_path / "b", vocab_size=50)
-    artifact = tiny.artifact(source, "text-classification")
-    ancestors = {"model": artifact, "big": tiny.artifact(other, "text-classification")}
-    ctx = harness.context(tmp_path / "out", "text-classification", rows, ancestors=ancestors)
-    with refused("vocabulary-mismatch", InputError) as caught:
+    source, other = tiny.write_bert(tmp_path / "a"), tiny.write_bert(tmp_path / "b", vocab_size=50)
+    artifact = tiny.as_artifact(source, "text-classification")
+    ancestors = {"model": artifact, "big": tiny.as_artifact(other, "text-classification")}
+    ctx = harness.make_context(tmp_path / "out", "text-classification", rows, ancestors=ancestors)
+    with raises_code("vocabulary-mismatch", InputError) as caught:
         Distill()(artifact, DistillSettings(teacher="big"), ctx)
     assert "50" in str(caught.value)

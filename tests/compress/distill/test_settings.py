@@ -6,11 +6,11 @@ import harness
 import pytest
 import tiny
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.core.data import Columns
-from smelt.core.rows.examples import read_split
-from smelt.planning.load import load_plan
+from smelt.core.readers.examples import read_split
+from smelt.planning.load_plan import load_plan
 
 
 @pytest.mark.parametrize(
@@ -42,27 +42,27 @@ from smelt.planning.load import load_plan
 def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_labels_too(
     task, said, temperature, logits, labels
 ):
-    decided = DistillSettings.model_validate(said).for_task(task)
+    decided = DistillSettings.model_validate(said).resolve_for_task(task)
     assert (decided.temperature, decided.losses.logits, decided.losses.labels) == (
         temperature,
         logits,
         labels,
     )
-    assert decided.for_task(task) == decided  # nothing is decided twice
+    assert decided.resolve_for_task(task) == decided  # nothing is decided twice
 
 
 def test_losses_of_phases_are_theirs_alone():
     phased = DistillSettings.model_validate(
         {"phases": [{"losses": {"hidden_states": 1}}, {"losses": {"logits": 1}}]}
     )
-    decided = phased.for_task("text-classification")
+    decided = phased.resolve_for_task("text-classification")
     assert decided == phased
-    assert [training.losses.labels for training in decided.trainings()] == [0.0, 0.0]
+    assert [training.losses.labels for training in decided.phase_settings()] == [0.0, 0.0]
 
 
 def test_a_plan_holds_what_the_task_decides(tmp_path):
-    tiny.marian(tmp_path / "model")
-    tiny.pairs(tmp_path / "rows.jsonl")
+    tiny.write_marian(tmp_path / "model")
+    tiny.write_pairs(tmp_path / "rows.jsonl")
     (tmp_path / "r.yaml").write_text(
         "model: model\ntask: translation\nstages: [distill]\n"
         "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\n"
@@ -73,15 +73,15 @@ def test_a_plan_holds_what_the_task_decides(tmp_path):
 
 
 def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
-    rows = read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
-    source, said = tiny.marian(tmp_path / "model"), []
+    rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    source, said = tiny.write_marian(tmp_path / "model"), []
     short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "num_evals": 0, "learning_rate": 1e-3}
     for name, more in (
         ("left", {}),
         ("said", {"losses": {"logits": 1.0, "labels": 0}, "temperature": 1.0}),
         ("other", {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}),
     ):
-        ctx = harness.run(
+        ctx = harness.run_stage(
             Distill(), DistillSettings(**short, student={"decoder_layers": 1}, **more), source,
             tmp_path / name, data=rows,
         )  # fmt: skip

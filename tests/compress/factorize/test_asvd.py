@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.factorize.asvd import activation_aware
-from smelt.compress.factorize.svd import thin_pair
+from smelt.compress.factorize.asvd import asvd_metric
+from smelt.compress.factorize.svd import low_rank_layer
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
@@ -13,7 +13,7 @@ def test_it_is_the_svd_of_the_scaled_weights_scaled_back(alpha):
     torch.manual_seed(0)
     layer = nn.Linear(32, 24)
     magnitude = torch.rand(32, dtype=torch.float64) * 5 + 0.1
-    pair, _ = thin_pair(layer, 6, activation_aware(magnitude, alpha))
+    pair, _ = low_rank_layer(layer, 6, asvd_metric(magnitude, alpha))
     scale = magnitude**alpha
     u, s, vt = torch.linalg.svd(layer.weight.detach().double() * scale, full_matrices=False)
     wanted = (u[:, :6] * s[:6]) @ vt[:6] / scale
@@ -25,5 +25,5 @@ def test_an_input_that_is_always_zero_does_not_divide_by_zero():
     layer = nn.Linear(32, 24)
     magnitude = torch.ones(32, dtype=torch.float64)
     magnitude[3] = 0
-    pair, _ = thin_pair(layer, 6, activation_aware(magnitude, 0.5))
+    pair, _ = low_rank_layer(layer, 6, asvd_metric(magnitude, 0.5))
     assert bool(pair.down.weight.isfinite().all())

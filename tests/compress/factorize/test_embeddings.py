@@ -5,35 +5,37 @@ import harness
 import pytest
 import tiny
 import torch
-from matrix import cells
+from expected_errors import raises_setting_codes
+from matrix import matrix_cells
 from onnx import numpy_helper
-from refusals import invalid
 from sklearn.decomposition import TruncatedSVD
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.quantize.planned import plan_layers
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.vocabulary.settings import TrimVocabularySettings
-from smelt.compress.vocabulary.stage import TrimVocabulary
+from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 from smelt.core.data import Example, Split
-from smelt.core.messages import codes
-from smelt.core.stage import needs_of
-from smelt.export.graph_files import read_graph, tensors_of
+from smelt.core.messages import message_codes
+from smelt.core.stage import stage_needs
+from smelt.export.graph_files import iter_initializers, read_graph
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
-from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
-from smelt.runtime.models.axes import hidden_axes
+from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.hidden_axes import hidden_axes
 
-EVERY = sorted(every_family.OF_TEXTS)
+EVERY = sorted(every_family.TEXT_FAMILIES)
 
 
 def thin(family, out, layers=3, **settings):
     """A model of a family with its embedding as a pair, and what the step said."""
     chosen = FactorizeSettings(targets="embeddings", **{"frequency_weighted": False} | settings)
-    ctx = every_family.run(Factorize(), chosen, every_family.of_layers(family, layers), family, out)
+    ctx = every_family.run_stage(
+        Factorize(), chosen, every_family.model_with_layers(family, layers), family, out
+    )
     return load_model(ctx.out)[0], ctx
 
 
@@ -45,7 +47,7 @@ def table_of(model):
 
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_path):
-    source = every_family.of_layers(family, 3)
+    source = every_family.model_with_layers(family, 3)
     made, ctx = thin(family, tmp_path / "out", rank=9)
     whole, edits = load_model(source)
     matrix = whole.get_input_embeddings().weight
@@ -71,7 +73,7 @@ def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_p
 
 
 def test_rows_are_those_of_a_truncated_svd(tmp_path):
-    whole, _ = load_model(every_family.of_layers("bert", 3))
+    whole, _ = load_model(every_family.model_with_layers("bert", 3))
     rows = whole.get_input_embeddings().weight.detach().double().numpy()
     reference = TruncatedSVD(7, algorithm="arpack", random_state=0).fit(rows)
     pair = table_of(thin("bert", tmp_path / "out", rank=7)[0])
@@ -81,14 +83,14 @@ def test_rows_are_those_of_a_truncated_svd(tmp_path):
 
 
 def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
-    whole, _ = load_model(every_family.of_layers("marian", 3))
+    whole, _ = load_model(every_family.model_with_layers("marian", 3))
     rows = whole.get_input_embeddings().weight.detach()
     lost = {}
     for word in (False, True):
         made, ctx = thin("marian", tmp_path / str(word), rank=9, frequency_weighted=word)
         with torch.no_grad():
             lost[word] = (table_of(made)(torch.arange(len(rows))) - rows).square().sum(dim=1)
-    model, _ = load_model(every_family.of_layers("marian", 3))
+    model, _ = load_model(every_family.model_with_layers("marian", 3))
     counts = _counted_by_hand(model, tmp_path)
     assert ctx.details["calibration"]["rows"] > 0
     dropped = torch.linalg.svdvals((counts + 1).sqrt().unsqueeze(1) * rows)[9:].square().sum()
@@ -103,23 +105,27 @@ def test_tokens_of_all_rows_are_counted_unless_the_recipe_says_how_many(tmp_path
     for more, counted in (({}, 300), ({"calibration_samples": 40}, 40)):
         settings = FactorizeSettings(targets="embeddings", rank=7, **more)
         out = tmp_path / str(counted)
-        ctx = harness.run(Factorize(), settings, tiny.marian(tmp_path / f"m{counted}"), out, data=data)
+        ctx = harness.run_stage(
+            Factorize(), settings, tiny.write_marian(tmp_path / f"m{counted}"), out, data=data
+        )
         assert ctx.details["calibration"]["rows"] == counted
 
 
 def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
-    source = every_family.of_layers("bert", 3)
+    source = every_family.model_with_layers("bert", 3)
     made = {}
     for word, settings in (("unsaid", {}), ("meant", {"frequency_weighted": False})):
         chosen = FactorizeSettings(targets="embeddings", rank=7, **settings)
-        ctx = harness.run(Factorize(), chosen, source, tmp_path / word, "text-classification", {})
+        ctx = harness.run_stage(Factorize(), chosen, source, tmp_path / word, "text-classification", {})
         made[word] = load_model(ctx.out)[0], ctx.warnings
-    assert "no-calibration-data" in codes(made["unsaid"][1])
+    assert "no-calibration-data" in message_codes(made["unsaid"][1])
     assert not made["meant"][1]
     assert torch.equal(*(harness.logits(model) for model, _ in made.values()))
-    assert needs_of(Factorize, FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
-    assert needs_of(Factorize, FactorizeSettings(targets="embeddings")) == frozenset()
-    assert needs_of(Factorize, FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {"train"}
+    assert stage_needs(Factorize, FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
+    assert stage_needs(Factorize, FactorizeSettings(targets="embeddings")) == frozenset()
+    assert stage_needs(Factorize, FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {
+        "train"
+    }
 
 
 def _counted_by_hand(model, space):
@@ -127,12 +133,12 @@ def _counted_by_hand(model, space):
     import tiny
 
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
     from smelt.runtime.models.checkpoint import load_tokenizer
 
-    file = tiny.pairs(space / "again.jsonl")
+    file = tiny.write_pairs(space / "again.jsonl")
     split = read_split(str(file), "translation", Columns(), space)
-    tokenizer = load_tokenizer(every_family.of_layers("marian", 3))
+    tokenizer = load_tokenizer(every_family.model_with_layers("marian", 3))
     counts = torch.zeros(model.get_input_embeddings().num_embeddings)
     for example in split.examples:
         ids = tokenizer(example.text)["input_ids"]
@@ -147,13 +153,15 @@ def test_a_graph_holds_the_table_once(target, family, tmp_path):
     made, ctx = thin(family, tmp_path / "out", rank=9)
     folder = ctx.out
     if target == "int8":
-        folder = every_family.run(Quantize(), QuantizeSettings(), folder, family, tmp_path / "codes").out
+        folder = every_family.run_stage(
+            Quantize(), QuantizeSettings(), folder, family, tmp_path / "codes"
+        ).out
         codes, _ = load_model(folder)
         assert codes.get_output_embeddings().up.matrix is codes.get_input_embeddings().table.matrix
-    every_family.run(Onnx(), OnnxSettings(), folder, family, tmp_path / "graphs")
+    every_family.run_stage(Onnx(), OnnxSettings(), folder, family, tmp_path / "graphs")
     words = table_of(made).num_embeddings
     for path in sorted((tmp_path / "graphs").glob("*.onnx")):
-        tables = [t for t in tensors_of(read_graph(path).graph) if tuple(t.dims) == (words, 9)]
+        tables = [t for t in iter_initializers(read_graph(path).graph) if tuple(t.dims) == (words, 9)]
         # an encoder's and a decoder's in one graph are one place of the file beside it
         assert len({numpy_helper.to_array(t).tobytes() for t in tables}) == 1, path.name
         assert len(tables) == 1 or path.name.startswith("generate"), path.name
@@ -166,14 +174,16 @@ def test_of_a_head_that_stays_float_the_table_stays_so_in_it(tmp_path):
     assert "lm_head.up" not in planned
 
 
-@pytest.mark.parametrize(("family", "later"), cells(["t5", "bart", "gemma", "bert"], ["vocabulary", "prune"]))
+@pytest.mark.parametrize(
+    ("family", "later"), matrix_cells(["t5", "bart", "gemma", "bert"], ["vocabulary", "prune"])
+)
 def test_later_stages_cut_through_a_pair(family, later, tmp_path):
     _, ctx = thin(family, tmp_path / "thin", rank=9)
     stage, settings = {
         "vocabulary": (TrimVocabulary(), TrimVocabularySettings(coverage=0.8)),
         "prune": (Prune(), PruneSettings(importance="taylor", calibration_samples=4)),
     }[later]
-    again = every_family.run(stage, settings, ctx.out, family, tmp_path / "later")
+    again = every_family.run_stage(stage, settings, ctx.out, family, tmp_path / "later")
     model, _ = load_model(again.out)
     pair = table_of(model)
     assert (pair.num_embeddings, pair.rank) == (model.config.vocab_size, 9)
@@ -186,7 +196,7 @@ def test_later_stages_cut_through_a_pair(family, later, tmp_path):
 @pytest.mark.parametrize("family", ["bert", "marian"])
 def test_the_axes_of_hidden_states_end_at_the_product(family, tmp_path):
     model, _ = thin(family, tmp_path / "out", rank=9)
-    axes = {name: (axis.dim, axis.reads) for axis in hidden_axes(model) for name in axis.names}
+    axes = {name: (axis.dim, axis.is_input) for axis in hidden_axes(model) for name in axis.names}
     name = next(n for n, m in model.named_modules() if m is table_of(model))
     assert axes[f"{name}.up.weight"] == (0, False)
     assert f"{name}.table.weight" not in axes
@@ -202,16 +212,16 @@ def _size(model, axis):
 @pytest.mark.parametrize(("family", "rank"), [("bert", 21), ("gpt2", 46)])
 def test_where_no_value_is_saved_the_embedding_is_left_alone(family, rank, tmp_path):
     settings = FactorizeSettings(targets="embeddings", rank=rank, frequency_weighted=False)
-    source = every_family.of_layers(family, 3)
-    ctx = every_family.run(Factorize(), settings, source, family, tmp_path / "out")
+    source = every_family.model_with_layers(family, 3)
+    ctx = every_family.run_stage(Factorize(), settings, source, family, tmp_path / "out")
     (said,) = ctx.details["left_alone"].values()
-    assert "saves nothing" in said
-    assert "no-rank-saves" in codes(ctx.warnings)
+    assert "saves no weights" in said
+    assert "no-rank-saves" in message_codes(ctx.warnings)
     assert not (ctx.out / "structure.json").exists()
 
 
 def test_energy_and_ratio_say_the_rank(tmp_path):
-    whole, _ = load_model(every_family.of_layers("llama", 3))
+    whole, _ = load_model(every_family.model_with_layers("llama", 3))
     rows = whole.get_input_embeddings().weight.detach()
     squares = torch.linalg.svdvals(rows).square()
     model, _ = thin("llama", tmp_path / "energy", energy=0.6)
@@ -225,8 +235,8 @@ def test_energy_and_ratio_say_the_rank(tmp_path):
 def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
     _, ctx = thin("bert", tmp_path / "out", rank=9)
     settings = FactorizeSettings(targets="embeddings", rank=4)
-    again = every_family.run(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
-    assert table_of(harness.model_of(again)).rank == 9
+    again = every_family.run_stage(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
+    assert table_of(harness.load_output_model(again)).rank == 9
     (said,) = (one for one in again.warnings if one.code == "already-factorized")
     assert "bert.embeddings.word_embeddings" in said.message
 
@@ -240,7 +250,7 @@ def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
     ],
 )
 def test_settings_of_something_else_are_refused(settings, named):
-    with invalid("unused-setting") as caught:
+    with raises_setting_codes("unused-setting") as caught:
         FactorizeSettings.model_validate(settings)
     assert caught.value.errors()[0]["msg"].startswith(f"Value error, {named}")
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from refusals import refused
+from expected_errors import raises_code
 
-from smelt.compress.factorize.ranks import Spectrum, rank_of_energy, saving, shared_budget
+from smelt.compress.factorize.ranks import LayerSpectrum, allocate_ranks, rank_of_energy, smaller_below_rank
 from smelt.core.errors import InputError
 
 
@@ -17,7 +17,7 @@ def test_the_rank_is_the_smallest_that_holds_the_energy():
 
 
 def test_a_pair_saves_below_the_product_of_the_sizes_over_their_sum():
-    assert saving(24, 40) == 15  # 24 * 40 / 64: rank 15 has as many weights
+    assert smaller_below_rank(24, 40) == 15  # 24 * 40 / 64: rank 15 has as many weights
 
 
 def layers_of(*sizes):
@@ -25,7 +25,7 @@ def layers_of(*sizes):
     made = {}
     for at, (rows, columns, decay) in enumerate(sizes):
         sigma = torch.logspace(0, -decay, min(rows, columns), dtype=torch.float64)
-        made[f"layer{at}"] = Spectrum(sigma, rows, columns, saving(rows, columns))
+        made[f"layer{at}"] = LayerSpectrum(sigma, rows, columns, smaller_below_rank(rows, columns))
     return made
 
 
@@ -36,14 +36,14 @@ def cost(layer, rank):
 def error(layer, rank):
     if rank >= layer.limit:
         return 0.0
-    squares = layer.sigma.square()
+    squares = layer.singular_values.square()
     return float(layer.weight * squares[rank:].sum() / squares.sum())
 
 
 @pytest.mark.parametrize("parameters", [0.3, 0.5, 0.8])
 def test_a_budget_is_kept_and_no_other_ranks_that_cost_no_more_have_less_error(parameters):
     layers = layers_of((6, 8, 0.5), (8, 8, 2), (12, 6, 1))
-    ranks = shared_budget(layers, parameters)
+    ranks = allocate_ranks(layers, parameters)
     spent = sum(cost(layer, ranks[name]) for name, layer in layers.items())
     assert spent <= parameters * sum(layer.rows * layer.columns for layer in layers.values())
     made = sum(error(layer, ranks[name]) for name, layer in layers.items())
@@ -56,27 +56,30 @@ def test_a_budget_is_kept_and_no_other_ranks_that_cost_no_more_have_less_error(p
 
 def test_a_layer_whose_error_costs_more_gets_the_larger_rank():
     layers = layers_of((16, 16, 1), (16, 16, 1))
-    even = shared_budget(layers, 0.5)
+    even = allocate_ranks(layers, 0.5)
     assert even["layer0"] == even["layer1"]
     torch.manual_seed(1)
-    layers["layer1"] = Spectrum(layers["layer1"].sigma, 16, 16, 8, weight=20.0)
-    uneven = shared_budget(layers, 0.5)
+    layers["layer1"] = LayerSpectrum(layers["layer1"].singular_values, 16, 16, 8, weight=20.0)
+    uneven = allocate_ranks(layers, 0.5)
     assert uneven["layer1"] > uneven["layer0"]
 
 
 def test_a_budget_below_one_rank_each_is_refused_with_the_least_that_works():
     layers = layers_of((16, 16, 1), (16, 16, 1))
-    with refused("budget-too-small", InputError) as caught:
-        shared_budget(layers, 0.1)
+    with raises_code("budget-too-small", InputError) as caught:
+        allocate_ranks(layers, 0.1)
     assert caught.value.setting == "parameter_budget"
     assert "0.125" in str(caught.value)
-    assert shared_budget(layers, 0.125) == {"layer0": 1, "layer1": 1}
+    assert allocate_ranks(layers, 0.125) == {"layer0": 1, "layer1": 1}
 
 
 def test_layers_at_their_limit_stay_whole():
-    layers = {"one": Spectrum(torch.ones(1).double(), 1, 32, saving(1, 32)), **layers_of((16, 16, 1))}
-    layers["slow"] = Spectrum(layers["layer0"].sigma, 16, 16, 3.5)
-    ranks = shared_budget(layers, 0.7)
+    layers = {
+        "one": LayerSpectrum(torch.ones(1).double(), 1, 32, smaller_below_rank(1, 32)),
+        **layers_of((16, 16, 1)),
+    }
+    layers["slow"] = LayerSpectrum(layers["layer0"].singular_values, 16, 16, 3.5)
+    ranks = allocate_ranks(layers, 0.7)
     assert ranks["one"] == 1
     assert ranks["layer0"] < 8
     assert ranks["slow"] < 3.5 or ranks["slow"] == 16

@@ -6,19 +6,19 @@ import harness
 import pytest
 import tiny
 import torch
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
 from transformers import MarianConfig, MarianMTModel
 
-from smelt.compress.calibration.observe import observe
-from smelt.compress.calibration.rows import calibration_rows, outputs
+from smelt.compress.calibration.input_hooks import observe_inputs
+from smelt.compress.calibration.samples import load_calibration_samples, model_outputs
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.core.rows.examples import read_split
-from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.core.messages import message_codes
+from smelt.core.readers.examples import read_split
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
 
 
@@ -56,7 +56,7 @@ def source(tmp_path):
 
 def context(tmp_path):
     out = tmp_path / "out"
-    return harness.context(out, seed=1)
+    return harness.make_context(out, seed=1)
 
 
 def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
@@ -85,9 +85,9 @@ def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
 
 def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
     """Decoders get one token a step, encoders whole texts, and so do keys and values of cross-attention."""
-    folder = tiny.marian(tmp_path / "model", d_model=128, encoder_ffn_dim=256, decoder_ffn_dim=256)
+    folder = tiny.write_marian(tmp_path / "model", d_model=128, encoder_ffn_dim=256, decoder_ffn_dim=256)
     include = ["*.0.fc1", "*.1.fc1", "*.0.encoder_attn.*"]
-    ctx = harness.run(
+    ctx = harness.run_stage(
         Factorize(), FactorizeSettings(method="svd", rank=36, include=include), folder, tmp_path / "out"
     )
     pairs = {f"model.encoder.layers.{n}.fc1" for n in range(2)}
@@ -102,13 +102,13 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
         *(f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in ("q", "out")),
     }
     wide = FactorizeSettings(method="svd", rank=76, include=include)
-    told = harness.run(Factorize(), wide, folder, tmp_path / "wide").details["left_alone"]
+    told = harness.run_stage(Factorize(), wide, folder, tmp_path / "wide").details["left_alone"]
     # (0.9 * 256 * 128 - 5000) / 384 = 63.8; 256 * 128 / 384 = 85.3; 128 * 128 / 256 = 64
     assert told["model.encoder.layers.0.fc1"] == (
-        "rank 76 of 256 x 128 would be slower in int8; it would have to be below 63.8"
+        "rank 76 of 256 x 128 would be slower in int8; the rank must be below 63.8"
     )
     assert told["model.decoder.layers.0.encoder_attn.k_proj"] == (
-        "rank 76 of 128 x 128 saves nothing; it would have to be below 64.0"
+        "rank 76 of 128 x 128 saves no weights; the rank must be below 64.0"
     )
 
 
@@ -133,7 +133,7 @@ def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
     assert f" {len(ctx.details['ranks'])} layers" in told.message
     assert (again.out / "structure.json").read_text() == (ctx.out / "structure.json").read_text()
     nothing = FactorizeSettings(method="svd", rank=4, include=["*.nowhere"])
-    with refused("no-layer-selected", InputError):
+    with raises_code("no-layer-selected", InputError):
         Factorize()(made, nothing, context(tmp_path / "none"))
 
 
@@ -141,30 +141,30 @@ def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path
     ctx = context(tmp_path)
     Factorize()(source, FactorizeSettings(method="svd", optimize_for="size", energy=1.0), ctx)
     assert ctx.details["ranks"] == {}
-    assert codes(ctx.warnings) == ["no-rank-saves"]
+    assert message_codes(ctx.warnings) == ["no-rank-saves"]
     assert " 32 layers" in ctx.warnings[0].message
     assert not (ctx.out / "structure.json").exists()
     assert json.loads((ctx.out / "config.json").read_text())["encoder_layers"] == 2
 
 
 def test_two_ways_to_say_the_rank_are_refused():
-    with invalid("settings-conflict"):
+    with raises_setting_codes("settings-conflict"):
         FactorizeSettings(energy=0.9, rank=4)
 
 
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory):
-    return tiny.marian(tmp_path_factory.mktemp("marian"))
+    return tiny.write_marian(tmp_path_factory.mktemp("marian"))
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    return read_split(str(tiny.pairs(folder / "rows.jsonl")), "translation", Columns(), folder, "train")
+    return read_split(str(tiny.write_pairs(folder / "rows.jsonl")), "translation", Columns(), folder, "train")
 
 
 def run(marian, split, tmp_path, **settings):
-    return harness.run(
+    return harness.run_stage(
         Factorize(),
         FactorizeSettings(**({"optimize_for": "size"} | settings)),
         marian,
@@ -175,10 +175,12 @@ def run(marian, split, tmp_path, **settings):
 
 def change(marian, ctx):
     """The mean squared change of the logits on the rows, which the stage saw too."""
-    source = tiny.artifact(marian)
+    source = tiny.as_artifact(marian)
     whole = load_model(marian)[0]
-    rows = calibration_rows(whole, source, 256, ctx, "test")
-    mine, right = (list(outputs(model, rows.batches)) for model in (harness.model_of(ctx), whole))
+    rows = load_calibration_samples(whole, source, 256, ctx, "test")
+    mine, right = (
+        list(model_outputs(model, rows.batches)) for model in (harness.load_output_model(ctx), whole)
+    )
     return sum(float((a - b).square().sum()) for a, b in zip(mine, right, strict=True))
 
 
@@ -195,10 +197,10 @@ def test_the_whitened_error_is_that_of_the_layers_outputs(marian, rows, tmp_path
     ctx = run(marian, rows, tmp_path, keep_ratio=0.5)
     name = "model.encoder.layers.0.fc1"
     whole = load_model(marian)[0]
-    batches = calibration_rows(whole, tiny.artifact(marian), 256, ctx, "test")
-    mine, right = harness.model_of(ctx).get_submodule(name), whole.get_submodule(name)
+    batches = load_calibration_samples(whole, tiny.as_artifact(marian), 256, ctx, "test")
+    mine, right = harness.load_output_model(ctx).get_submodule(name), whole.get_submodule(name)
     lost, all_of_it, seen = 0.0, 0.0, []
-    observe(whole, batches, {name: [right]}, lambda _, x: seen.append(x), ctx)
+    observe_inputs(whole, batches, {name: [right]}, lambda _, x: seen.append(x), ctx)
     with torch.no_grad():
         x = torch.cat(seen)
         lost, all_of_it = (mine(x) - right(x)).norm(), (right(x) - right(x).mean(dim=0)).norm()
@@ -209,7 +211,7 @@ def test_the_loss_weighs_inputs_by_fwsvd(marian, rows, tmp_path):
     ctx = run(marian, rows, tmp_path, method="fwsvd", rank=4)
     plain = run(marian, rows, tmp_path / "plain", method="svd", rank=4)
     name = "model.encoder.layers.0.fc1"
-    mine, other = (harness.model_of(c).get_submodule(name) for c in (ctx, plain))
+    mine, other = (harness.load_output_model(c).get_submodule(name) for c in (ctx, plain))
     assert not torch.allclose(mine.up.weight @ mine.down.weight, other.up.weight @ other.down.weight)
     assert ctx.details["calibration"]["rows"] == len(rows)
 
@@ -234,8 +236,8 @@ def test_few_tokens_are_said(marian, rows, tmp_path):
 
 
 def test_rows_that_are_missing_are_asked_for(marian, tmp_path):
-    with refused("no-calibration-data", InputError):
-        harness.run(Factorize(), FactorizeSettings(), marian, tmp_path / "out")
+    with raises_code("no-calibration-data", InputError):
+        harness.run_stage(Factorize(), FactorizeSettings(), marian, tmp_path / "out")
 
 
 def test_it_needs_rows_where_it_looks_at_them():

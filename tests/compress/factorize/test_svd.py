@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.factorize.svd import Metric, spectrum, thin_pair
+from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer, weighted_singular_values
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def product(pair):
 
 
 def test_the_error_is_the_root_of_the_dropped_squares(layer):
-    pair, error = thin_pair(layer, 6, Metric())
+    pair, error = low_rank_layer(layer, 6, ErrorMetric())
     sigma = torch.linalg.svdvals(layer.weight.double())
     lost = (layer.weight.double() - product(pair)).norm()
     assert pair.rank == 6
@@ -28,7 +28,7 @@ def test_the_error_is_the_root_of_the_dropped_squares(layer):
 
 def test_the_pair_computes_the_product_and_keeps_the_bias(layer):
     layer.weight.copy_(torch.outer(torch.arange(24.0), torch.arange(40.0)))  # rank 1: nothing is lost
-    pair, error = thin_pair(layer, 1, Metric())
+    pair, error = low_rank_layer(layer, 1, ErrorMetric())
     x = torch.randn(3, 5, 40)
     assert error < 1e-6
     torch.testing.assert_close(pair(x), layer(x), rtol=1e-4, atol=1e-3)
@@ -39,19 +39,19 @@ def test_no_other_product_of_the_rank_is_nearer_in_the_metric(layer, kind):
     torch.manual_seed(3)
     into = torch.rand(40, dtype=torch.float64) + 0.1
     metric = {
-        "matrix": Metric(into=(m := torch.randn(40, 40).double()), back=m.inverse()),
-        "diagonal": Metric(into=into, back=1 / into),
+        "matrix": ErrorMetric(transform=(m := torch.randn(40, 40).double()), inverse=m.inverse()),
+        "diagonal": ErrorMetric(transform=into, inverse=1 / into),
     }[kind]
 
     def off(matrix):
-        scale = into.diag() if kind == "diagonal" else metric.into
+        scale = into.diag() if kind == "diagonal" else metric.transform
         return ((layer.weight.double() - matrix) @ scale).norm()
 
-    pair, error = thin_pair(layer, 6, metric)
-    sigma = spectrum(layer.weight, metric)
+    pair, error = low_rank_layer(layer, 6, metric)
+    sigma = weighted_singular_values(layer.weight, metric)
     torch.testing.assert_close(off(product(pair)), sigma[6:].square().sum().sqrt(), rtol=1e-4, atol=0)
     assert error == pytest.approx(float(off(product(pair)) / off(torch.zeros(24, 40))), rel=1e-4)
-    plain, _ = thin_pair(layer, 6, Metric())
+    plain, _ = low_rank_layer(layer, 6, ErrorMetric())
     assert off(product(pair)) < 0.99 * off(product(plain))
     # the optimum: no small change of a factor helps
     for _ in range(5):
@@ -61,10 +61,10 @@ def test_no_other_product_of_the_rank_is_nearer_in_the_metric(layer, kind):
 
 def test_the_bias_takes_what_the_mean_of_the_inputs_made_of_the_dropped_part(layer):
     mean = torch.randn(40, dtype=torch.float64)
-    pair, _ = thin_pair(layer, 6, Metric(mean=mean))
+    pair, _ = low_rank_layer(layer, 6, ErrorMetric(input_mean=mean))
     torch.testing.assert_close(pair(mean.float()), layer(mean.float()), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_without_a_bias_gets_none():
     layer = nn.Linear(40, 24, bias=False)
-    assert thin_pair(layer, 3, Metric())[0].up.bias is None
+    assert low_rank_layer(layer, 3, ErrorMetric())[0].up.bias is None

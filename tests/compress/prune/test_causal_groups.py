@@ -4,14 +4,14 @@ import causal
 import harness
 import pytest
 import torch
-from refusals import refused
+from expected_errors import raises_code
 
-from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance.magnitude import magnitude_scores
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.prune.unit_groups import find_groups, linear_with_inputs
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -19,14 +19,14 @@ IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module", params=causal.FAMILIES)
 def folder(request, tmp_path_factory):
-    folder = causal.model(tmp_path_factory.mktemp(request.param), request.param)
-    causal.lines(folder / "t.txt", 2)
+    folder = causal.write_model(tmp_path_factory.mktemp(request.param), request.param)
+    causal.write_lines(folder / "t.txt", 2)
     return folder
 
 
 def _prune(folder, out, **settings):
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
-    return harness.run(Prune(), PruneSettings(**settings), folder, out, "language-modeling", data)
+    return harness.run_stage(Prune(), PruneSettings(**settings), folder, out, "language-modeling", data)
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor"])
@@ -48,8 +48,8 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
     assert list(ctx.details["kept_heads"].values()) == [keys // 2] * 2
     with torch.no_grad():
         for group, after in zip([*attentions, *blocks], [*cut[0], *cut[1]], strict=True):
-            name = getattr(group.parts, "out", None) or group.parts.down
-            before, now = columns_of(whole, name).weight, columns_of(small, name).weight
+            name = getattr(group.structure, "out", None) or group.structure.down
+            before, now = linear_with_inputs(whole, name).weight, linear_with_inputs(small, name).weight
             # what stays are columns of the whole matrix: mask all others
             stay = [(before == column[:, None]).all(dim=0).nonzero().item() for column in now.t()]
             mask = torch.zeros(before.shape[1])
@@ -85,6 +85,6 @@ def test_magnitude_is_the_product_of_norms_when_a_key_serves_several_queries(fol
 
 def test_pruning_says_the_family_when_it_is_not_known():
     config = type("C", (), {"model_type": "mamba"})
-    with refused("unsupported-family", InputError) as caught:
+    with raises_code("unsupported-family", InputError) as caught:
         find_groups(type("M", (), {"config": config}))
     assert all(name in str(caught.value) for name in ("mamba", "llama"))

@@ -8,16 +8,16 @@ import torch
 import torch_pruning
 from pydantic import ValidationError
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.channels import find_channels, gate_scores, kernel_of, magnitude_of_filters
+from smelt.compress.prune.channels import filter_magnitudes, find_channels, gate_scores, whole_kernel
 from smelt.compress.prune.settings import PruneSettings
-from smelt.compress.prune.structured import Prune
-from smelt.core.messages import codes
+from smelt.compress.prune.stage import Prune
+from smelt.core.messages import message_codes
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.structure import read_edits
 
@@ -28,20 +28,22 @@ TRAIN = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
 
 @pytest.fixture(scope="module", params=KINDS)
 def source(request, tmp_path_factory):
-    return images.model(tmp_path_factory.mktemp(request.param) / "model", "resnet", **KINDS[request.param])
+    return images.write_model(
+        tmp_path_factory.mktemp(request.param) / "model", "resnet", **KINDS[request.param]
+    )
 
 
 @pytest.fixture(scope="module")
 def basic(tmp_path_factory):
-    return images.model(tmp_path_factory.mktemp("basic") / "model", "resnet", **BASIC)
+    return images.write_model(tmp_path_factory.mktemp("basic") / "model", "resnet", **BASIC)
 
 
 def run(source, out, **settings):
-    rows = images.split(images.rows(out.parent / "rows.jsonl"))
+    rows = images.read_rows(images.write_rows(out.parent / "rows.jsonl"))
     said = PruneSettings.model_validate(
         {"targets": ["channels"], "calibration_samples": 8, "multiple_of": 4, **settings}
     )
-    return harness.run(Prune(), said, source, out, images.TASK, {"train": rows})
+    return harness.run_stage(Prune(), said, source, out, images.TASK, {"train": rows})
 
 
 def logits(model):
@@ -65,7 +67,8 @@ def test_channels_whose_outputs_are_zero_leave_the_outputs_the_same(source, tmp_
     save_model(model, edits, tmp_path / "idle", source)
     ctx = run(tmp_path / "idle", tmp_path / "out", keep_ratio=0.5, multiple_of=1, importance="magnitude")
     left, _ = load_model(ctx.out)
-    assert torch.allclose(logits(left), logits(model), atol=1e-5)
+    before = logits(model)
+    assert torch.allclose(logits(left), before, atol=1e-6 * float(before.abs().max()))
     assert all(
         torch.equal(new.normalization.running_var, old.normalization.running_var[1::2])
         for (new, _), (old, _) in zip(free(left), free(model), strict=True)
@@ -79,7 +82,7 @@ def test_it_cuts_what_torch_pruning_cuts(source, tmp_path):
     """torch-pruning follows the graph from the first convolution's outputs to all that is coupled."""
     ctx = run(source, tmp_path / "out", keep_ratio=0.5, importance="magnitude")
     model, _ = load_model(source)
-    scores = magnitude_of_filters(model, find_channels(model))
+    scores = filter_magnitudes(model, find_channels(model))
     for group in find_channels(model):
         kept = scores[group.name].topk(ctx.details["kept_channels"][group.name]).indices.tolist()
         gone = sorted(set(range(group.count(model))) - set(kept))
@@ -98,7 +101,7 @@ def test_magnitude_is_the_sum_of_absolute_weights_of_a_filter(source):
     assert len(groups) == len(free(model))
     for group, (one, _) in zip(groups, free(model), strict=True):
         expected = torch.stack([f.abs().sum() for f in one.convolution.weight.detach().double()])
-        assert torch.allclose(magnitude_of_filters(model, groups)[group.name], expected)
+        assert torch.allclose(filter_magnitudes(model, groups)[group.name], expected)
 
 
 def test_taylor_is_the_mean_squared_slope_of_a_gate_behind_the_norm(basic):
@@ -138,19 +141,19 @@ def test_layers_compete_where_the_scope_is_global(basic, tmp_path):
 
 def test_it_is_distilled_pruned_again_and_exported(basic, tmp_path):
     once = run(basic, tmp_path / "once", keep_ratio=0.75).out
-    rows = {"train": images.split(images.rows(tmp_path / "more.jsonl"))}
-    whole = {"ancestors": {"model": tiny.artifact(basic, images.TASK)}}
+    rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
+    whole = {"ancestors": {"model": tiny.as_artifact(basic, images.TASK)}}
     settings = DistillSettings.model_validate(TRAIN)
-    taught = harness.run(Distill(), settings, once, tmp_path / "taught", images.TASK, rows, **whole)
+    taught = harness.run_stage(Distill(), settings, once, tmp_path / "taught", images.TASK, rows, **whole)
     twice = run(taught.out, tmp_path / "twice", keep_ratio=0.5)
     assert set(twice.details["kept_channels"].values()) == {8, 12}
-    onnx = harness.run(Onnx(), OnnxSettings(), twice.out, tmp_path / "onnx", images.TASK)
+    onnx = harness.run_stage(Onnx(), OnnxSettings(), twice.out, tmp_path / "onnx", images.TASK)
     assert onnx.details["parity"]
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])
 def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
-    thin = harness.run(
+    thin = harness.run_stage(
         Factorize(), FactorizeSettings(method=method, keep_ratio=0.5), basic, tmp_path / "thin", images.TASK
     )
     ctx = run(thin.out, tmp_path / "out", keep_ratio=0.5, importance="magnitude")
@@ -160,7 +163,7 @@ def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
     group = find_channels(whole)[0]
     module = whole.get_submodule(group.first)
     x = torch.randn(1, 16, 9, 9, generator=torch.Generator().manual_seed(0))
-    plain = torch.nn.functional.conv2d(x, kernel_of(module), padding=1)
+    plain = torch.nn.functional.conv2d(x, whole_kernel(module), padding=1)
     assert torch.allclose(module(x)[..., 1:-1, 1:-1], plain[..., 1:-1, 1:-1], atol=1e-3)
 
 
@@ -192,4 +195,4 @@ def test_the_plan_says_which_units_a_family_has(what, kind):
 def test_nothing_goes_where_there_are_few_channels_and_a_warning_says_so(basic, tmp_path):
     ctx = run(basic, tmp_path / "out", keep_ratio=0.75, multiple_of=32, importance="magnitude")
     assert read_edits(ctx.out) == []
-    assert "nothing-to-remove" in codes(ctx.warnings)
+    assert "nothing-to-remove" in message_codes(ctx.warnings)

@@ -7,17 +7,17 @@ import shutil
 import every_family
 import pytest
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.quantize import block_by_block
-from smelt.compress.quantize.block_by_block import open_large
+from smelt.compress.quantize.block_by_block import open_large_model
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
-from smelt.core.messages import as_json
+from smelt.core.messages import messages_to_json
 from smelt.runtime.layers.quantized import is_quantized
-from smelt.runtime.models import streamed
+from smelt.runtime.models import streamed_model
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import read_edits
 
@@ -25,14 +25,14 @@ GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_sampl
 
 
 def quantize(family, folder, **settings):
-    source = every_family.of_layers(family, 2)
-    return every_family.run(Quantize(), QuantizeSettings(**settings), source, family, folder)
+    source = every_family.model_with_layers(family, 2)
+    return every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, folder)
 
 
 @pytest.fixture
 def large(monkeypatch):
     """Every model is a large one."""
-    monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
 
 
 # head and embedding are two matrices, or one; an encoder is read before the decoder
@@ -40,12 +40,14 @@ def large(monkeypatch):
 @pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "rtn"])
 def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypatch):
     whole = quantize(family, tmp_path / "whole", **settings)
-    monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
     parts = quantize(family, tmp_path / "parts", **settings)
     assert len(list(parts.out.glob("*.safetensors"))) > 2
     assert read_edits(parts.out) == read_edits(whole.out)
     told, expected = (  # but for the headers of several files, and the name of the rows
-        json.dumps([ctx.details | {"bytes_after": 0}, as_json(ctx.warnings)]).replace("parts.", "whole.")
+        json.dumps([ctx.details | {"bytes_after": 0}, messages_to_json(ctx.warnings)]).replace(
+            "parts.", "whole."
+        )
         for ctx in (parts, whole)
     )
     assert told == expected
@@ -68,13 +70,13 @@ def weights_in_memory(shape):
 
 def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
     seen = []
-    real = streamed.StreamedModel.enter
+    real = streamed_model.StreamedModel.load_block
 
     def enter(self, block):
         real(self, block)
         seen.append(weights_in_memory(block.module.mlp.up_proj.weight.shape))
 
-    monkeypatch.setattr(streamed.StreamedModel, "enter", enter)
+    monkeypatch.setattr(streamed_model.StreamedModel, "load_block", enter)
     gc.collect()
     before = weights_in_memory((96, 64))
     quantize("llama", tmp_path / "out", **GPTQ)
@@ -95,22 +97,22 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
     ],
 )
 def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, large, monkeypatch):
-    source = every_family.of_layers(family, 2)
+    source = every_family.model_with_layers(family, 2)
     asked = []
 
     def open_it(*args):
-        asked.append(open_large(*args))
+        asked.append(open_large_model(*args))
         return asked[-1]
 
-    monkeypatch.setattr(block_by_block, "open_large", open_it)
-    every_family.run(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
+    monkeypatch.setattr(block_by_block, "open_large_model", open_it)
+    every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
     assert asked == [None]
 
 
 @pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "rtn"])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
 def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
-    source = every_family.of_layers("llama", 2)
+    source = every_family.model_with_layers("llama", 2)
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in source.iterdir():
@@ -118,8 +120,8 @@ def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
     tensors = load_file(broken / "model.safetensors")
     tensors[f"{name}.weight"][0, 0] = float("nan")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with refused("non-finite-weights", InputError) as caught:
-        every_family.run(Quantize(), QuantizeSettings(**settings), broken, "llama", tmp_path / "out")
+    with raises_code("non-finite-weights", InputError) as caught:
+        every_family.run_stage(Quantize(), QuantizeSettings(**settings), broken, "llama", tmp_path / "out")
     assert f"quantize: {name}: " in str(caught.value)
 
 
@@ -130,16 +132,16 @@ def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
 def test_weights_that_float16_scales_do_not_hold_are_warned_of(
     name, blocks, settings, size, tmp_path, monkeypatch
 ):
-    source = shutil.copytree(every_family.of_layers("llama", 2), tmp_path / "source")
+    source = shutil.copytree(every_family.model_with_layers("llama", 2), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     tensors[f"{name}.weight"] *= size / tensors[f"{name}.weight"].abs().max()
     tensors["model.layers.0.mlp.up_proj.weight"].zero_()  # zero is zero in every type
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     if blocks:
-        monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+        monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
     for scheme, count in ((settings, 1), ({"scheme": "int8-dynamic"}, 0)):
         out = tmp_path / f"out-{count}"
-        told = every_family.run(Quantize(), QuantizeSettings(**scheme), source, "llama", out).warnings
+        told = every_family.run_stage(Quantize(), QuantizeSettings(**scheme), source, "llama", out).warnings
         found = [one.message for one in told if one.code == "scale-underflow"]
         assert len(found) == count, told
         assert all(f"{name}: " in text and f" {size:g}," in text for text in found)

@@ -6,21 +6,21 @@ import tiny
 import torch
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.compensate import refit
-from smelt.compress.prune.cut import cut_neurons, say_in_config
-from smelt.compress.prune.groups import find_groups
-from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.quantize.requantize import load_changeable
+from smelt.compress.prune.cut import cut_neurons, update_config
+from smelt.compress.prune.reconstruct import refit_layer
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.prune.unit_groups import find_groups
+from smelt.compress.quantize.requantize import load_dequantized
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.core.artifact import LATENTS, Artifact, Manifest
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.core.rows.examples import read_split
+from smelt.core.messages import message_codes
+from smelt.core.readers.examples import read_split
 from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.structure import keeps_zeros, read_edits
+from smelt.runtime.models.structure import is_masked, read_edits
 
 GROUP = 32
 GROUPED = {"group_size": GROUP}
@@ -59,7 +59,7 @@ def artifact(folder, key, stage="model", settings=None, parent=None):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tiny.labelled(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+    path = tiny.write_labelled(tmp_path_factory.mktemp("rows") / "rows.jsonl")
     split = read_split(str(path), "text-classification", Columns(), path.parent)
     return {"train": split, "validation": split}
 
@@ -72,11 +72,11 @@ def quantized(tmp_path_factory, data):
     def quantized(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("codes")
-            floats = tiny.bert(folder / "model", intermediate_size=2 * GROUP)
+            floats = tiny.write_bert(folder / "model", intermediate_size=2 * GROUP)
             settings = QuantizeSettings.model_validate(CODES[name])
             (folder / "out").mkdir()
             first = artifact(floats, "a")
-            ctx = harness.context(folder / "out", "text-classification", data=data)
+            ctx = harness.make_context(folder / "out", "text-classification", data=data)
             Quantize()(first, settings, ctx)
             dumped = settings.model_dump(mode="json")
             made[name] = first, artifact(folder / "out", "b", "quantize", dumped, "a")
@@ -88,7 +88,7 @@ def quantized(tmp_path_factory, data):
 def context(out, data, *above):
     out.mkdir(exist_ok=True)
     ancestors = dict(zip(("model", "quantize"), above, strict=False))
-    return harness.context(out, "text-classification", data=data, ancestors=ancestors)
+    return harness.make_context(out, "text-classification", data=data, ancestors=ancestors)
 
 
 def coded(model):
@@ -110,10 +110,10 @@ def test_every_scheme_is_here():
 def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    model, edits, codes = load_changeable(src, ctx, "prune", everywhere=True)
+    model, edits, codes = load_dequantized(src, ctx, "prune", everywhere=True)
     assert not any(is_quantized(module) for module in model.modules())
     assert not {edit["op"] for edit in edits} & {"quantize", "scale", "adapter"}
-    edits = codes.put_back(model, edits, ctx)
+    edits = codes.requantize(model, edits, ctx)
     save_model(model, edits, ctx.out, src.path)
     assert ctx.details["codes_kept"] == 1
     before, after = (load_model(folder)[0].state_dict() for folder in (src.path, ctx.out))
@@ -125,23 +125,23 @@ def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_pat
 def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    model, edits, codes = load_changeable(src, ctx, "prune")
+    model, edits, codes = load_dequantized(src, ctx, "prune")
     stay = torch.arange(GROUP, 2 * GROUP)  # the second group of two
     for block in find_groups(model)[1]:
         cut_neurons(model, edits, block, stay)
-    edits = codes.put_back(model, say_in_config(model, edits), ctx)
+    edits = codes.requantize(model, update_config(model, edits), ctx)
     save_model(model, edits, ctx.out, src.path)
     before, after = (coded(load_model(folder)[0]) for folder in (src.path, ctx.out))
     assert before.keys() == after.keys()
     for layer, module in after.items():
         old, new = before[layer].matrix, module.matrix
         values, width = old.dequantize(), old.width
-        was = old.decided().codes.flatten(1)[:, :width]
+        was = old.unpack().q_weight.flatten(1)[:, :width]
         if layer.endswith("intermediate.dense"):
             values, was = values[stay], was[stay]
         elif layer.endswith("output.dense") and "attention" not in layer:
             values, was, width = values[:, stay], was[:, stay], GROUP
-        assert torch.equal(new.decided().codes.flatten(1)[:, :width], was), layer
+        assert torch.equal(new.unpack().q_weight.flatten(1)[:, :width], was), layer
         assert torch.equal(new.dequantize(), values), layer
         for part in ("input_scale",):
             assert not old.has(part) or torch.equal(old.tensor(part), new.tensor(part))
@@ -153,21 +153,21 @@ def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quanti
 def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    model, edits, codes = load_changeable(src, ctx, "prune")
+    model, edits, codes = load_dequantized(src, ctx, "prune")
     stay = torch.arange(0, 2 * GROUP, 2)[: GROUP - 2]  # of both groups
     for block in find_groups(model)[1]:
         cut_neurons(model, edits, block, stay)
-    codes.put_back(model, edits, ctx)
+    codes.requantize(model, edits, ctx)
     down = DOWN.format(0)
     old = coded(load_model(src.path)[0])[down].matrix
     floats = load_model(first.path)[0].get_submodule(down).weight.detach()
     start = (floats if behind == "floats" else old.dequantize())[:, stay]
     scheme, options = old.scheme, old.options
     groups = torch.nn.functional.pad(start, (0, GROUP - len(stay))).unflatten(1, (1, GROUP))
-    grid = scheme.fit(groups, len(stay), options)
+    grid = scheme.compute_qparams(groups, len(stay), options)
     new = coded(model)[down].matrix
     assert torch.equal(new.tensor("scales"), grid["scales"])
-    assert torch.equal(new.decided().codes, scheme.nearest(groups, grid, options))
+    assert torch.equal(new.unpack().q_weight, scheme.quantize(groups, grid, options))
     assert down in ctx.details["requantized_layers"]
     assert UP.format(0) not in ctx.details["requantized_layers"]  # rows go with their scales
 
@@ -178,7 +178,7 @@ def test_a_refit_that_rounding_undoes_is_left_out(tmp_path):
     from smelt.compress.calibration.statistics import empty_statistics
 
     found = empty_statistics(6, second=True)
-    found.see(x)
+    found.update(x)
 
     def cut():
         layer = torch.nn.Linear(6, 4, bias=False)
@@ -188,18 +188,18 @@ def test_a_refit_that_rounding_undoes_is_left_out(tmp_path):
         return torch.nn.ModuleDict({"layer": layer}), whole
 
     model, whole = cut()
-    exact = refit(model, "layer", whole, kept, found)
+    exact = refit_layer(model, "layer", whole, kept, found)
     fitted = model["layer"].weight.detach().clone()
     model, whole = cut()
-    assert refit(model, "layer", whole, kept, found, lambda weight, seen: weight.float()) == pytest.approx(
-        exact
-    )
+    assert refit_layer(
+        model, "layer", whole, kept, found, lambda weight, seen: weight.float()
+    ) == pytest.approx(exact)
     model, whole = cut()
 
     def spoilt(weight, seen):  # what is on the grid already stays, all else is rounded to nothing
         return weight.float() if torch.equal(weight.float(), whole[:, kept]) else torch.full((4, 3), 50.0)
 
-    assert refit(model, "layer", whole, kept, found, spoilt) >= exact
+    assert refit_layer(model, "layer", whole, kept, found, spoilt) >= exact
     assert torch.equal(model["layer"].weight, whole[:, kept])
     assert not torch.equal(fitted, whole[:, kept])
 
@@ -224,11 +224,11 @@ def test_zeros_are_codes_and_scales_stay(name, quantized, data, tmp_path):
     Sparsify()(src, SparsifySettings(method="wanda", pattern="2:4", calibration_samples=4), ctx)
     model = load_model(ctx.out)[0]
     before, after = coded(load_model(src.path)[0]), coded(model)
-    masked = {layer for layer, module in after.items() if keeps_zeros(module)}
+    masked = {layer for layer, module in after.items() if is_masked(module)}
     assert masked == {layer for layer in after if ".layer." in layer}
     for layer in masked:
         old, new = before[layer].matrix, after[layer].matrix
-        assert all(torch.equal(old.decided().grid[n], t) for n, t in new.decided().grid.items())
+        assert all(torch.equal(old.unpack().qparams[n], t) for n, t in new.unpack().qparams.items())
         values = new.dequantize()
         assert ((values.reshape(-1, 4) != 0).sum(dim=1) <= 2).all()
         stays = values != 0
@@ -242,7 +242,7 @@ def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, t
     ctx = context(tmp_path / "sparse", data, first, src)
     Sparsify()(src, SparsifySettings(method="magnitude", sparsity=0.5), ctx)
     if not kept:
-        (ctx.out / LATENTS).unlink()
+        (ctx.out / MASTER_WEIGHTS_FILE).unlink()
     sparse = artifact(ctx.out, "c", "sparsify", parent="b")
     ctx = context(tmp_path / "out", data, first, src)
     settings = FinetuneSettings(max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
@@ -250,8 +250,8 @@ def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, t
     assert ctx.details["latent_weights"] == ("kept" if kept else "codes")
     before, after = coded(load_model(sparse.path)[0]), coded(load_model(ctx.out)[0])
     for layer, module in before.items():
-        if keeps_zeros(module):
-            assert keeps_zeros(after[layer])
+        if is_masked(module):
+            assert is_masked(after[layer])
             gone = module.matrix.dequantize() == 0
             assert (after[layer].matrix.dequantize()[gone] == 0).float().mean() > (0.95 if kept else 0.999)
             assert not torch.equal(after[layer].matrix.dequantize(), module.matrix.dequantize())
@@ -265,12 +265,12 @@ def test_float_weights_that_a_training_kept_are_cut_with_their_codes(quantized, 
     trained = artifact(ctx.out, "c", "finetune", parent="b")
     ctx = context(tmp_path / "cut", data, first, src)
     Prune()(trained, PruneSettings(keep_ratio=0.5, importance="magnitude", reconstruct=False), ctx)
-    assert ctx.details["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
+    assert ctx.details["latent_bytes"] == (ctx.out / MASTER_WEIGHTS_FILE).stat().st_size
     cut = artifact(ctx.out, "d", "prune", parent="c")
     ctx = context(tmp_path / "again", data, first, src)
     Finetune()(cut, settings, ctx)
     assert ctx.details["latent_weights"] == "kept"
-    assert not {"master-weights-mismatch", "master-weights-outdated"} & set(codes(ctx.warnings))
+    assert not {"master-weights-mismatch", "master-weights-outdated"} & set(message_codes(ctx.warnings))
 
 
 @pytest.mark.parametrize(

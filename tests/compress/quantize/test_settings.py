@@ -1,7 +1,7 @@
 """What a recipe may say of `quantize`: what fits together, and nothing that means nothing."""
 
 import pytest
-from refusals import invalid
+from expected_errors import raises_setting_codes
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.runtime.schemes.registry import SCHEMES
@@ -10,7 +10,7 @@ from smelt.runtime.schemes.registry import SCHEMES
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_options_of_a_scheme_are_what_its_layers_take(scheme):
     settings = QuantizeSettings(scheme=scheme)
-    assert settings.options(scheme) == {o.name: o.default for o in SCHEMES[scheme].settings}
+    assert settings.scheme_options(scheme) == {o.name: o.default for o in SCHEMES[scheme].option_specs}
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_options_of_a_scheme_are_what_its_layers_take(scheme):
 )
 def test_the_vocabularys_scheme_is_named_or_follows(given, table):
     settings = QuantizeSettings(**given)
-    assert settings.table_scheme == table
-    assert settings.schemes() == tuple(dict.fromkeys((settings.scheme, table)))
+    assert settings.resolved_embedding_scheme == table
+    assert settings.used_schemes() == tuple(dict.fromkeys((settings.scheme, table)))
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
             "channel, tensor",
         ),
         (
-            {"scheme": "ternary", "granularity": "tensor", "embedding_scheme": "int8-dynamic"},
+            {"scheme": "ternary", "granularity": "tensor"},
             "wrong-value",
             "group, channel",
         ),
         (
-            {"scheme": "int2", "symmetric": "positive"},
+            {"scheme": "int2", "symmetric": "positive", "embedding_scheme": "int3"},
             "wrong-value",
             "int2",
         ),
@@ -74,14 +74,14 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
     ],
 )
 def test_what_a_scheme_does_not_know_is_refused(given, code, named):
-    with invalid(code) as caught:
+    with raises_setting_codes(code) as caught:
         QuantizeSettings(**given)
     assert named in caught.value.errors()[0]["msg"]
 
 
 def test_an_option_of_the_vocabularys_scheme_may_be_given():
     settings = QuantizeSettings(scheme="binary", embedding_scheme="int4", symmetric=False)
-    assert settings.options("int4")["symmetric"] is False
+    assert settings.scheme_options("int4")["symmetric"] is False
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_option_of_the_vocabularys_scheme_may_be_given():
 )
 def test_schemes_with_other_words_for_an_option_take_those_that_they_know(given, taken):
     settings = QuantizeSettings(**given)
-    assert {name: settings.options(name)["granularity"] for name in taken} == taken
+    assert {name: settings.scheme_options(name)["granularity"] for name in taken} == taken
 
 
 def test_options_that_mean_something_are_in_the_key():
@@ -143,12 +143,12 @@ def test_the_help_says_true_and_false_as_yaml_does():
 
 def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_recipe():
     for scheme in SCHEMES:
-        for vocabulary in [None, *(name for name, other in SCHEMES.items() if other.tables)]:
+        for vocabulary in [None, *(name for name, other in SCHEMES.items() if other.supports_embeddings)]:
             settings = QuantizeSettings(scheme=scheme, embedding_scheme=vocabulary)
-            again = QuantizeSettings(**settings.meant())
-            assert again.meant() == settings.meant()
-            assert [again.options(name) for name in again.schemes()] == [
-                settings.options(name) for name in settings.schemes()
+            again = QuantizeSettings(**settings.to_report())
+            assert again.to_report() == settings.to_report()
+            assert [again.scheme_options(name) for name in again.used_schemes()] == [
+                settings.scheme_options(name) for name in settings.used_schemes()
             ]
 
 
@@ -203,11 +203,11 @@ def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_r
 )
 def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(given, meant, idle):
     settings = QuantizeSettings(**given)
-    told = settings.meant()
+    told = settings.to_report()
     assert meant.items() <= told.items()
     assert not idle & set(told)
     again = QuantizeSettings(**told)  # what is told may be said, and means the same
-    assert again.meant() == told
-    assert [again.options(name) for name in again.schemes()] == [
-        settings.options(name) for name in settings.schemes()
+    assert again.to_report() == told
+    assert [again.scheme_options(name) for name in again.used_schemes()] == [
+        settings.scheme_options(name) for name in settings.used_schemes()
     ]

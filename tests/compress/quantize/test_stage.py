@@ -2,17 +2,17 @@ import harness
 import pytest
 import torch
 import transformers
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
-from smelt.core.files import read_json
-from smelt.core.messages import codes
-from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.layers.matrix import Matrix
+from smelt.core.files import read_json_object
+from smelt.core.messages import message_codes
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
 from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
 from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.models.edits.apply_edits import apply_edits
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def marian(tmp_path):
 
 
 def run(folder, out, **settings):
-    return harness.run(Quantize(), QuantizeSettings(**settings), folder, out)
+    return harness.run_stage(Quantize(), QuantizeSettings(**settings), folder, out)
 
 
 def test_quantize_covers_linears_factors_embeddings_and_head(marian, tmp_path):
@@ -68,10 +68,12 @@ def test_quantized_model_survives_the_disk_and_stays_close(marian, tmp_path):
 def test_one_scale_for_each_matrix_survives_the_disk_and_the_default_is_not_written(marian, tmp_path):
     for name, given in (("rows", {}), ("whole", {"granularity": "tensor"})):
         run(marian, tmp_path / name, **given)
-        edits = [e for e in read_json(tmp_path / name / "structure.json")["edits"] if e["op"] == "quantize"]
+        edits = [
+            e for e in read_json_object(tmp_path / name / "structure.json")["edits"] if e["op"] == "quantize"
+        ]
         assert all(set(e) == {"op", "module", "scheme", "granularity"} for e in edits)
         model, _ = load_model(tmp_path / name)
-        scales = [m.scales for m in model.modules() if isinstance(m, Matrix) and len(m.scales) > 1]
+        scales = [m.scales for m in model.modules() if isinstance(m, QuantizedMatrix) and len(m.scales) > 1]
         assert len(scales) > 30
         assert all((one.unique().numel() == 1) == bool(given) for one in scales)
     before = load_model(marian)[0]
@@ -96,7 +98,7 @@ def test_skip_embeddings_and_head_stay_float(marian, tmp_path):
     assert type(model.lm_head) is torch.nn.Linear
     assert type(model.model.decoder.layers[1].fc2) is torch.nn.Linear
     assert model.lm_head.weight is model.model.shared.weight
-    assert codes(ctx.warnings) == ["unknown-layer"]
+    assert message_codes(ctx.warnings) == ["unknown-layer"]
     assert "*.nothing" in ctx.warnings[0].message
     assert "*.fc2" not in ctx.warnings[0].message
 
@@ -117,9 +119,9 @@ def test_only_word_embeddings_of_bert_are_quantized(tmp_path):
 
 def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
     run(marian, tmp_path / "out")
-    with refused("already-quantized", InputError):
+    with raises_code("already-quantized", InputError):
         run(tmp_path / "out", tmp_path / "again")
-    with refused("no-layer-selected", InputError):
+    with raises_code("no-layer-selected", InputError):
         run(marian, tmp_path / "none", exclude=["*"])
 
 

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
-from smelt.runtime.layers.quantized import scheme_of
+from smelt.runtime.layers.quantized import layer_scheme
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.places.parameters import count_parameters
-from smelt.runtime.schemes.parts.packing import unpack_bits
+from smelt.runtime.models.weights.count_parameters import count_parameters
+from smelt.runtime.schemes.common.packing import unpack_bits
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 REAL = Path(__file__).resolve().parents[4] / "shared" / "models" / "marian-small-en-de"
@@ -29,33 +29,33 @@ def quantized(src, out, task="translation", data=ROWS, **settings):
     """Quantize and export; return the contexts of both stages."""
     contexts = []
     for folder in (out / "binary", out / "onnx"):
-        contexts.append(harness.context(folder, task, data={"validation": data}))
-    Quantize()(tiny.artifact(src, task), QuantizeSettings(scheme="binary", **settings), contexts[0])
+        contexts.append(harness.make_context(folder, task, data={"validation": data}))
+    Quantize()(tiny.as_artifact(src, task), QuantizeSettings(scheme="binary", **settings), contexts[0])
     return contexts
 
 
 def exported(contexts, task="translation"):
-    Onnx()(tiny.artifact(contexts[0].out, task), OnnxSettings(), contexts[1])
+    Onnx()(tiny.as_artifact(contexts[0].out, task), OnnxSettings(), contexts[1])
     return contexts[1].details
 
 
 def test_stage_leaves_embeddings_and_output_layer_int8(tmp_path):
-    src = tiny.bert(tmp_path / "model")
+    src = tiny.write_bert(tmp_path / "model")
     ctx, _ = quantized(src, tmp_path / "out", "text-classification", group_size=32)
     model, _ = load_model(ctx.out)
-    assert scheme_of(model.bert.embeddings.word_embeddings) == "int8-dynamic"
-    assert scheme_of(model.classifier) == "int8-dynamic"
-    assert scheme_of(model.bert.pooler.dense) == "binary"
+    assert layer_scheme(model.bert.embeddings.word_embeddings) == "int8-dynamic"
+    assert layer_scheme(model.classifier) == "int8-dynamic"
+    assert layer_scheme(model.bert.pooler.dense) == "binary"
     assert ctx.details["linear_layers"] == 2 * 6 + 2
     assert ctx.details["padded_layers"] == []
 
 
 def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
-    src = tiny.marian(tmp_path / "model", d_model=256, encoder_ffn_dim=1024, decoder_ffn_dim=1024)
+    src = tiny.write_marian(tmp_path / "model", d_model=256, encoder_ffn_dim=1024, decoder_ffn_dim=1024)
     ctx, _ = quantized(src, tmp_path / "out", output_layer=False, embeddings=False)
     assert ctx.details["bits_per_weight"] == 1 + 16 / 64
     model, _ = load_model(ctx.out)
-    binary = [m for m in model.modules() if scheme_of(m) == "binary"]
+    binary = [m for m in model.modules() if layer_scheme(m) == "binary"]
     weights = sum(m.in_features * m.out_features for m in binary)
     rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
     floats = sum(p.numel() for p in rest)
@@ -65,7 +65,7 @@ def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
 
 
 def test_codes_survive_the_disk_bit_by_bit(tmp_path):
-    src = tiny.marian(tmp_path / "model")
+    src = tiny.write_marian(tmp_path / "model")
     before, _ = load_model(src)
     ctx, _ = quantized(src, tmp_path / "out", group_size=32)
     after, _ = load_model(ctx.out)
@@ -81,7 +81,7 @@ def test_codes_survive_the_disk_bit_by_bit(tmp_path):
 
 def test_translator_computes_in_onnx_runtime_what_it_computes_in_torch(tmp_path):
     """Binary layers, and one 4-bit matrix that embeddings and head share."""
-    src = tiny.marian(tmp_path / "model")
+    src = tiny.write_marian(tmp_path / "model")
     details = exported(quantized(src, tmp_path / "out", group_size=32, embedding_scheme="int4"))
     decoder = details["graphs"]["decoder_with_past_model"]["operators"]
     assert decoder["MatMulNBits"] == 2 * 6 + 1

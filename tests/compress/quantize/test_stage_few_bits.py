@@ -7,9 +7,9 @@ import tiny
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
+from smelt.runtime.layers.quantized import QuantizedLinear, layer_scheme
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.places.parameters import count_parameters
+from smelt.runtime.models.weights.count_parameters import count_parameters
 
 # bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512
 BITS = {
@@ -22,14 +22,14 @@ BITS = {
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory):
     sizes = {"d_model": 256, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
-    return tiny.marian(tmp_path_factory.mktemp("few") / "model", **sizes)
+    return tiny.write_marian(tmp_path_factory.mktemp("few") / "model", **sizes)
 
 
 @pytest.mark.parametrize("scheme", BITS)
 def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
     options, bits = BITS[scheme]
     settings = QuantizeSettings(scheme=scheme, embedding_scheme=scheme, **options)
-    ctx = harness.run(Quantize(), settings, marian, tmp_path / "out", "translation")
+    ctx = harness.run_stage(Quantize(), settings, marian, tmp_path / "out", "translation")
     assert ctx.details["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
     model, _ = load_model(tmp_path / "out")
     weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
@@ -42,22 +42,22 @@ def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
 
 
 def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_a_scheme(tmp_path):
-    source = tiny.marian(tmp_path / "model")
+    source = tiny.write_marian(tmp_path / "model")
     for scheme, named in (("int3", None), ("int2", None), ("ternary", None), ("int3", "int3")):
         vocabulary = named or "int4"
         settings = QuantizeSettings(scheme=scheme, group_size=32, embedding_scheme=named)
         out = tmp_path / f"{scheme}-{named}"
-        harness.run(Quantize(), settings, source, out, "translation")
+        harness.run_stage(Quantize(), settings, source, out, "translation")
         model, _ = load_model(out)
-        assert scheme_of(model.model.shared) == vocabulary
+        assert layer_scheme(model.model.shared) == vocabulary
         assert model.lm_head.matrix is model.model.shared.matrix
-        assert scheme_of(model.model.encoder.layers[0].fc1) == scheme
+        assert layer_scheme(model.model.encoder.layers[0].fc1) == scheme
 
 
 @pytest.mark.parametrize(("head", "kind"), [(True, "int4"), (False, None)])
 def test_the_last_layer_of_a_classifier_of_images_is_its_head(tmp_path, head, kind):
-    source = images.model(tmp_path / "model")
+    source = images.write_model(tmp_path / "model")
     settings = QuantizeSettings(scheme="int3", group_size=32, output_layer=head)
-    harness.run(Quantize(), settings, source, tmp_path / "out", images.TASK)
+    harness.run_stage(Quantize(), settings, source, tmp_path / "out", images.TASK)
     model, _ = load_model(tmp_path / "out")
-    assert (scheme_of(model.classifier) if isinstance(model.classifier, QuantizedLinear) else None) == kind
+    assert (layer_scheme(model.classifier) if isinstance(model.classifier, QuantizedLinear) else None) == kind

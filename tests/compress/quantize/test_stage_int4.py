@@ -2,31 +2,31 @@ import harness
 import onnx
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
-from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
+from smelt.runtime.layers.quantized import QuantizedLinear, layer_scheme
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.places.parameters import count_parameters
+from smelt.runtime.models.weights.count_parameters import count_parameters
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 
 
 def context(out, task="translation"):
-    return harness.context(out, task, data={"validation": ROWS})
+    return harness.make_context(out, task, data={"validation": ROWS})
 
 
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory):
-    return tiny.marian(tmp_path_factory.mktemp("int4") / "model")
+    return tiny.write_marian(tmp_path_factory.mktemp("int4") / "model")
 
 
 def quantized(src, out, task="translation", **settings):
-    return harness.run(Quantize(), QuantizeSettings(scheme="int4", **settings), src, out, task)
+    return harness.run_stage(Quantize(), QuantizeSettings(scheme="int4", **settings), src, out, task)
 
 
 def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, tmp_path):
@@ -37,7 +37,7 @@ def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, 
     # d_model is 32: all but the second FFN matrix (64 inputs) have groups that are filled up
     assert "model.encoder.layers.0.fc1" in ctx.details["padded_layers"]
     assert "model.encoder.layers.0.fc2" not in ctx.details["padded_layers"]
-    assert scheme_of(model.model.shared) == "int4"
+    assert layer_scheme(model.model.shared) == "int4"
     assert model.lm_head.matrix is model.model.shared.matrix
     assert edits[0]["scheme"] == "int4"
     assert (edits[0]["group_size"], edits[0]["symmetric"], edits[0]["accuracy_level"]) == (64, False, 4)
@@ -46,14 +46,14 @@ def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, 
 def test_vocabulary_may_take_another_scheme(marian, tmp_path):
     quantized(marian, tmp_path / "out", embedding_scheme="int8-dynamic")
     model, _ = load_model(tmp_path / "out")
-    assert scheme_of(model.model.shared) == "int8-dynamic"
+    assert layer_scheme(model.model.shared) == "int8-dynamic"
     assert model.lm_head.matrix is model.model.shared.matrix
-    assert scheme_of(model.model.encoder.layers[0].fc1) == "int4"
+    assert layer_scheme(model.model.encoder.layers[0].fc1) == "int4"
 
 
 def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
     sizes = {"d_model": 256, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
-    src = tiny.marian(tmp_path / "model", **sizes)
+    src = tiny.write_marian(tmp_path / "model", **sizes)
     ctx = quantized(src, tmp_path / "out", group_size=32)
     assert ctx.details["bits_per_weight"] == 4 + 16 / 32
     model, _ = load_model(tmp_path / "out")
@@ -67,11 +67,11 @@ def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
 
 def test_exported_graph_computes_what_torch_computes(tmp_path):
     """A classifier with zero points; symmetric codes are exported in test_binary.py."""
-    src = tiny.bert(tmp_path / "model")
+    src = tiny.write_bert(tmp_path / "model")
     task = "text-classification"
     quantized(src, tmp_path / "int4", task, symmetric=False, accuracy_level=0, group_size=16)
     ctx = context(tmp_path / "onnx", task)
-    Onnx()(tiny.artifact(tmp_path / "int4", task), OnnxSettings(), ctx)
+    Onnx()(tiny.as_artifact(tmp_path / "int4", task), OnnxSettings(), ctx)
     assert ctx.details["parity"]["model"]["largest"] < 1e-4
     found = ctx.details["graphs"]["model"]["operators"]
     # per layer packed queries, keys and values, out, two of the FFN; pooler and classifier
@@ -87,6 +87,8 @@ def test_targets_without_matmul_nbits_are_refused(marian, tmp_path):
         ("ort-cuda", "unsupported-scheme", "MatMulNBits"),
         ("tensorrt", "unsupported-scheme-options", "`symmetric: positive` and `accuracy_level: 0`"),
     ):
-        with refused(code, InputError) as caught:
-            Onnx()(tiny.artifact(tmp_path / "out"), OnnxSettings(target=target), context(tmp_path / "onnx"))
+        with raises_code(code, InputError) as caught:
+            Onnx()(
+                tiny.as_artifact(tmp_path / "out"), OnnxSettings(target=target), context(tmp_path / "onnx")
+            )
         assert named in str(caught.value)

@@ -4,17 +4,17 @@ import causal
 import harness
 import pytest
 import torch
-from refusals import refused
-from what_follows import saved_is_the_same
+from expected_errors import raises_code
+from usability_checks import check_save_and_load
 
+from smelt.compress.quantize.qat import convert_qat, load_trainable
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.quantize.through_codes import load_trainable, settle
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.core.rows.examples import read_split
-from smelt.core.stage import needs_of
+from smelt.core.messages import message_codes
+from smelt.core.readers.examples import read_split
+from smelt.core.stage import stage_needs
 from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model, save_model
 
@@ -27,7 +27,7 @@ READERS = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return causal.model(tmp_path_factory.mktemp("llama") / "model", "llama", num_hidden_layers=1)
+    return causal.write_model(tmp_path_factory.mktemp("llama") / "model", "llama", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +49,20 @@ def planted(llama, tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    return read_split(str(causal.lines(folder / "text.txt", 8)), TASK, Columns(), folder)
+    return read_split(str(causal.write_lines(folder / "text.txt", 8)), TASK, Columns(), folder)
 
 
 def run(source, out, data, scheme="int8-static", **settings):
     """Quantize; where rows are looked at, no damage is measured unless a test wants it."""
     looks = scheme == "int8-static" or "smoothquant_alpha" in settings
     settings = QuantizeSettings(scheme=scheme, **({"sensitivity_samples": 0} if looks else {}) | settings)
-    return harness.run(Quantize(), settings, source, out, TASK, data)
+    return harness.run_stage(Quantize(), settings, source, out, TASK, data)
 
 
 def error(source, out, data, **settings):
     """The change of the logits by `quantize` of the blocks' products, in parts of their spread."""
     ctx = run(source, out, data, embeddings=False, output_layer=False, **settings)
-    whole, codes = harness.logits(load_model(source)[0]), harness.logits(harness.model_of(ctx))
+    whole, codes = harness.logits(load_model(source)[0]), harness.logits(harness.load_output_model(ctx))
     return float((codes - whole).square().mean().sqrt() / whole.std())
 
 
@@ -93,7 +93,7 @@ def test_without_smooth_nothing_is_told_of_it(planted, data, tmp_path):
 
 
 def test_what_was_smoothed_is_saved_and_read_again(planted, data, tmp_path):
-    saved_is_the_same(run(planted, tmp_path / "made", data, smoothquant_alpha=0.5).out, tmp_path / "again")
+    check_save_and_load(run(planted, tmp_path / "made", data, smoothquant_alpha=0.5).out, tmp_path / "again")
 
 
 @pytest.mark.parametrize("dtype", ["keep", "fp16"])
@@ -114,9 +114,11 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
         ))
         for folder, key, stage, parent in ((start, "a", "model", None), (made, "b", "quantize", "a"))
     )  # fmt: skip
-    ctx = harness.context(tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step})
+    ctx = harness.make_context(
+        tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step}
+    )
     model, _ = load_trainable(step, ctx)
-    settle(model, ctx)
+    convert_qat(model, ctx)
     assert ctx.details == {"latent_weights": "model", "codes_changed": 0.0}
     for name, module in model.named_modules():
         if is_quantized(module):
@@ -130,14 +132,14 @@ def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
 
     import onnx
 
+    from smelt.export.onnx_export.settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
-    from smelt.export.stage.settings import OnnxSettings
 
     found = []
     for word, more in (("plain", {}), ("smooth", {"smoothquant_alpha": 0.5})):
         made = run(planted, tmp_path / f"{word}-codes", data, **more).out
         settings = OnnxSettings(target=target)
-        ctx = harness.run(Onnx(), settings, made, tmp_path / word, TASK, data)
+        ctx = harness.run_stage(Onnx(), settings, made, tmp_path / word, TASK, data)
         graphs = sorted(ctx.out.glob("*.onnx"))
         found.append([Counter(node.op_type for node in onnx.load(path).graph.node) for path in graphs])
     assert found[0] == found[1]
@@ -146,9 +148,9 @@ def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
 
 def test_smooth_needs_rows_under_every_scheme(planted, tmp_path):
     settings = QuantizeSettings(smoothquant_alpha=0.5)
-    assert needs_of(Quantize, settings, ["train"]) == {"train"}
-    assert needs_of(Quantize, settings, ["train", "calibration"]) == {"calibration"}
-    with refused("no-calibration-data", InputError):
+    assert stage_needs(Quantize, settings, ["train"]) == {"train"}
+    assert stage_needs(Quantize, settings, ["train", "calibration"]) == {"calibration"}
+    with raises_code("no-calibration-data", InputError):
         run(planted, tmp_path / "none", {}, scheme="int8-dynamic", smoothquant_alpha=0.5)
 
 
@@ -157,5 +159,5 @@ def test_few_tokens_are_a_warning_that_fits_the_scheme(planted, data, tmp_path):
     ctx = run(
         planted, tmp_path / "out", few, scheme="int8-dynamic", smoothquant_alpha=0.5, calibration_samples=1
     )
-    assert codes(ctx.warnings) == ["few-calibration-tokens"]
+    assert message_codes(ctx.warnings) == ["few-calibration-tokens"]
     assert "few.txt" in ctx.warnings[0].message

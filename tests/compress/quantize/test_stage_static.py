@@ -5,14 +5,14 @@ import harness
 import pytest
 import tiny
 import torch
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.quantize.sensitivity.damage import sensitive
+from smelt.compress.quantize.sensitivity.layer_sensitivity import select_sensitive
 from smelt.compress.quantize.sensitivity.settings import MaxExcluded
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import needs_of
+from smelt.core.stage import stage_needs
 from smelt.runtime.layers.quantized import QuantizedLinear
 
 ROWS = Split("made.jsonl", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES))
@@ -20,15 +20,17 @@ ROWS = Split("made.jsonl", tuple(Example(s, references=(s,)) for s in tiny.SENTE
 
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory):
-    return tiny.marian(tmp_path_factory.mktemp("marian") / "model")
+    return tiny.write_marian(tmp_path_factory.mktemp("marian") / "model")
 
 
 def run(source, out, data=ROWS, **settings):
-    return harness.run(Quantize(), QuantizeSettings(scheme="int8-static", **settings), source, out, data=data)
+    return harness.run_stage(
+        Quantize(), QuantizeSettings(scheme="int8-static", **settings), source, out, data=data
+    )
 
 
 def linears(ctx):
-    return {n: m for n, m in harness.model_of(ctx).named_modules() if isinstance(m, QuantizedLinear)}
+    return {n: m for n, m in harness.load_output_model(ctx).named_modules() if isinstance(m, QuantizedLinear)}
 
 
 def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_path):
@@ -88,7 +90,7 @@ def test_the_most_damaging_layers_stay_float_under_the_budget(marian, tmp_path):
 
 def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
     settings = QuantizeSettings(scheme="int4", exclude=["auto", "*.fc1"], max_excluded={"layers": 1})
-    ctx = harness.run(Quantize(), settings, marian, tmp_path / "out", data=ROWS)
+    ctx = harness.run_stage(Quantize(), settings, marian, tmp_path / "out", data=ROWS)
     worst = next(iter(ctx.details["sensitivity"]))
     assert worst in ctx.details["float_linear_layers"]
     assert not any(".fc1" in name for name in ctx.details["sensitivity"])
@@ -108,11 +110,11 @@ def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
 )
 def test_a_budget_counts_layers_and_damage(budget, stay):
     damage = {"a": 6.0, "b": 3.0, "c": 0.9, "d": 0.1}
-    assert sensitive(damage, MaxExcluded(**budget)) == stay
+    assert select_sensitive(damage, MaxExcluded(**budget)) == stay
 
 
 def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
-    with refused("no-calibration-data", InputError):
+    with raises_code("no-calibration-data", InputError):
         run(marian, tmp_path / "none", data={})
     few = Split("few.jsonl", ROWS.examples[:1])
     ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, sensitivity_samples=0)
@@ -123,10 +125,10 @@ def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
 
 def test_the_plan_knows_which_rows_are_needed():
     static = QuantizeSettings(scheme="int8-static")
-    assert needs_of(Quantize, static, ["train"]) == {"train"}
-    assert needs_of(Quantize, static, ["train", "calibration"]) == {"calibration"}
-    assert needs_of(Quantize, QuantizeSettings(exclude="auto"), []) == {"train"}
-    assert needs_of(Quantize, QuantizeSettings(), []) == frozenset()
+    assert stage_needs(Quantize, static, ["train"]) == {"train"}
+    assert stage_needs(Quantize, static, ["train", "calibration"]) == {"calibration"}
+    assert stage_needs(Quantize, QuantizeSettings(exclude="auto"), []) == {"train"}
+    assert stage_needs(Quantize, QuantizeSettings(), []) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_the_plan_knows_which_rows_are_needed():
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, code, named):
-    with invalid(code) as caught:
+    with raises_setting_codes(code) as caught:
         QuantizeSettings(**settings)
     words = caught.value.errors()[0]["msg"].replace(":", "").split()
     assert named in words
@@ -152,9 +154,9 @@ def test_settings_that_mean_nothing_are_refused(settings, code, named):
 
 @pytest.mark.parametrize("family", ["t5", "gpt2", "modernbert", "bert"])
 def test_families_of_every_kind_are_calibrated(family, tmp_path):
-    made = every_family.run(
+    made = every_family.run_stage(
         Quantize(), QuantizeSettings(scheme="int8-static", calibration_method="mse", sensitivity_samples=1),
-        every_family.of_layers(family, 1), family, tmp_path / "out",
+        every_family.model_with_layers(family, 1), family, tmp_path / "out",
     )  # fmt: skip
     ranges = [float(layer.matrix.input_scale) for layer in linears(made).values()]
     assert len(ranges) > 4
@@ -162,12 +164,12 @@ def test_families_of_every_kind_are_calibrated(family, tmp_path):
 
 
 def test_half_precision_around_codes_is_refused(marian, tmp_path):
+    from smelt.export.onnx_export.settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
-    from smelt.export.stage.settings import OnnxSettings
 
     made = run(marian, tmp_path / "codes", sensitivity_samples=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")
-    with refused("unsupported-dtype", InputError) as caught:
-        harness.run(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)
+    with raises_code("unsupported-dtype", InputError) as caught:
+        harness.run_stage(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)
     assert caught.value.setting == "dtype"
     assert "int8-static" in str(caught.value)

@@ -7,24 +7,24 @@ import tiny
 import torch
 from torch import nn
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.quantize.coding import fake_activations, quantize_module
-from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.quantize.through_codes import (
-    LatentEmbedding,
-    LatentLinear,
-    incoming,
+from smelt.compress.quantize.qat import (
+    QatEmbedding,
+    QatLinear,
+    convert_qat,
     load_trainable,
-    put_latent,
-    settle,
-    take_training,
+    mark_trained,
+    prepare_qat,
+    with_original_weights,
 )
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.weight_quantizer import fake_quantize_activations, quantize_module
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split
-from smelt.core.rows.examples import read_split
-from smelt.runtime.layers.quantized import QuantizedEmbedding, scheme_of
+from smelt.core.readers.examples import read_split
+from smelt.runtime.layers.quantized import QuantizedEmbedding, layer_scheme
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "num_evals": 0, "dropout": 0.0}
@@ -40,14 +40,14 @@ def artifact(folder, key, stage, parent, task):
 
 def quantized(folder, family, task, **settings):
     """Make a tiny model and quantize it; return both artifacts."""
-    first = artifact(getattr(tiny, family)(folder / "model"), "a", "model", None, task)
+    first = artifact(getattr(tiny, f"write_{family}")(folder / "model"), "a", "model", None, task)
     (folder / "quantized").mkdir()
     Quantize()(first, QuantizeSettings(**settings), context(folder / "quantized", task, {}))
     return first, artifact(folder / "quantized", "b", "quantize", "a", task)
 
 
 def context(out, task, ancestors, data=None):
-    return harness.context(out, task, data=data or {}, ancestors=ancestors)
+    return harness.make_context(out, task, data=data or {}, ancestors=ancestors)
 
 
 def distance(folder, teacher):
@@ -62,7 +62,7 @@ def distance(folder, teacher):
 
 @pytest.fixture(scope="module")
 def translations(tmp_path_factory):
-    path = tiny.pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows=64)
+    path = tiny.write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows=64)
     return {"train": read_split(str(path), "translation", Columns(), path.parent)}
 
 
@@ -99,7 +99,7 @@ def test_an_int8_classifier_learns_its_labels(tmp_path):
     Finetune()(second, FinetuneSettings(max_steps=30, **(SETTINGS | {"learning_rate": 1e-3})), ctx)
     assert ctx.details["training"]["train_loss"] < 0.6
     model, edits = load_model(tmp_path / "out")
-    assert {scheme_of(m) for m in model.modules()} == {None, "int8-dynamic"}
+    assert {layer_scheme(m) for m in model.modules()} == {None, "int8-dynamic"}
     assert len(edits) == len(load_model(second.path)[1])
 
 
@@ -108,13 +108,13 @@ def test_nothing_changes_when_nothing_was_trained(tmp_path):
     first, second = quantized(tmp_path, "marian", "translation", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second})
     model, _ = load_trainable(second, ctx)
-    latents = [m for m in model.modules() if isinstance(m, LatentLinear | LatentEmbedding)]
+    latents = [m for m in model.modules() if isinstance(m, QatLinear | QatEmbedding)]
     assert len(latents) == 2 * 6 + 2 * 10 + 1 + 3
     assert model.lm_head.weight is model.model.shared.weight
     assert {n for n, p in model.named_parameters() if not p.requires_grad and "position" not in n} == set()
     expected, _ = load_model(first.path)
     assert model.model.encoder.layers[0].fc1.weight.equal(expected.model.encoder.layers[0].fc1.weight)
-    settle(model, ctx)
+    convert_qat(model, ctx)
     assert ctx.details["codes_changed"] == 0
     before = load_model(second.path)[0].state_dict()
     after = model.state_dict()
@@ -135,7 +135,7 @@ def test_latent_layers_compute_what_the_codes_will(tmp_path):
     ids = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids, decoder_input_ids=ids).logits
-        put_latent(model, load_model(tmp_path / "model")[0])
+        prepare_qat(model, load_model(tmp_path / "model")[0])
         got = model(input_ids=ids, decoder_input_ids=ids).logits
     assert got.allclose(expected, atol=1e-4)
 
@@ -144,9 +144,9 @@ def test_latent_layers_compute_what_the_codes_will(tmp_path):
 def test_int8_layers_train_on_the_activations_that_the_runtime_will_have(scheme):
     torch.manual_seed(0)
     whole = nn.Linear(24, 8)
-    quantized = schemes.observing(whole, scheme, largest=6.0)
+    quantized = schemes.with_activation_range(whole, scheme, largest=6.0)
     x = 3 * torch.randn(5, 24)
-    latent = LatentLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
+    latent = QatLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
     expected = quantized(x)
     unrounded = nn.functional.linear(x, quantized.matrix.dequantize(), quantized.bias)
     assert (expected - unrounded).abs().max() > 5e-3, "rounding activations changes nothing here"
@@ -155,7 +155,7 @@ def test_int8_layers_train_on_the_activations_that_the_runtime_will_have(scheme)
     latent(again).sum().backward()
     assert again.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
     assert latent.weight.grad.allclose(
-        fake_activations(x, quantized.matrix).sum(dim=0).expand(8, -1), atol=1e-4
+        fake_quantize_activations(x, quantized.matrix).sum(dim=0).expand(8, -1), atol=1e-4
     )
 
 
@@ -165,7 +165,7 @@ def test_layers_of_few_bits_train_on_whole_activations(scheme):
     whole = nn.Linear(64, 8)
     quantized = quantize_module(whole, scheme)
     x = 3 * torch.randn(5, 64)
-    latent = LatentLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
+    latent = QatLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
     assert latent(x).equal(nn.functional.linear(x, quantized.matrix.dequantize(), latent.bias))
     assert not latent(x).allclose(quantized(x), atol=1e-3)
 
@@ -176,10 +176,10 @@ def test_an_int8_model_in_training_computes_what_it_will_compute(tmp_path):
     ids = torch.randint(5, 30, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids).logits
-        put_latent(model, load_model(first.path)[0])
+        prepare_qat(model, load_model(first.path)[0])
         assert model(ids).logits.allclose(expected, atol=1e-4)
         for module in model.modules():
-            if isinstance(module, LatentLinear):
+            if isinstance(module, QatLinear):
                 module.forward = partial(nn.functional.linear, weight=module.weight, bias=module.bias)
         assert not model(ids).logits.allclose(expected, atol=1e-3)
 
@@ -190,11 +190,13 @@ def test_rows_that_are_looked_up_train_as_parts_of_the_whole_table(alone):
     weight = torch.randn(6, 32)
     weight[5] *= 10  # which decides the one scale of a whole matrix, and is not looked up
     if alone == "tensor":
-        matrix = schemes.filled("int8-dynamic", weight, granularity="tensor")
+        matrix = schemes.rounded_matrix("int8-dynamic", weight, granularity="tensor")
     else:
-        matrix = schemes.filled("int8-dynamic", weight) if alone else schemes.per_tensor(weight).matrix
-    assert matrix.decided_by_row() == (alone is True)
-    latent = LatentEmbedding(QuantizedEmbedding(32, None, matrix), nn.Parameter(weight.clone()))
+        matrix = (
+            schemes.rounded_matrix("int8-dynamic", weight) if alone else schemes.per_tensor(weight).matrix
+        )
+    assert matrix.is_row_independent() == (alone is True)
+    latent = QatEmbedding(QuantizedEmbedding(32, None, matrix), nn.Parameter(weight.clone()))
     ids = torch.tensor([[0, 2], [2, 1]])
     assert latent(ids).equal(matrix.dequantize()[ids])
     latent(ids).sum().backward()
@@ -213,7 +215,7 @@ def test_without_its_parent_training_starts_from_the_codes(tmp_path):
 @pytest.mark.parametrize("rate", [1e-9, 0.5], ids=["nothing to gain", "diverges"])
 def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(tmp_path, translations, rate):
     """GPTQ's integers are not those nearest to the float weights, from which the training goes on."""
-    first = artifact(tiny.marian(tmp_path / "model"), "a", "model", None, "translation")
+    first = artifact(tiny.write_marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
     settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, calibration_samples=16)
     Quantize()(first, settings, context(tmp_path / "quantized", "translation", {}, translations))
@@ -237,23 +239,23 @@ def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(t
 
 
 def test_what_came_is_computed_with_its_own_integers(tmp_path, translations):
-    first = artifact(tiny.marian(tmp_path / "model"), "a", "model", None, "translation")
+    first = artifact(tiny.write_marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
     settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, calibration_samples=16)
     Quantize()(first, settings, context(tmp_path / "quantized", "translation", {}, translations))
     second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
     model, _ = load_trainable(second, context(tmp_path / "out", "translation", {"model": first}))
-    layer = next(m for m in model.modules() if isinstance(m, LatentLinear))
+    layer = next(m for m in model.modules() if isinstance(m, QatLinear))
     x = torch.randn(3, layer.in_features)
-    own = nn.functional.linear(x, layer.home.matrix.dequantize(), layer.bias)
+    own = nn.functional.linear(x, layer.quantized.matrix.dequantize(), layer.bias)
     assert not torch.equal(layer(x), own)  # those nearest to the float weights
-    with incoming(model):
+    with with_original_weights(model):
         assert torch.equal(layer(x), own)
-    take_training(model)
-    with incoming(model):
+    mark_trained(model)
+    with with_original_weights(model):
         assert not torch.equal(layer(x), own)
 
 
 def test_clipped_scales_are_named_as_lost_by_training():
-    assert Quantize.leaves(QuantizeSettings(scheme="int4", clip="mse")) == {"codes"}
-    assert Quantize.leaves(QuantizeSettings(scheme="int4")) == frozenset()
+    assert Quantize.provides(QuantizeSettings(scheme="int4", clip="mse")) == {"codes"}
+    assert Quantize.provides(QuantizeSettings(scheme="int4")) == frozenset()

@@ -5,20 +5,25 @@ import harness
 import numpy as np
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage, coverage, learned
+from smelt.compress.shortlist.stage import (
+    ShortlistSettings,
+    ShortlistStage,
+    learn_shortlist,
+    shortlist_coverage,
+)
 from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError
-from smelt.core.rows.examples import read_split
-from smelt.core.stage import needs_of
+from smelt.core.readers.examples import read_split
+from smelt.core.stage import stage_needs
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
-from smelt.planning.load import load_plan
-from smelt.runtime.generate.shortlist import FILE, make_shortlist, read_shortlist
+from smelt.planning.load_plan import load_plan
+from smelt.runtime.generate.shortlist import SHORTLIST_FILE, make_shortlist, read_shortlist
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 CONFIG = {"vocab_size": 8}
@@ -30,7 +35,9 @@ def words(shortlist, source):
 
 
 def test_a_word_brings_its_likeliest_words_and_itself():
-    found = learned(ROWS, CONFIG, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2))
+    found = learn_shortlist(
+        ROWS, CONFIG, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
+    )
     assert found.always.tolist() == [0, 1, 4]  # 0 and 4 come most often; 0 and 1 were told
     assert words(found, 4) == [0, 1, 4, 5]
     assert words(found, 6) == [0, 1, 4, 6]
@@ -40,7 +47,7 @@ def test_a_word_brings_its_likeliest_words_and_itself():
 
 @pytest.mark.parametrize("other", [{"decoder_vocab_size": 9}, {"share_encoder_decoder_embeddings": False}])
 def test_where_numbers_mean_other_words_nothing_is_copied(other):
-    found = learned(
+    found = learn_shortlist(
         ROWS, CONFIG | other, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
     )
     assert words(found, 3) == [0, 1, 4]
@@ -53,15 +60,15 @@ def test_coverage_is_counted_by_hand():
     made = make_shortlist(table, np.array([0, 1]), 8)
     rows = [([4, 5], [5, 6, 0]), ([4], [5, 7, 7, 0, 0])]
     # of 3 words all, of 5 words 3; 0, 1, 5, 6 are on the first list, 0, 1, 5 on the second
-    assert coverage(made, rows, CONFIG) == {"covered": 0.75, "whole": 0.5, "words": 3.5}
+    assert shortlist_coverage(made, rows, CONFIG) == {"covered": 0.75, "whole": 0.5, "words": 3.5}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shortlist")
-    source = tiny.marian(folder / "model")
-    split = read_split(str(tiny.pairs(folder / "rows.jsonl", 20)), "translation", Columns(), folder)
-    return harness.run(
+    source = tiny.write_marian(folder / "model")
+    split = read_split(str(tiny.write_pairs(folder / "rows.jsonl", 20)), "translation", Columns(), folder)
+    return harness.run_stage(
         ShortlistStage(), ShortlistSettings(frequent_tokens=4), source, folder / "out", data=split
     )
 
@@ -95,16 +102,16 @@ def test_every_stage_behind_it_keeps_the_list(made, tmp_path):
         (Quantize(), QuantizeSettings()),
         (Onnx(), OnnxSettings(generation_graph=False)),
     ):
-        folder = every_family.run(stage, settings, folder, "marian", tmp_path / stage.name).out
-        assert (folder / FILE).read_bytes() == (made.out / FILE).read_bytes(), stage.name
+        folder = every_family.run_stage(stage, settings, folder, "marian", tmp_path / stage.name).out
+        assert (folder / SHORTLIST_FILE).read_bytes() == (made.out / SHORTLIST_FILE).read_bytes(), stage.name
 
 
 def test_it_goes_on_from_codes(made, tmp_path):
-    codes = every_family.run(
+    codes = every_family.run_stage(
         Quantize(), QuantizeSettings(), made.out.parent / "model", "marian", tmp_path / "q"
     )
-    again = every_family.run(ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s")
-    assert (again.out / FILE).is_file()
+    again = every_family.run_stage(ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s")
+    assert (again.out / SHORTLIST_FILE).is_file()
     assert (again.out / "structure.json").read_text() == (codes.out / "structure.json").read_text()
 
 
@@ -113,14 +120,14 @@ def test_what_is_missing_is_said(made, tmp_path):
     other = Split("made", tuple(Example(s, references=(tiny.SENTENCES[5],)) for s in tiny.SENTENCES[6:]))
     data = {"train": train, "validation": other}
     settings = ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
-    ctx = harness.run(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
+    ctx = harness.run_stage(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
     covered = ctx.details["validation"]["covered"]
     assert covered < 0.9
     few, lacks = ctx.warnings
     assert (few.code, lacks.code) == ("limited-rows", "tokens-not-covered")
     assert " 2 " in few.message
     assert f"{1 - covered:.1%}" in lacks.message
-    blind = harness.run(
+    blind = harness.run_stage(
         ShortlistStage(), settings, made.out.parent / "model", tmp_path / "b", data={"train": train}
     )
     assert blind.warnings[1].code == "no-validation-data"
@@ -129,19 +136,19 @@ def test_what_is_missing_is_said(made, tmp_path):
 def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
     data = made.data
     source = made.out.parent / "model"
-    some = harness.run(
+    some = harness.run_stage(
         ShortlistStage(), ShortlistSettings(max_train_samples=5), source, tmp_path / "some", data=data
     )
     assert some.details["rows"] == 5
-    monkeypatch.setattr("smelt.compress.shortlist.stage._MOST_PAIRS", 1000)
-    few = harness.run(ShortlistStage(), ShortlistSettings(), source, tmp_path / "few", data=data)
+    monkeypatch.setattr("smelt.compress.shortlist.stage._MAX_PAIRS", 1000)
+    few = harness.run_stage(ShortlistStage(), ShortlistSettings(), source, tmp_path / "few", data=data)
     assert 0 < few.details["rows"] < 20
     assert few.warnings[0].code == "rows-left-out"
 
 
 def test_learning_says_how_far_it_is():
     told = []
-    learned(
+    learn_shortlist(
         ROWS,
         CONFIG,
         [0, 1],
@@ -152,14 +159,14 @@ def test_learning_says_how_far_it_is():
 
 
 def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
-    assert needs_of(ShortlistStage, ShortlistSettings()) == {"train"}
-    tiny.bert(tmp_path / "model")
-    tiny.labelled(tmp_path / "data.jsonl")
+    assert stage_needs(ShortlistStage, ShortlistSettings()) == {"train"}
+    tiny.write_bert(tmp_path / "model")
+    tiny.write_labelled(tmp_path / "data.jsonl")
     (tmp_path / "recipe.yaml").write_text(
         "model: model\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
         "stages:\n  - shortlist: {}\n"
     )
-    with refused("unsupported-task", InputError) as caught:
+    with raises_code("unsupported-task", InputError) as caught:
         load_plan(tmp_path / "recipe.yaml")
     assert all(
         word in str(caught.value)

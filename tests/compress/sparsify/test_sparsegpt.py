@@ -6,14 +6,14 @@ import torch
 
 from smelt.compress.calibration.statistics import empty_statistics
 from smelt.compress.sparsify import sparsegpt
-from smelt.compress.sparsify.pattern import Pattern
+from smelt.compress.sparsify.pattern import SparsityPattern
 from smelt.compress.sparsify.sparsegpt import SparseGpt
 from smelt.compress.sparsify.wanda import Wanda
 
 
 def made(method, weight, x, pattern):
     found = empty_statistics(x.shape[1], second=True)
-    found.see(x)
+    found.update(x)
     return method(weight, found, pattern, torch.Generator()).double().numpy()
 
 
@@ -51,9 +51,11 @@ def by_the_equations(weight, x, pattern, columns):
     return new
 
 
-@pytest.mark.parametrize("pattern", [Pattern(0.5), Pattern(0.5, 2, 4), Pattern(1 / 3, 2, 3)])
+@pytest.mark.parametrize(
+    "pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4), SparsityPattern(1 / 3, 2, 3)]
+)
 def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "_COLUMNS", 6)  # two blocks; of groups of 4 three
+    monkeypatch.setattr(sparsegpt, "_BLOCK_COLUMNS", 6)  # two blocks; of groups of 4 three
     weight, x = drawn()
     new = made(SparseGpt(), weight, x, pattern)
     wanted = by_the_equations(weight, x, pattern, columns=6)
@@ -64,8 +66,10 @@ def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
 def test_an_input_that_is_always_zero_loses_its_weights():
     weight, x = drawn()
     x[:, 3] = 0
-    new = made(SparseGpt(), weight, x, Pattern(0.5))
-    np.testing.assert_allclose(new, by_the_equations(weight, x, Pattern(0.5), 128), rtol=1e-3, atol=1e-4)
+    new = made(SparseGpt(), weight, x, SparsityPattern(0.5))
+    np.testing.assert_allclose(
+        new, by_the_equations(weight, x, SparsityPattern(0.5), 128), rtol=1e-3, atol=1e-4
+    )
     assert (new[:, 3] == 0).all()
 
 
@@ -76,16 +80,18 @@ def test_its_error_lies_between_the_exact_solution_and_no_update_at_all():
     def error(new):
         return float(((values @ (new - plain).T) ** 2).sum())
 
-    new = made(SparseGpt(), weight, x, Pattern(0.5))
+    new = made(SparseGpt(), weight, x, SparsityPattern(0.5))
     masked = np.where(new == 0, 0, plain)
     exact = np.zeros_like(plain)
     for row in range(len(plain)):
         stay = new[row] != 0
         exact[row, stay] = np.linalg.lstsq(values[:, stay], values @ plain[row], rcond=None)[0]
     assert error(exact) <= error(new) < error(masked)
-    assert error(new) < error(made(Wanda(), weight, x, Pattern(0.5)))
+    assert error(new) < error(made(Wanda(), weight, x, SparsityPattern(0.5)))
 
 
 def test_nothing_to_zero_changes_nothing():
     weight, x = drawn()
-    np.testing.assert_array_equal(made(SparseGpt(), weight, x, Pattern(0.001)), weight.double().numpy())
+    np.testing.assert_array_equal(
+        made(SparseGpt(), weight, x, SparsityPattern(0.001)), weight.double().numpy()
+    )

@@ -4,21 +4,21 @@ import every_family
 import harness
 import pytest
 import torch
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.compress.train.lora import Adapters
+from smelt.compress.train.lora import LoraAdapters
 from smelt.compress.train.settings import LoraSettings
 from smelt.core.errors import InputError
-from smelt.core.stage import needs_of
-from smelt.families.walk import blocks_of
+from smelt.core.stage import stage_needs
+from smelt.families.model_blocks import blocks_of
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import read_edits
 
@@ -29,7 +29,7 @@ TRAIN = FinetuneSettings(
 
 def products(model):
     """The matrices of all products of the blocks by name."""
-    names = [n for b in blocks_of(model) for p in (*b.attentions, b.feed_forward) for n in p.products]
+    names = [n for b in blocks_of(model) for p in (*b.attentions, b.feed_forward) for n in p.linear_layers]
     return {name: model.get_submodule(name).weight.detach() for name in dict.fromkeys(names)}
 
 
@@ -38,16 +38,20 @@ def sparse(tmp_path_factory):
     """A BERT with 2 of 4 weights by SparseGPT, and the context of the stage."""
     out = tmp_path_factory.mktemp("sparse") / "out"
     settings = SparsifySettings(pattern="2:4")
-    return every_family.run(Sparsify(), settings, every_family.of_layers("bert", 2), "bert", out)
+    return every_family.run_stage(
+        Sparsify(), settings, every_family.model_with_layers("bert", 2), "bert", out
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "method"), [("llama", "wanda"), ("t5", "sparsegpt"), ("gpt2", "magnitude"), ("bart", "random")]
 )
 def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path):
-    source = every_family.of_layers(family, 2)
-    ctx = every_family.run(Sparsify(), SparsifySettings(method=method), source, family, tmp_path / "out")
-    model = harness.model_of(ctx)
+    source = every_family.model_with_layers(family, 2)
+    ctx = every_family.run_stage(
+        Sparsify(), SparsifySettings(method=method), source, family, tmp_path / "out"
+    )
+    model = harness.load_output_model(ctx)
     found = products(model)
     for name, weight in found.items():
         assert abs(float((weight == 0).float().mean()) - 0.5) < 0.02, name
@@ -60,7 +64,7 @@ def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path)
 
 
 def test_two_of_each_four_stay(sparse):
-    for weight in products(harness.model_of(sparse)).values():
+    for weight in products(harness.load_output_model(sparse)).values():
         assert ((weight.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
     assert sparse.details["sparsity"] == 0.5
     (told,) = [w for w in sparse.warnings if w.code == "zeros-not-faster"]
@@ -68,9 +72,9 @@ def test_two_of_each_four_stay(sparse):
 
 
 def test_training_keeps_zeros_zero_and_moves_the_rest(sparse, tmp_path):
-    before = products(harness.model_of(sparse))
-    ctx = every_family.run(Finetune(), TRAIN, sparse.out, "bert", tmp_path / "out")
-    for name, weight in products(harness.model_of(ctx)).items():
+    before = products(harness.load_output_model(sparse))
+    ctx = every_family.run_stage(Finetune(), TRAIN, sparse.out, "bert", tmp_path / "out")
+    for name, weight in products(harness.load_output_model(ctx)).items():
         gone = before[name] == 0
         assert (weight[gone] == 0).all()
         assert (weight[~gone] != before[name][~gone]).float().mean() > 0.9
@@ -80,32 +84,32 @@ def test_training_keeps_zeros_zero_and_moves_the_rest(sparse, tmp_path):
 
 def test_adapters_keep_zeros_zero_and_are_merged_as_they_were_trained(sparse, tmp_path):
     pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
-    before = products(harness.model_of(sparse))
+    before = products(harness.load_output_model(sparse))
     settings = TRAIN.model_copy(update={"lora": LoraSettings(rank=2)})
-    ctx = every_family.run(Finetune(), settings, sparse.out, "bert", tmp_path / "out")
-    for name, weight in products(harness.model_of(ctx)).items():
+    ctx = every_family.run_stage(Finetune(), settings, sparse.out, "bert", tmp_path / "out")
+    for name, weight in products(harness.load_output_model(ctx)).items():
         assert ((weight == 0) == (before[name] == 0)).all()
         assert not torch.equal(weight, before[name])
     model, _ = load_model(sparse.out)
-    adapters = Adapters(model, LoraSettings(rank=2))
+    adapters = LoraAdapters(model, LoraSettings(rank=2))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.5)
     trained = harness.logits(model)
-    with adapters.stored():
+    with adapters.as_stored():
         torch.testing.assert_close(harness.logits(model), trained, rtol=1e-4, atol=1e-4)
 
 
 def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
     settings = PruneSettings(keep_ratio=0.5, importance="magnitude")
-    ctx = every_family.run(Prune(), settings, sparse.out, "bert", tmp_path / "out")
+    ctx = every_family.run_stage(Prune(), settings, sparse.out, "bert", tmp_path / "out")
     assert len([edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]) == 12
-    model = harness.model_of(ctx)
+    model = harness.load_output_model(ctx)
     for weight in products(model).values():
         assert 0.3 < float((weight == 0).float().mean()) < 0.6  # units with fewer zeros matter more
-    trained = every_family.run(Finetune(), TRAIN, ctx.out, "bert", tmp_path / "trained")
-    after = products(harness.model_of(trained))
+    trained = every_family.run_stage(Finetune(), TRAIN, ctx.out, "bert", tmp_path / "trained")
+    after = products(harness.load_output_model(trained))
     assert all((after[n][w == 0] == 0).all() for n, w in products(model).items())
 
 
@@ -117,43 +121,45 @@ def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
     ],
 )
 def test_other_matrices_have_no_masks(stage, settings, sparse, tmp_path):
-    ctx = every_family.run(stage, settings, sparse.out, "bert", tmp_path / "out")
+    ctx = every_family.run_stage(stage, settings, sparse.out, "bert", tmp_path / "out")
     assert not [edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]
-    harness.model_of(ctx)
+    harness.load_output_model(ctx)
 
 
 def test_a_sparse_model_is_made_sparser_and_keeps_its_zeros(sparse, tmp_path):
     settings = SparsifySettings(method="sparsegpt", sparsity=0.4)
-    ctx = every_family.run(Sparsify(), settings, sparse.out, "bert", tmp_path / "out")
-    before = products(harness.model_of(sparse))
-    assert all((w[before[n] == 0] == 0).all() for n, w in products(harness.model_of(ctx)).items())
+    ctx = every_family.run_stage(Sparsify(), settings, sparse.out, "bert", tmp_path / "out")
+    before = products(harness.load_output_model(sparse))
+    assert all((w[before[n] == 0] == 0).all() for n, w in products(harness.load_output_model(ctx)).items())
 
 
 def test_shared_layers_are_made_sparse_once(tmp_path):
-    source = every_family.of_layers("bert", 2)
-    shared = every_family.run(ShareWeights(), ShareWeightsSettings(), source, "bert", tmp_path / "shared").out
-    ctx = every_family.run(Sparsify(), SparsifySettings(), shared, "bert", tmp_path / "out")
+    source = every_family.model_with_layers("bert", 2)
+    shared = every_family.run_stage(
+        ShareWeights(), ShareWeightsSettings(), source, "bert", tmp_path / "shared"
+    ).out
+    ctx = every_family.run_stage(Sparsify(), SparsifySettings(), shared, "bert", tmp_path / "out")
     assert len(ctx.details["sparsity_by_layer"]) == 6
     assert {edit["op"] for edit in read_edits(ctx.out)} == {"share", "mask"}
 
 
 def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
-    source = every_family.of_layers("bert", 1)  # 32 and 64 inputs
+    source = every_family.model_with_layers("bert", 1)  # 32 and 64 inputs
     settings = SparsifySettings(method="magnitude", pattern="1:64")
-    ctx = every_family.run(Sparsify(), settings, source, "bert", tmp_path / "a")
+    ctx = every_family.run_stage(Sparsify(), settings, source, "bert", tmp_path / "a")
     assert list(ctx.details["sparsity_by_layer"]) == ["bert.encoder.layer.0.output.dense"]
     (told,) = [w for w in ctx.warnings if w.code == "pattern-does-not-fit"]
     assert all(value in told.message for value in ("5 layers", "64"))
     settings = SparsifySettings(method="magnitude", pattern="2:7")
-    with refused("no-layer-selected", InputError):
-        every_family.run(Sparsify(), settings, source, "bert", tmp_path / "b")
+    with raises_code("no-layer-selected", InputError):
+        every_family.run_stage(Sparsify(), settings, source, "bert", tmp_path / "b")
 
 
 def test_settings_and_needs():
-    assert needs_of(Sparsify, SparsifySettings(), {"train", "calibration"}) == {"calibration"}
-    assert needs_of(Sparsify, SparsifySettings(method="wanda"), ()) == {"train"}
-    assert needs_of(Sparsify, SparsifySettings(method="magnitude"), ()) == set()
-    with invalid("settings-conflict"):
+    assert stage_needs(Sparsify, SparsifySettings(), {"train", "calibration"}) == {"calibration"}
+    assert stage_needs(Sparsify, SparsifySettings(method="wanda"), ()) == {"train"}
+    assert stage_needs(Sparsify, SparsifySettings(method="magnitude"), ()) == set()
+    with raises_setting_codes("settings-conflict"):
         SparsifySettings(sparsity=0.5, pattern="2:4")
-    with invalid("wrong-pattern"):
+    with raises_setting_codes("wrong-pattern"):
         SparsifySettings(pattern="4:2")

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from smelt.compress.calibration.statistics import empty_statistics
-from smelt.compress.sparsify.at_random import Random
-from smelt.compress.sparsify.magnitude import Magnitude
-from smelt.compress.sparsify.pattern import Pattern
+from smelt.compress.sparsify.magnitude import MagnitudeSparsity
+from smelt.compress.sparsify.pattern import SparsityPattern
+from smelt.compress.sparsify.random_sparsity import RandomSparsity
 from smelt.compress.sparsify.wanda import Wanda
 
 
@@ -17,12 +17,12 @@ def given():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, generator=draw) * torch.arange(1.0, 9.0)
     found = empty_statistics(8, second=False)
-    found.see(x[:12])
-    found.see(x[12:])
+    found.update(x[:12])
+    found.update(x[12:])
     return torch.randn(6, 8, generator=draw), x.numpy(), found
 
 
-@pytest.mark.parametrize("pattern", [Pattern(0.5), Pattern(0.5, 2, 4)])
+@pytest.mark.parametrize("pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4)])
 def test_wanda_compares_weight_times_norm_in_each_row(pattern, given):
     weight, x, found = given
     made = Wanda()(weight, found, pattern, torch.Generator()).numpy()
@@ -34,12 +34,12 @@ def test_wanda_compares_weight_times_norm_in_each_row(pattern, given):
             for j in np.argsort(scores[i, at : at + step])[: step // 2]:
                 wanted[i, at + j] = 0
     np.testing.assert_array_equal(made, wanted)
-    assert not np.array_equal(made, Magnitude()(weight, None, pattern, torch.Generator()).numpy())
+    assert not np.array_equal(made, MagnitudeSparsity()(weight, None, pattern, torch.Generator()).numpy())
 
 
 def test_magnitude_takes_the_least_of_the_whole_layer(given):
     weight = given[0]
-    made = Magnitude()(weight, None, Pattern(0.25), torch.Generator())
+    made = MagnitudeSparsity()(weight, None, SparsityPattern(0.25), torch.Generator())
     limit = np.sort(np.abs(weight.numpy()).ravel())[12]
     np.testing.assert_array_equal(made.numpy() == 0, np.abs(weight.numpy()) < limit)
 
@@ -47,7 +47,8 @@ def test_magnitude_takes_the_least_of_the_whole_layer(given):
 def test_chance_is_drawn_by_the_seed(given):
     weight = given[0]
     once, again, other = (
-        Random()(weight, None, Pattern(0.5), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        RandomSparsity()(weight, None, SparsityPattern(0.5), torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     )
     assert torch.equal(once, again)
     assert not torch.equal(once, other)

@@ -8,14 +8,14 @@ import tiny
 import torch
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train import loop as training_loop
-from smelt.compress.train.data import Row
-from smelt.compress.train.extension import Extension, Group
-from smelt.compress.train.loop import run_training
+from smelt.compress.train import planned_trainer as training_loop
+from smelt.compress.train.encoded_samples import EncodedSample
+from smelt.compress.train.extension import ParameterGroup, TrainingExtension
 from smelt.compress.train.objective import label_objective
+from smelt.compress.train.planned_trainer import run_training
 from smelt.runtime.models.checkpoint import load_model
 
-ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]
+ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 PLAIN = {
     "batch_size": 2,
     "precision": "fp32",
@@ -28,11 +28,11 @@ PLAIN = {
 
 @pytest.fixture
 def model(tmp_path):
-    return load_model(tiny.bert(tmp_path / "model"))[0]
+    return load_model(tiny.write_bert(tmp_path / "model"))[0]
 
 
 def run(model, tmp_path, extension, objective=None, score=None, **settings):
-    ctx = harness.context(tmp_path / "work" / "out", "text-classification")
+    ctx = harness.make_context(tmp_path / "work" / "out", "text-classification")
     run_training(
         model, ROWS, ROWS, objective=objective or label_objective(), ctx=ctx, score=score,
         extension=extension, settings=FinetuneSettings(**(PLAIN | {"learning_rate": 1e-3} | settings)),
@@ -53,7 +53,7 @@ def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
         scored.append(set(model.state_dict()))
         return float(len(scored))
 
-    run(model, tmp_path, Extension(modules={"scale": scale}), objective, score, num_evals=2)
+    run(model, tmp_path, TrainingExtension(modules={"scale": scale}), objective, score, num_evals=2)
     assert scale.weight.item() != before
     assert scored == [names] * 3, "a checkpoint was scored with what is not stored"
     assert set(model.state_dict()) == names
@@ -70,11 +70,11 @@ def test_groups_have_a_rate_and_a_direction_of_their_own(model, tmp_path):
         return label_objective()(m, batch) + up["x"] + down["x"]
 
     groups = [
-        Group([up["x"]], learning_rate=0.5, weight_decay=0.0, maximize=True),
-        Group([down["x"]], learning_rate=0.25, weight_decay=0.0),
-        Group([classifier], learning_rate=0.0),
+        ParameterGroup([up["x"]], learning_rate=0.5, weight_decay=0.0, maximize=True),
+        ParameterGroup([down["x"]], learning_rate=0.25, weight_decay=0.0),
+        ParameterGroup([classifier], learning_rate=0.0),
     ]
-    extension = Extension(modules={"up": up, "down": down}, groups=groups)
+    extension = TrainingExtension(modules={"up": up, "down": down}, groups=groups)
     run(model, tmp_path, extension, objective, max_grad_norm=1e9)
     # Adam moves by the rate where the gradient is always the same
     assert (up["x"].item(), down["x"].item()) == pytest.approx((1.5, -0.75), rel=1e-4)
@@ -99,8 +99,10 @@ def test_hooks_are_told_the_number_of_the_update(model, tmp_path):
         with torch.no_grad():
             weight.copy_(shown)
 
-    extension = Extension(
-        around=around, before_step=lambda step, total: said.append(("before", step, total)), after_step=after
+    extension = TrainingExtension(
+        training_context=around,
+        before_step=lambda step, total: said.append(("before", step, total)),
+        after_step=after,
     )
     run(model, tmp_path, extension, max_steps=2)
     assert said == [
@@ -117,6 +119,6 @@ def test_hooks_are_told_the_number_of_the_update(model, tmp_path):
 def test_only_eligible_weights_are_kept_whatever_their_loss(model, tmp_path, monkeypatch):
     losses = iter([1.0, 2.0, 3.0, 2.5])
     monkeypatch.setattr(training_loop, "mean_loss", lambda *args: next(losses))
-    details = run(model, tmp_path, Extension(eligible=lambda step: step >= 2), num_evals=3)
+    details = run(model, tmp_path, TrainingExtension(may_be_best=lambda step: step >= 2), num_evals=3)
     assert (details["kept_step"], details["validation_loss"]) == (3, 2.5)
     assert [found["step"] for found in details["validations"]] == [0, 1, 2, 3]

@@ -6,32 +6,32 @@ import harness
 import pytest
 import tiny
 import torch
-from every_family import OF_TEXTS
-from refusals import refused
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
 from safetensors.torch import load_file
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.quantize.coding import coded_bits
+from smelt.compress.quantize.qat import prepare_qat
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.quantize.through_codes import put_latent
-from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
-from smelt.compress.train.lora import Adapters, targets_of
+from smelt.compress.quantize.weight_quantizer import quantized_weight_bits
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.compress.train.lora import LoraAdapters, find_lora_layers
 from smelt.compress.train.settings import LoraSettings
 from smelt.core import packages
 from smelt.core.data import Columns
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.core.rows.examples import read_split
-from smelt.runtime.layers.adapted import AdaptedLinear
-from smelt.runtime.layers.matrix import Matrix
+from smelt.core.readers.examples import read_split
+from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
+from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.edits.apply import apply_edits
-from smelt.runtime.models.places.parameters import count_parameters
+from smelt.runtime.models.edits.apply_edits import apply_edits
 from smelt.runtime.models.structure import read_edits
+from smelt.runtime.models.weights.count_parameters import count_parameters
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
 SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}
@@ -48,11 +48,11 @@ def changed(before, after):
     return found
 
 
-@pytest.mark.parametrize("family", OF_TEXTS)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothing(family):
-    model, _ = load_model(every_family.of_layers(family, 2))
+    model, _ = load_model(every_family.model_with_layers(family, 2))
     names, before = [name for name, _ in model.named_parameters()], harness.logits(model)
-    adapters = Adapters(model, LoraSettings(rank=2))
+    adapters = LoraAdapters(model, LoraSettings(rank=2))
     assert torch.equal(harness.logits(model), before)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     heads = ("classifier", "head", "pre_classifier", "bert.pooler")
@@ -65,11 +65,11 @@ def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothi
     apart = harness.logits(model)
     assert not torch.allclose(apart, before, atol=1e-3)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with adapters.stored():
+    with adapters.as_stored():
         torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
         assert [name for name, _ in model.named_parameters()] == names
     assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
-    adapters.settle()
+    adapters.finalize()
     torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
     assert [name for name, _ in model.named_parameters()] == names
     assert not hasattr(model, "peft_config")
@@ -77,13 +77,13 @@ def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothi
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
 
 
 def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
-    source = tiny.marian(tmp_path / "model")
-    ctx = harness.run(Finetune(), FinetuneSettings(**SHORT), source, tmp_path / "out", data=rows)
-    ranks = changed(load_model(source)[0], harness.model_of(ctx))
+    source = tiny.write_marian(tmp_path / "model")
+    ctx = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), source, tmp_path / "out", data=rows)
+    ranks = changed(load_model(source)[0], harness.load_output_model(ctx))
     assert len(ranks) == 2 * 6 + 2 * 10  # four products of each attention, two of each feed-forward part
     assert set(ranks.values()) == {2}
     details = ctx.details["lora"]
@@ -98,10 +98,10 @@ def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
 
 
 def test_adapters_that_save_nothing_are_warned_of(tmp_path):
-    model, _ = load_model(tiny.bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
-    assert Adapters(model, LoraSettings(rank=15)).warnings() == []
+    model, _ = load_model(tiny.write_bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
+    assert LoraAdapters(model, LoraSettings(rank=15)).warnings() == []
     again, _ = load_model(tmp_path / "model")
-    (said,) = Adapters(again, LoraSettings(rank=16)).warnings()
+    (said,) = LoraAdapters(again, LoraSettings(rank=16)).warnings()
     assert said.code == "no-size-reduction"
     assert all(value in said.message for value in ("rank 16", "8 of 12", "below 16"))
 
@@ -114,9 +114,9 @@ def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
         seen.append(set(dict(model.named_parameters())))
         return {"bleu": float(len(seen))}
 
-    source = tiny.marian(tmp_path / "model")
+    source = tiny.write_marian(tmp_path / "model")
     settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 2, "max_steps": 2}))
-    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
     names = set(dict(load_model(source)[0].named_parameters()))
     assert seen == [names] * 3
     assert ctx.details["training"]["kept_step"] == 2
@@ -130,10 +130,12 @@ def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
     ],
 )
 def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage, settings):
-    before = harness.run(stage, settings, tiny.marian(tmp_path / "model"), tmp_path / "a", data=rows)
-    ctx = harness.run(
+    before = harness.run_stage(
+        stage, settings, tiny.write_marian(tmp_path / "model"), tmp_path / "a", data=rows
+    )
+    ctx = harness.run_stage(
         Distill(), DistillSettings(**SHORT), before.out, tmp_path / "b", data=rows,
-        ancestors={"model": tiny.artifact(tmp_path / "model")},
+        ancestors={"model": tiny.as_artifact(tmp_path / "model")},
     )  # fmt: skip
     one, other = load_model(before.out)[0], load_model(ctx.out)[0]
     assert [n for n, _ in one.named_parameters()] == [n for n, _ in other.named_parameters()]
@@ -142,26 +144,31 @@ def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage
 
 
 def test_a_layer_in_two_places_has_one_adapter(tmp_path, rows):
-    made = harness.run(
-        ShareWeights(), ShareWeightsSettings(targets=["ffn"]), tiny.marian(tmp_path / "model"), tmp_path / "a"
+    made = harness.run_stage(
+        ShareWeights(),
+        ShareWeightsSettings(targets=["ffn"]),
+        tiny.write_marian(tmp_path / "model"),
+        tmp_path / "a",
     )
-    model = harness.model_of(made)
+    model = harness.load_output_model(made)
     one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
     assert model.get_submodule(one) is model.get_submodule(other)
-    adapters = Adapters(model, LoraSettings(rank=2))
+    adapters = LoraAdapters(model, LoraSettings(rank=2))
     assert hasattr(model.get_submodule(one), "lora_A")
     assert model.get_submodule(one) is model.get_submodule(other)
-    with adapters.stored():
+    with adapters.as_stored():
         assert not hasattr(model.get_submodule(other), "lora_A")
         assert model.get_submodule(one) is model.get_submodule(other)
 
 
 def test_the_head_of_a_classifier_trains_too(tmp_path):
-    rows = read_split(str(tiny.labelled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path)
-    source = tiny.bert(tmp_path / "model")
+    rows = read_split(
+        str(tiny.write_labelled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
+    )
+    source = tiny.write_bert(tmp_path / "model")
     settings = FinetuneSettings(**(SHORT | {"lora": {"rank": 1, "targets": ["attention"]}}))
-    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", "text-classification", rows)
-    found = changed(load_model(source)[0], harness.model_of(ctx))
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", "text-classification", rows)
+    found = changed(load_model(source)[0], harness.load_output_model(ctx))
     assert {"classifier.weight", "classifier.bias"} < set(found)
     assert not [name for name in found if "intermediate" in name]
     assert found["bert.encoder.layer.0.attention.self.query.weight"] == 1
@@ -174,8 +181,8 @@ def coded(tmp_path, rows):
     def make(scheme):
         source, out = tmp_path / "model", tmp_path / scheme
         if not source.exists():
-            tiny.marian(source)
-        return harness.run(Quantize(), QuantizeSettings(scheme=scheme), source, out, data=rows).out
+            tiny.write_marian(source)
+        return harness.run_stage(Quantize(), QuantizeSettings(scheme=scheme), source, out, data=rows).out
 
     return make
 
@@ -193,15 +200,15 @@ def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, c
         return {"bleu": float(len(seen))}
 
     settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 1}))
-    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
-    before, model = load_model(source)[0], harness.model_of(ctx)
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
+    before, model = load_model(source)[0], harness.load_output_model(ctx)
     assert ctx.details["lora"]["beside_codes"] == ctx.details["lora"]["layers"] == 32
     assert "latent_weights" not in ctx.details
-    pairs = [m.adapter for m in load_model(ctx.out)[0].modules() if isinstance(m, AdaptedLinear)]
+    pairs = [m.adapter for m in load_model(ctx.out)[0].modules() if isinstance(m, LowRankCorrectedLinear)]
     thin = sum(p.numel() for pair in pairs for p in pair.parameters())
-    matrices = [m for m in load_model(source)[0].modules() if isinstance(m, Matrix)]
+    matrices = [m for m in load_model(source)[0].modules() if isinstance(m, QuantizedMatrix)]
     weights = sum(len(m.codes) * m.width for m in matrices)
-    codes = coded_bits(load_model(source)[0])
+    codes = quantized_weight_bits(load_model(source)[0])
     assert ctx.details["bits_per_weight"] == pytest.approx(codes + 32 * thin / weights, abs=2e-3)
     floats = sum(p.numel() for p in load_model(tmp_path / "model")[0].parameters())
     kept = ctx.details["lora"]["optimizer_bytes_of_all_weights"]
@@ -225,71 +232,73 @@ def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, c
 
 
 def test_a_second_training_adds_its_rank_and_one_through_the_codes_goes_on(tmp_path, rows, coded):
-    first = harness.run(
+    first = harness.run_stage(
         Finetune(), FinetuneSettings(**SHORT), coded("bnb-nf4"), tmp_path / "a", data=rows
     ).out
-    again = harness.run(Finetune(), FinetuneSettings(**SHORT), first, tmp_path / "b", data=rows)
-    model = harness.model_of(again)
-    ranks = {m.adapter.rank for m in model.modules() if isinstance(m, AdaptedLinear)}
+    again = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), first, tmp_path / "b", data=rows)
+    model = harness.load_output_model(again)
+    ranks = {m.adapter.rank for m in model.modules() if isinstance(m, LowRankCorrectedLinear)}
     assert ranks == {4}
     start = again.details["training"]["validations"][0]["loss"]
     plain = {name: value for name, value in SHORT.items() if name != "lora"} | {"max_steps": 2}
-    through = harness.run(Finetune(), FinetuneSettings(**plain), again.out, tmp_path / "c", data=rows)
+    through = harness.run_stage(Finetune(), FinetuneSettings(**plain), again.out, tmp_path / "c", data=rows)
     assert through.details["latent_weights"] == "codes"
     assert through.details["training"]["validations"][0]["loss"] < start
-    assert {m.adapter.rank for m in harness.model_of(through).modules() if isinstance(m, AdaptedLinear)} == {
-        4
-    }
+    assert {
+        m.adapter.rank
+        for m in harness.load_output_model(through).modules()
+        if isinstance(m, LowRankCorrectedLinear)
+    } == {4}
 
 
 def test_an_adapter_of_more_ranks_than_its_layer_is_stored_as_the_whole_product(coded):
     coded_folder = coded("int4")
     model, edits = load_model(coded_folder)
-    adapters = Adapters(model, LoraSettings(rank=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
+    adapters = LoraAdapters(model, LoraSettings(rank=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".pair.up." in name:
                 parameter.normal_(0, 0.2)
     apart = harness.logits(model)
-    adapters.settle()
+    adapters.finalize()
     torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
-    assert {m.adapter.rank for m in model.modules() if isinstance(m, AdaptedLinear)} == {32}
+    assert {m.adapter.rank for m in model.modules() if isinstance(m, LowRankCorrectedLinear)} == {32}
     room, _ = load_model(coded_folder)
     apply_edits(room, edits[-1:])  # a file of it can be read
 
 
 def test_a_layer_of_codes_in_two_places_has_one_adapter(tmp_path, rows):
-    source = tiny.marian(tmp_path / "model")
-    shared = harness.run(
+    source = tiny.write_marian(tmp_path / "model")
+    shared = harness.run_stage(
         ShareWeights(), ShareWeightsSettings(targets=["ffn"]), source, tmp_path / "a", data=rows
     ).out
-    quantized = harness.run(
+    quantized = harness.run_stage(
         Quantize(), QuantizeSettings(scheme="int4"), shared, tmp_path / "b", data=rows
     ).out
-    ctx = harness.run(Finetune(), FinetuneSettings(**SHORT), quantized, tmp_path / "c", data=rows)
-    model = harness.model_of(ctx)
+    ctx = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), quantized, tmp_path / "c", data=rows)
+    model = harness.load_output_model(ctx)
     one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
-    assert isinstance(model.get_submodule(one), AdaptedLinear)
+    assert isinstance(model.get_submodule(one), LowRankCorrectedLinear)
     assert model.get_submodule(one) is model.get_submodule(other)
 
 
 def test_a_layer_of_another_kind_and_an_unknown_model_have_no_adapters(tmp_path, coded):
     model, _ = load_model(coded("int4"))
-    put_latent(model, None)
-    with refused("unsupported-layer", InputError) as caught:
-        targets_of(model, ["attention"])
-    assert "LatentLinear" in str(caught.value)
-    model, _ = load_model(causal.model(tmp_path / "gpt2", "gpt2"))
+    prepare_qat(model, None)
+    with raises_code("unsupported-layer", InputError) as caught:
+        find_lora_layers(model, ["attention"])
+    assert "QatLinear" in str(caught.value)
+    model, _ = load_model(causal.write_model(tmp_path / "gpt2", "gpt2"))
     model.config.model_type = "strange"
-    with refused("unsupported-family", InputError) as caught:
-        targets_of(model, ["attention"])
+    with raises_code("unsupported-family", InputError) as caught:
+        find_lora_layers(model, ["attention"])
     assert "strange" in str(caught.value)
 
 
 def test_an_older_peft_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(packages, "version", lambda name: "0.17.9")
-    model, _ = load_model(tiny.bert(tmp_path / "model"))
-    with refused("not-installed", MissingDependencyError) as caught:
-        Adapters(model, LoraSettings())
+    model, _ = load_model(tiny.write_bert(tmp_path / "model"))
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        LoraAdapters(model, LoraSettings())
     assert all(word in str(caught.value) for word in ("peft", "0.17.9"))

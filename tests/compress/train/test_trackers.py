@@ -8,7 +8,7 @@ import tiny
 from pydantic import ValidationError
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train import loop
+from smelt.compress.train import planned_trainer
 from smelt.core import packages
 
 RECIPE = """
@@ -28,8 +28,8 @@ def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work
         return "99.0"
 
     monkeypatch.setattr(packages, "version", installed)
-    tiny.marian(tmp_path / "m")
-    tiny.pairs(tmp_path / "rows.jsonl")
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "rows.jsonl")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     said = " ".join(harness.smelt("plan", tmp_path / "recipe.yaml").stdout.split())
     assert "swanlab>=0.5" in said
@@ -42,20 +42,20 @@ def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work
 def test_trackers_are_no_part_of_what_a_step_is():
     said = FinetuneSettings(report_to=["tensorboard", "wandb"])
     assert said.model_dump(mode="json") == FinetuneSettings().model_dump(mode="json")
-    assert said.packages() == {"tensorboard": "2.18", "wandb": "0.18"}
-    assert set(FinetuneSettings(report_to=["wandb"], lora={}).packages()) == {"peft", "wandb"}
+    assert said.required_packages() == {"tensorboard": "2.18", "wandb": "0.18"}
+    assert set(FinetuneSettings(report_to=["wandb"], lora={}).required_packages()) == {"peft", "wandb"}
     with pytest.raises(ValidationError):
         FinetuneSettings(report_to=["mlflow"])
 
 
 @pytest.mark.parametrize("mine", [None, "elsewhere"])
 def test_tensorboard_writes_into_the_run_unless_told_otherwise(tmp_path, monkeypatch, mine):
-    monkeypatch.delenv(loop._BOARD, raising=False)
+    monkeypatch.delenv(planned_trainer._TENSORBOARD_VARIABLE, raising=False)
     if mine:
-        monkeypatch.setenv(loop._BOARD, mine)
-    ctx = harness.context(tmp_path / "out", logs=tmp_path / "logs" / "step")
-    with loop._board(FinetuneSettings(report_to=["tensorboard"]), ctx):
-        assert os.environ[loop._BOARD] == (mine or str(tmp_path / "logs" / "step"))
-    assert os.environ.get(loop._BOARD) == mine
-    with loop._board(FinetuneSettings(), ctx):
-        assert os.environ.get(loop._BOARD) == mine
+        monkeypatch.setenv(planned_trainer._TENSORBOARD_VARIABLE, mine)
+    ctx = harness.make_context(tmp_path / "out", logs=tmp_path / "logs" / "step")
+    with planned_trainer._tensorboard_in_run(FinetuneSettings(report_to=["tensorboard"]), ctx):
+        assert os.environ[planned_trainer._TENSORBOARD_VARIABLE] == (mine or str(tmp_path / "logs" / "step"))
+    assert os.environ.get(planned_trainer._TENSORBOARD_VARIABLE) == mine
+    with planned_trainer._tensorboard_in_run(FinetuneSettings(), ctx):
+        assert os.environ.get(planned_trainer._TENSORBOARD_VARIABLE) == mine

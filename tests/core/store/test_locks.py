@@ -8,17 +8,17 @@ import signal
 import time
 
 import pytest
-from colliding import WITHOUT_LOCKS, at_once, start, take_locks_away
+from concurrent_processes import WITHOUT_LOCKS, disable_file_locks, run_at_once, start
 
 from smelt.core.store import locks
-from smelt.core.store.holder import read_holder, this_process
-from smelt.core.store.locks import is_locked, lock, remove_if_free, try_lock
+from smelt.core.store.lock_owner import current_owner, read_owner
+from smelt.core.store.locks import file_lock, is_locked, remove_stale_lock, try_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from smelt.core.store.locks import lock
-with lock(Path(sys.argv[1])):
+from smelt.core.store.locks import file_lock
+with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -27,13 +27,13 @@ COUNTER = """
 import sys, time
 from pathlib import Path
 from smelt.core.store import locks
-from smelt.core.store.locks import lock
-locks._LOOK_S = 0.001
+from smelt.core.store.locks import file_lock
+locks._POLL_S = 0.001
 home, waited = Path(sys.argv[1]), []
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[2])):
-    with lock(home / "x.lock", waited.append):
+    with file_lock(home / "x.lock", waited.append):
         count = int((home / "count").read_text())
         (home / "inside").touch(exist_ok=False)
         time.sleep(0.005)
@@ -65,7 +65,7 @@ def held(tmp_path):
 def test_processes_that_want_it_at_once_hold_it_one_after_the_other(tmp_path, where):
     """Four processes, ready before any begins, count 24 pieces of work; none is lost, none overlaps."""
     (tmp_path / "count").write_text("0")
-    ended = at_once(where + COUNTER, 4, tmp_path, 6)
+    ended = run_at_once(where + COUNTER, 4, tmp_path, 6)
     assert [status for _, status in ended] == [0] * 4
     assert (tmp_path / "count").read_text() == "24"
     assert sum(int(waited) for waited, _ in ended) > 0, "nobody met anybody"
@@ -81,7 +81,7 @@ def test_threads_of_one_process_are_kept_apart_too(tmp_path):
     def work(_):
         together.wait()
         for _ in range(5):
-            with lock(tmp_path / "x.lock"):
+            with file_lock(tmp_path / "x.lock"):
                 inside.append(1)
                 time.sleep(0.002)
                 assert len(inside) == 1
@@ -101,15 +101,15 @@ def test_who_waits_for_a_file_that_was_removed_waits_for_the_one_that_took_its_p
     waits, third_left, entered = Event(), Event(), []
 
     def second():
-        with lock(tmp_path / "x.lock", lambda holder: waits.set()):
+        with file_lock(tmp_path / "x.lock", lambda holder: waits.set()):
             entered.append(third_left.is_set())
 
     with ThreadPoolExecutor(1) as pool:
-        with lock(tmp_path / "x.lock"):
+        with file_lock(tmp_path / "x.lock"):
             other = pool.submit(second)
             assert waits.wait(20)
-        with lock(tmp_path / "x.lock"):
-            time.sleep(5 * locks._LOOK_S)
+        with file_lock(tmp_path / "x.lock"):
+            time.sleep(5 * locks._POLL_S)
             third_left.set()
         other.result(timeout=20)
     assert entered == [True]
@@ -118,7 +118,7 @@ def test_who_waits_for_a_file_that_was_removed_waits_for_the_one_that_took_its_p
 @BOTH
 def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path, held, where, monkeypatch):
     if where:
-        take_locks_away(monkeypatch)
+        disable_file_locks(monkeypatch)
     path = tmp_path / "x.lock"
     process = held(where)
     told = []
@@ -128,9 +128,9 @@ def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path, held, where, m
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
 
-    with lock(path, kill):
+    with file_lock(path, kill):
         if not where:
-            assert read_holder(path) == this_process()
+            assert read_owner(path) == current_owner()
     assert told == [f"process {process.pid}"]
     assert not list(tmp_path.iterdir())
 
@@ -143,14 +143,14 @@ def raises(expected):
 @BOTH
 def test_what_the_caller_raises_ends_the_wait_and_leaves_the_holder_alone(tmp_path, held, where, monkeypatch):
     if where:
-        take_locks_away(monkeypatch)
+        disable_file_locks(monkeypatch)
     process = held(where)
 
     def refuse(holder):
         raise LookupError(holder)
 
     for _ in range(2):
-        with raises(LookupError(f"process {process.pid}")), lock(tmp_path / "x.lock", refuse):
+        with raises(LookupError(f"process {process.pid}")), file_lock(tmp_path / "x.lock", refuse):
             pytest.fail("it was held twice")
 
 
@@ -159,23 +159,23 @@ def test_the_file_of_a_dead_holder_is_swept_and_that_of_a_living_one_stays(
     tmp_path, held, where, monkeypatch
 ):
     if where:
-        take_locks_away(monkeypatch)
+        disable_file_locks(monkeypatch)
     process = held(where)
     [path] = tmp_path.iterdir()
-    remove_if_free(path)
+    remove_stale_lock(path)
     assert path.exists()
     process.kill()
     process.wait()
     assert path.exists()
-    remove_if_free(path)
+    remove_stale_lock(path)
     assert not path.exists()
 
 
 def test_only_files_of_locks_are_swept(tmp_path):
     (tmp_path / "x.json").touch()
-    remove_if_free(tmp_path / "x.json")
+    remove_stale_lock(tmp_path / "x.json")
     assert (tmp_path / "x.json").exists()
-    remove_if_free(tmp_path / "x.lock")
+    remove_stale_lock(tmp_path / "x.lock")
 
 
 def test_whether_a_file_is_locked_can_be_seen_from_outside(tmp_path, held, monkeypatch):
@@ -186,7 +186,7 @@ def test_whether_a_file_is_locked_can_be_seen_from_outside(tmp_path, held, monke
     process.wait()
     assert is_locked(path) is False
     assert is_locked(tmp_path / "nothing") is None
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
     assert is_locked(path) is None
 
 
@@ -205,7 +205,7 @@ def test_another_trouble_with_a_lock_is_not_taken_for_a_free_one(tmp_path, monke
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with raises(OSError(errno.EIO, "Input/output error")), lock(tmp_path / "x.lock"):
+    with raises(OSError(errno.EIO, "Input/output error")), file_lock(tmp_path / "x.lock"):
         pytest.fail("it was held")
     assert is_locked(tmp_path / "x.lock") is None
 
@@ -216,12 +216,12 @@ def _marker_of_another_machine(path, duration):
 
 
 def test_the_lease_of_another_machine_is_waited_for_and_taken_after_its_silence(tmp_path, monkeypatch):
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
     monkeypatch.setattr(locks, "LEASE_S", 2.0)
     lease = tmp_path / "x.lock.lease"
     _marker_of_another_machine(lease, 2.0)
     told, before = [], time.monotonic()
-    with lock(tmp_path / "x.lock", told.append):
+    with file_lock(tmp_path / "x.lock", told.append):
         took = time.monotonic() - before
     assert told == ["process 7 on node2"]
     assert 2.0 <= took < 20
@@ -230,43 +230,43 @@ def test_the_lease_of_another_machine_is_waited_for_and_taken_after_its_silence(
 
 def test_who_would_not_wait_gets_the_lease_of_another_machine_after_long_silence(tmp_path, monkeypatch):
     """As a run in the folder of one that died on another machine, which is refused until then."""
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
 
     def refuse(holder):
         raise LookupError(holder)
 
     lease = tmp_path / ".lock.lease"
     _marker_of_another_machine(lease, locks.LEASE_S)
-    with raises(LookupError("process 7 on node2")), lock(tmp_path / ".lock", refuse):
+    with raises(LookupError("process 7 on node2")), file_lock(tmp_path / ".lock", refuse):
         pytest.fail("it was held twice")
     os.utime(lease, (time.time() - 2 * locks.LEASE_S - 60,) * 2)
-    with lock(tmp_path / ".lock", refuse):
+    with file_lock(tmp_path / ".lock", refuse):
         assert lease.read_text().find(f"pid={os.getpid()}") > 0
     assert not list(tmp_path.iterdir())
 
 
 def test_a_lease_that_names_nobody_is_given_up_also_while_it_is_waited_for(tmp_path, monkeypatch):
     """A process that was killed between making the file and writing into it."""
-    take_locks_away(monkeypatch)
-    monkeypatch.setattr(locks, "_NAMELESS_S", 2.0)
+    disable_file_locks(monkeypatch)
+    monkeypatch.setattr(locks, "_OWNERLESS_S", 2.0)
     lease, said = tmp_path / "x.lock.lease", []
     lease.touch()
     began = time.monotonic()
-    with lock(tmp_path / "x.lock", said.append):
+    with file_lock(tmp_path / "x.lock", said.append):
         assert 1 < time.monotonic() - began < 30
         assert f"pid={os.getpid()}" in lease.read_text()
     assert said == ["another process"]
     lease.touch()
     os.utime(lease, (time.time() - 60,) * 2)
-    with lock(tmp_path / "x.lock", said.append):  # nobody waits for one that is old
+    with file_lock(tmp_path / "x.lock", said.append):  # nobody waits for one that is old
         pass
     assert said == ["another process"]
 
 
 def test_the_lease_of_a_living_holder_is_kept_beyond_its_length_by_its_heartbeat(tmp_path, monkeypatch):
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
     monkeypatch.setattr(locks, "LEASE_S", 6.0)
-    with lock(tmp_path / "x.lock"):
+    with file_lock(tmp_path / "x.lock"):
         lease = tmp_path / "x.lock.lease"
         first = lease.stat().st_mtime_ns
         deadline = time.monotonic() + 3  # half of it: one that comes late is no loss
@@ -278,10 +278,10 @@ def test_the_lease_of_a_living_holder_is_kept_beyond_its_length_by_its_heartbeat
 def test_the_lease_of_another_machine_is_swept_only_after_long_silence(tmp_path):
     lease = tmp_path / "x.lock.lease"
     _marker_of_another_machine(lease, locks.LEASE_S)
-    remove_if_free(lease)
+    remove_stale_lock(lease)
     assert lease.exists()
     os.utime(lease, (time.time() - 2 * locks.LEASE_S - 60,) * 2)
-    remove_if_free(lease)
+    remove_stale_lock(lease)
     assert not lease.exists()
 
 
@@ -291,14 +291,14 @@ def test_a_file_system_that_loses_its_locks_for_a_moment_does_not_break_a_lock_t
     """As where the lock daemon of a file server restarts: the file of the holder stays."""
     held()
     with monkeypatch.context() as patch:
-        take_locks_away(patch)
-        with lock(tmp_path / "x.lock"):
+        disable_file_locks(patch)
+        with file_lock(tmp_path / "x.lock"):
             pass
     assert is_locked(tmp_path / "x.lock") is True
 
 
 def test_the_record_of_the_holder_leaves_out_the_byte_that_windows_locks_for_readers(tmp_path):
-    with lock(tmp_path / "x.lock"):
+    with file_lock(tmp_path / "x.lock"):
         raw = (tmp_path / "x.lock").read_bytes()
     assert raw[:1] == b" "
     assert json.loads(raw[1:])["process"] == os.getpid()

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from colliding import take_locks_away
-from refusals import refused
+from concurrent_processes import disable_file_locks
+from expected_errors import raises_code
 
 from smelt.core.artifact import MANIFEST, Manifest, read_artifact
 from smelt.core.errors import InputError
-from smelt.core.store.holder import read_holder, this_process, write_holder
-from smelt.core.store.presence import SILENT_S
+from smelt.core.store.heartbeat import STALE_AFTER_S
+from smelt.core.store.lock_owner import current_owner, read_owner, write_owner
 from smelt.core.store.store import Store
 
 KEY = "ab" * 32
@@ -53,11 +53,11 @@ def test_commit_makes_an_artifact_whose_files_verify(tmp_path):
 def test_verify_names_the_file_that_changed_or_is_gone(tmp_path):
     made = _write(Store(tmp_path))
     (made.path / "model.safetensors").write_text("hellO")
-    with refused("changed-file", InputError) as caught:
+    with raises_code("changed-file", InputError) as caught:
         made.verify()
     assert "model.safetensors" in str(caught.value)
     (made.path / "model.safetensors").unlink()
-    with refused("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as caught:
         made.verify()
     assert "model.safetensors" in str(caught.value)
 
@@ -97,7 +97,7 @@ def test_work_of_a_killed_process_is_swept(tmp_path):
 @pytest.mark.parametrize("locks", [True, False])
 def test_work_of_a_living_process_is_left_alone(tmp_path, locks, monkeypatch):
     if not locks:
-        take_locks_away(monkeypatch)
+        disable_file_locks(monkeypatch)
     store = Store(tmp_path)
     with store.workspace() as space:
         assert list(space.iterdir()) == []
@@ -115,11 +115,11 @@ def _marker(space):
 def _work_of(store, silent_s, **changes):
     """Leave the work of another process in the store, of which nothing was heard for so long."""
     with store.workspace() as space:
-        record = replace(read_holder(_marker(space)), **changes)
+        record = replace(read_owner(_marker(space)), **changes)
     space.mkdir()
     (space / "x").write_text("half")
     descriptor = os.open(_marker(space), os.O_RDWR | os.O_CREAT)
-    write_holder(descriptor, record)
+    write_owner(descriptor, record)
     os.close(descriptor)
     for path in (space, _marker(space)):
         os.utime(path, (time.time() - silent_s,) * 2)
@@ -130,10 +130,10 @@ def _work_of(store, silent_s, **changes):
 def test_work_of_another_machine_is_swept_only_after_long_silence(tmp_path, locks, monkeypatch):
     """Its number is nobody's here, and its lock, if it has one, may be seen by its own machine alone."""
     if not locks:
-        take_locks_away(monkeypatch)
+        disable_file_locks(monkeypatch)
     store = Store(tmp_path)
     other = {"kernel": "another", "host": "node2", "process": 2**22 + 1, "locked": locks}
-    fresh, old = _work_of(store, SILENT_S - 60, **other), _work_of(store, SILENT_S + 60, **other)
+    fresh, old = _work_of(store, STALE_AFTER_S - 60, **other), _work_of(store, STALE_AFTER_S + 60, **other)
     Store(tmp_path)
     assert (fresh / "x").is_file()
     assert not old.exists()
@@ -141,17 +141,17 @@ def test_work_of_another_machine_is_swept_only_after_long_silence(tmp_path, lock
 
 
 def test_work_of_a_process_whose_number_was_given_away_is_swept(tmp_path, monkeypatch):
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
     store = Store(tmp_path)
     kept = _work_of(store, 0)  # as of this very process
-    gone = _work_of(store, 0, started=this_process().started - 60)
+    gone = _work_of(store, 0, started=current_owner().started - 60)
     Store(tmp_path)
     assert kept.is_dir()
     assert not gone.exists()
 
 
 def test_a_folder_without_a_marker_is_swept_only_after_long_silence(tmp_path):
-    for name, silent_s in (("fresh", SILENT_S - 60), ("old", SILENT_S + 60)):
+    for name, silent_s in (("fresh", STALE_AFTER_S - 60), ("old", STALE_AFTER_S + 60)):
         folder = Store(tmp_path).root / "tmp" / name
         folder.mkdir()
         os.utime(folder, (time.time() - silent_s,) * 2)
@@ -186,7 +186,7 @@ def test_find_notices_a_changed_manifest(tmp_path):
     text = manifest.read_text()
     manifest.write_text(text.replace('"stage": "', '"stage": "other '))
     for _ in range(2):
-        with refused("changed-manifest", InputError):
+        with raises_code("changed-manifest", InputError):
             store.find(KEY)
     manifest.write_text(text)
     assert store.find(KEY) is not None
@@ -195,7 +195,7 @@ def test_find_notices_a_changed_manifest(tmp_path):
 def test_a_note_of_the_artifact_before_does_not_speak_against_the_new_one(tmp_path, monkeypatch):
     store = Store(tmp_path)
     _write(store)
-    monkeypatch.setattr(Store, "_note_checked", lambda *_: None)  # as on a full disk
+    monkeypatch.setattr(Store, "_write_checked", lambda *_: None)  # as on a full disk
     with store.workspace() as space:
         (space / "out").mkdir()
         (space / "out" / "model.safetensors").write_text("other")
@@ -226,7 +226,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path):
     made = _write(Store(tmp_path))
     file = made.path / "manifest.json"
     file.write_text(file.read_text().replace("deep/b.json", "../../evil"))
-    with refused("path-outside-folder", InputError) as caught:
+    with raises_code("path-outside-folder", InputError) as caught:
         read_artifact(made.path)
     assert "../../evil" in str(caught.value)
 
@@ -234,15 +234,15 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", '{"key": 3}', "[1]"])
 def test_a_manifest_that_is_none_is_explained(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with refused("damaged-manifest", InputError) as caught:
+    with raises_code("damaged-manifest", InputError) as caught:
         read_artifact(tmp_path)
     assert "manifest.json" in str(caught.value)
 
 
 def test_a_folder_without_manifest_is_no_artifact(tmp_path):
-    with refused("not-an-artifact", InputError):
+    with raises_code("not-an-artifact", InputError):
         read_artifact(tmp_path)
-    with refused("missing-folder", InputError):
+    with raises_code("missing-folder", InputError):
         read_artifact(tmp_path / "nothing")
 
 
@@ -250,7 +250,7 @@ def test_find_notices_a_changed_byte_and_names_the_file(tmp_path):
     made = _write(Store(tmp_path))
     weights = made.path / "model.safetensors"
     weights.write_text("hellO")
-    with refused("changed-file", InputError) as caught:
+    with raises_code("changed-file", InputError) as caught:
         Store(tmp_path).find(KEY, "Do this.")
     assert all(part in str(caught.value) for part in ("model.safetensors", "Do this."))
     weights.write_text("hello")
@@ -263,7 +263,7 @@ def test_find_notices_a_changed_byte_behind_an_old_date(tmp_path):
     before = weights.stat()
     weights.write_text("hellO")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with refused("changed-file", InputError):
+    with raises_code("changed-file", InputError):
         Store(tmp_path).find(KEY)
 
 
@@ -287,7 +287,7 @@ def test_find_refuses_the_manifest_of_another_artifact(tmp_path):
     store = Store(tmp_path)
     made = _write(store)
     made.path.rename(made.path.with_name("cd" * 32))
-    with refused("wrong-manifest", InputError):
+    with raises_code("wrong-manifest", InputError):
         store.find("cd" * 32)
 
 
@@ -364,7 +364,7 @@ def test_file_names_that_lead_out_are_refused(tmp_path, name):
     content = json.loads((made.path / "manifest.json").read_text())
     content["files"][name] = {"sha256": "0" * 64, "size_bytes": 1}
     (made.path / "manifest.json").write_text(json.dumps(content))
-    with refused("path-outside-folder", InputError):
+    with raises_code("path-outside-folder", InputError):
         read_artifact(made.path)
 
 
@@ -372,7 +372,7 @@ def test_file_names_that_lead_out_are_refused(tmp_path, name):
 def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     made = _write(Store(tmp_path))
     (made.path / "deep" / "model.safetensors").symlink_to("../model.safetensors")
-    with refused("unknown-file", InputError) as caught:
+    with raises_code("unknown-file", InputError) as caught:
         read_artifact(made.path)
     assert "deep/model.safetensors" in str(caught.value)
     (made.path / "deep" / "model.safetensors").unlink()
@@ -383,11 +383,11 @@ def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     (made.path / "deep" / "b.json").unlink()
     (made.path / "deep" / "b.json").symlink_to(target)
     if target == ".loop":
-        with refused("missing-file", InputError) as caught:
+        with raises_code("missing-file", InputError) as caught:
             read_artifact(made.path).verify()
         assert "b.json" in str(caught.value)
         return
-    with refused("path-outside-folder", InputError) as caught:
+    with raises_code("path-outside-folder", InputError) as caught:
         read_artifact(made.path)
     assert "b.json" in str(caught.value)
 

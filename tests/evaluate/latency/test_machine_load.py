@@ -4,13 +4,13 @@ import time
 import pytest
 
 from smelt.evaluate.latency import machine_load
-from smelt.evaluate.latency.machine_load import Look, between, look
+from smelt.evaluate.latency.machine_load import CounterSnapshot, load_between, read_counters
 
 
 def test_between_gives_shares_of_the_time_that_went_by():
-    before = Look(wall=10.0, processor=1.0, waited=0.5, busy=100.0, stolen=2.0, pressure=3.0)
-    after = Look(wall=12.0, processor=2.5, waited=0.9, busy=104.5, stolen=2.2, pressure=4.0)
-    found = between(before, after)
+    before = CounterSnapshot(wall=10.0, processor=1.0, waited=0.5, busy=100.0, stolen=2.0, pressure=3.0)
+    after = CounterSnapshot(wall=12.0, processor=2.5, waited=0.9, busy=104.5, stolen=2.2, pressure=4.0)
+    found = load_between(before, after)
     assert found.wall_ms == pytest.approx(2000)
     assert found.processor_ms == pytest.approx(1500)
     assert found.waited_ms == pytest.approx(400)
@@ -20,17 +20,17 @@ def test_between_gives_shares_of_the_time_that_went_by():
 
 
 def test_between_knows_nothing_where_the_system_does_not_count():
-    found = between(Look(0, 0, None, 0, 0, None), Look(1, 0.5, None, 0.2, 0, None))
+    found = load_between(CounterSnapshot(0, 0, None, 0, 0, None), CounterSnapshot(1, 0.5, None, 0.2, 0, None))
     assert (found.waited_ms, found.pressure) == (None, None)
     assert found.others == 0  # coarser clocks may say less than was used
 
 
 def test_look_sees_the_work_of_this_process():
-    before = look()
+    before = read_counters()
     until = time.process_time() + 0.1
     while time.process_time() < until:
         pass
-    found = between(before, look())
+    found = load_between(before, read_counters())
     assert found.processor_ms == pytest.approx(100, rel=0.3)
     assert found.wall_ms >= 0.99 * found.processor_ms
 
@@ -40,19 +40,19 @@ def test_waited_sums_the_threads_and_passes_over_what_has_ended(tmp_path):
         (tmp_path / name).mkdir()
         if text:
             (tmp_path / name / "schedstat").write_text(text)
-    assert machine_load._waited(tmp_path) == pytest.approx(2.5)
-    assert machine_load._waited(tmp_path / "none") is None
+    assert machine_load._run_queue_seconds(tmp_path) == pytest.approx(2.5)
+    assert machine_load._run_queue_seconds(tmp_path / "none") is None
 
 
 def test_pressure_is_what_some_task_waited(tmp_path):
     file = tmp_path / "cpu"
     file.write_text("some avg10=0.18 avg60=0.07 avg300=0.11 total=4837445\nfull avg10=0.00 total=0\n")
-    assert machine_load._pressure(file) == pytest.approx(4.837445)
-    assert machine_load._pressure(tmp_path / "none") is None
+    assert machine_load._cpu_pressure_seconds(file) == pytest.approx(4.837445)
+    assert machine_load._cpu_pressure_seconds(tmp_path / "none") is None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only Linux counts the run queue")
 def test_look_reads_the_run_queue_on_linux():
     if not os.path.exists("/proc/self/schedstat"):
         pytest.skip("this kernel does not count the run queue (CONFIG_SCHED_INFO)")
-    assert look().waited >= 0
+    assert read_counters().waited >= 0

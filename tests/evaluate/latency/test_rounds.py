@@ -1,106 +1,116 @@
 """Which rounds count and what may be claimed, on rounds that were made up or recorded."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 
-from smelt.evaluate.latency.machine_load import Load
-from smelt.evaluate.latency.rounds import DISTURBED, FEWEST, Pair, Place, Round, judge, speedup
+from smelt.evaluate.latency.machine_load import MachineLoad
+from smelt.evaluate.latency.rounds import (
+    MAX_ROUND_LOST_SHARE,
+    MIN_ROUNDS,
+    ComputeResources,
+    RoundPair,
+    TimingRound,
+    judge_rounds,
+    mean_speedup,
+)
 
-ONE = Place(threads=1, processors=2)
-TWO = Place(threads=2, processors=2)
+ONE = ComputeResources(threads=1, processors=2)
+TWO = ComputeResources(threads=2, processors=2)
 
 
 def load(used=0.99, waited=0.0, others=0.0, stolen=0.0, wall=200.0):
-    return Load(wall, used * wall, waited * wall, others, stolen, None)
+    return MachineLoad(wall, used * wall, waited * wall, others, stolen, None)
 
 
 def a_round(ms, **kept):
-    return Round([ms, ms * 1.01, ms * 0.99], [], 3, load(**kept))
+    return TimingRound([ms, ms * 1.01, ms * 0.99], [], 3, load(**kept))
 
 
 def pairs(ratios, own=None, base=None):
-    return [Pair(a_round(10.0, **(own or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
+    return [RoundPair(a_round(10.0, **(own or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
 
 
 def test_a_true_double_speed_is_claimed_when_the_machine_is_calm():
-    verdict = judge(pairs([2.0, 2.02, 1.98, 2.01, 1.99]), ONE, ONE, 5)
-    assert (verdict.stable, verdict.settled, verdict.counted) == (True, True, (0, 1, 2, 3, 4))
-    value, (low, high) = speedup([2.0, 2.02, 1.98, 2.01, 1.99])
+    verdict = judge_rounds(pairs([2.0, 2.02, 1.98, 2.01, 1.99]), ONE, ONE, 5)
+    assert (verdict.stable, verdict.is_sufficient, verdict.counted_rounds) == (True, True, (0, 1, 2, 3, 4))
+    value, (low, high) = mean_speedup([2.0, 2.02, 1.98, 2.01, 1.99])
     assert value == pytest.approx(2, abs=0.01)
     assert 1.9 < low < 2 < high < 2.1
 
 
 def test_one_thread_is_disturbed_when_it_has_no_processor():
-    assert a_round(10, used=0.95).lost(ONE) == pytest.approx(0.05)
-    assert a_round(10, used=0.7).lost(ONE) == pytest.approx(0.3)
+    assert a_round(10, used=0.95).lost_share(ONE) == pytest.approx(0.05)
+    assert a_round(10, used=0.7).lost_share(ONE) == pytest.approx(0.3)
     # the other processor is busy, and that is none of its business
-    assert a_round(10, used=0.99, others=1.0).lost(ONE) == pytest.approx(0.01)
+    assert a_round(10, used=0.99, others=1.0).lost_share(ONE) == pytest.approx(0.01)
     # time that the hypervisor takes may be counted as used
-    assert a_round(10, used=1.0, stolen=0.6).lost(ONE) == pytest.approx(0.3)
+    assert a_round(10, used=1.0, stolen=0.6).lost_share(ONE) == pytest.approx(0.3)
 
 
 def test_several_threads_are_disturbed_when_they_wait_or_the_processors_do_not_suffice():
     # between two threads there are always moments in which one waits for the other
-    assert a_round(10, used=1.3).lost(TWO) == 0
-    assert a_round(10, used=1.3, waited=0.2).lost(TWO) == pytest.approx(0.2)
+    assert a_round(10, used=1.3).lost_share(TWO) == 0
+    assert a_round(10, used=1.3, waited=0.2).lost_share(TWO) == pytest.approx(0.2)
     # threads that spin are never seen waiting, but others want half a processor that is not there
-    assert a_round(10, used=1.9, others=0.5).lost(TWO) == pytest.approx(0.25)
-    assert a_round(10, used=1.9, others=0.5).lost(Place(2, 4)) == 0
+    assert a_round(10, used=1.9, others=0.5).lost_share(TWO) == pytest.approx(0.25)
+    assert a_round(10, used=1.9, others=0.5).lost_share(ComputeResources(2, 4)) == 0
     # more threads than processors is what was asked for, not what others do
-    assert a_round(10, used=1.9).lost(Place(4, 2)) == 0
+    assert a_round(10, used=1.9).lost_share(ComputeResources(4, 2)) == 0
 
 
 def test_on_a_gpu_only_the_processors_that_are_wanted_count():
-    place = Place(threads=1, processors=2, device="cuda")
-    assert a_round(10, used=0.1).lost(place) == 0
-    assert a_round(10, used=0.1, others=1.4).lost(place) == pytest.approx(0.4)
+    place = ComputeResources(threads=1, processors=2, device="cuda")
+    assert a_round(10, used=0.1).lost_share(place) == 0
+    assert a_round(10, used=0.1, others=1.4).lost_share(place) == pytest.approx(0.4)
 
 
 def test_disturbed_rounds_do_not_count_and_are_repeated():
     calm, busy = pairs([2.0, 2.0, 2.0]), pairs([9.0, 9.5], base={"used": 0.5})
-    verdict = judge([*busy, *calm], ONE, ONE, 5)
-    assert verdict.counted == (2, 3, 4)
+    verdict = judge_rounds([*busy, *calm], ONE, ONE, 5)
+    assert verdict.counted_rounds == (2, 3, 4)
     assert verdict.stable
-    assert not verdict.settled  # five were asked for
-    assert judge([*busy, *calm], ONE, ONE, 3).settled
+    assert not verdict.is_sufficient  # five were asked for
+    assert judge_rounds([*busy, *calm], ONE, ONE, 3).is_sufficient
 
 
 def test_nothing_is_claimed_when_the_baseline_alone_was_disturbed():
-    verdict = judge(pairs([138, 135, 144, 137, 140], base={"used": 1.2, "waited": 0.8}), TWO, TWO, 5)
+    verdict = judge_rounds(pairs([138, 135, 144, 137, 140], base={"used": 1.2, "waited": 0.8}), TWO, TWO, 5)
     assert not verdict.stable
-    assert verdict.reason == "other work took the processor in 5 of 5 rounds, up to 80 % of the time"
-    assert verdict.counted == (0, 1, 2, 3, 4)  # all are shown where too few were calm
+    assert verdict.cause == "busy"
+    assert re.findall(r"\d+", verdict.reason) == ["5", "5", "80"]  # rounds, of rounds, per cent of the time
+    assert verdict.counted_rounds == (0, 1, 2, 3, 4)  # all are shown where too few were calm
 
 
 def test_nothing_is_claimed_when_calm_rounds_disagree():
-    verdict = judge(pairs([1.0, 2.0, 3.0, 1.5, 2.5]), ONE, ONE, 5)
-    assert (verdict.stable, verdict.settled) == (False, False)
+    verdict = judge_rounds(pairs([1.0, 2.0, 3.0, 1.5, 2.5]), ONE, ONE, 5)
+    assert (verdict.stable, verdict.is_sufficient) == (False, False)
     assert verdict.reason == "the rounds disagree: from 1.00× to 3.00×"
 
 
 def test_a_baseline_alone_is_judged_by_what_disturbed_it():
-    alone = [Pair(a_round(10), None)] * 3
-    assert judge(alone, ONE, ONE).stable
-    assert not judge([Pair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
+    alone = [RoundPair(a_round(10), None)] * 3
+    assert judge_rounds(alone, ONE, ONE).stable
+    assert not judge_rounds([RoundPair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
 
 
 def test_fewer_rounds_than_can_vary_claim_nothing():
-    assert not judge(pairs([2.0, 2.0]), ONE, ONE).stable
-    assert FEWEST == 3
-    assert 0 < DISTURBED < 0.5
+    assert not judge_rounds(pairs([2.0, 2.0]), ONE, ONE).stable
+    assert MIN_ROUNDS == 3
+    assert 0 < MAX_ROUND_LOST_SHARE < 0.5
 
 
 def test_speedup_is_students_interval_over_logarithms():
     from scipy import stats
 
     ratios = [2.0, 2.2, 2.4, 2.5, 5.0]
-    value, (low, high) = speedup(ratios)
+    value, (low, high) = mean_speedup(ratios)
     assert value == pytest.approx(stats.gmean(ratios))
     reference = stats.ttest_1samp(np.log(ratios), 0).confidence_interval(0.95)
     assert (low, high) == pytest.approx((math.exp(reference.low), math.exp(reference.high)))
-    wider = speedup(ratios, 0.99)[1]
+    wider = mean_speedup(ratios, 0.99)[1]
     assert wider[0] < low < high < wider[1]
 
 
@@ -108,6 +118,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says_when_there_are_three_
     draw = np.random.default_rng(0)
     covered = 0
     for _ in range(2000):
-        _, (low, high) = speedup(np.exp(draw.normal(0, 0.05, size=3)))
+        _, (low, high) = mean_speedup(np.exp(draw.normal(0, 0.05, size=3)))
         covered += low <= 1 <= high
     assert 0.935 < covered / 2000 < 0.965

@@ -1,5 +1,5 @@
 import pytest
-from refusals import invalid
+from expected_errors import raises_setting_codes
 
 from smelt.evaluate.latency import LatencySettings
 
@@ -15,7 +15,7 @@ from smelt.evaluate.latency import LatencySettings
     ],
 )
 def test_settings_refuse_when_out_of_range(wrong: dict[str, object], code: str) -> None:
-    with invalid(code):
+    with raises_setting_codes(code):
         LatencySettings.model_validate(wrong)
 
 

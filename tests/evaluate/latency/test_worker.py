@@ -11,26 +11,26 @@ import tiny
 from smelt.core.data import Example
 from smelt.core.store.store import Store
 from smelt.evaluate.latency import worker as module
-from smelt.evaluate.latency.worker import Worker, groups_of, with_first
+from smelt.evaluate.latency.worker import TimingWorker, add_first_token_time, batch_by_length
 
 GENERATION = {"max_new_tokens": 5}
 
 
 def _artifact(folder, task):
     """Put a model into a store, so that it has a manifest with hashes."""
-    made = {"translation": tiny.marian, "text-classification": tiny.bert}
+    made = {"translation": tiny.write_marian, "text-classification": tiny.write_bert}
     store = Store(folder / "store")
     with store.workspace() as work:
         if task == "language-modeling":
-            causal.model(work / "m", "gpt2")
+            causal.write_model(work / "m", "gpt2")
         else:
             made[task](work / "m")
-        return store.commit(work / "m", tiny.artifact(work / "m", task).manifest).path
+        return store.commit(work / "m", tiny.as_artifact(work / "m", task).manifest).path
 
 
 def _load(folder, task):
-    worker = Worker()
-    answer = worker.answer({"op": "load", "artifact": str(folder), "threads": 1, "task": task})
+    worker = TimingWorker()
+    answer = worker.handle_request({"op": "load", "artifact": str(folder), "threads": 1, "task": task})
     assert answer["runner"].startswith("torch "), answer
     assert answer["device"] == "cpu"
     return worker
@@ -38,13 +38,13 @@ def _load(folder, task):
 
 def _prepare(worker, texts, size, pairs=None, limit_ms=60_000, generation=GENERATION):
     request = {"op": "prepare", "texts": texts, "pairs": pairs, "batch_size": size, "limit_ms": limit_ms}
-    answer = worker.answer(request | {"generation": generation})
+    answer = worker.handle_request(request | {"generation": generation})
     assert "error" not in answer, answer
     return answer
 
 
 def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
-    import smelt.runtime.predict as predict
+    from smelt.runtime import predict_texts
 
     folder = _artifact(tmp_path, "translation")
     worker = _load(folder, "translation")
@@ -53,11 +53,11 @@ def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
     assert prepared["whole"]
     assert 0 < prepared["output_tokens"] <= 5
     seen = []
-    real = predict.generate_texts
+    real = predict_texts.generate_texts
     monkeypatch.setattr(
-        predict, "generate_texts", lambda *a, **k: seen.append((a[1], a[2], a[3])) or real(*a, **k)
+        predict_texts, "generate_texts", lambda *a, **k: seen.append((a[1], a[2], a[3])) or real(*a, **k)
     )
-    answer = worker.answer({"op": "round", "min_ms": 1})
+    answer = worker.handle_request({"op": "round", "min_ms": 1})
     longest = sorted(texts, key=lambda text: -len(text))
     assert [group for group, *_ in seen] == [longest[2:], longest[:2], longest[2:]]  # one unasked, to warm up
     assert all((g.max_new_tokens, size) == (5, 2) for _, g, size in seen)
@@ -71,10 +71,10 @@ def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
 def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
     from smelt.core.artifact import read_artifact
     from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.generate.loop import generate
-    from smelt.runtime.generate.settings import Generation
+    from smelt.runtime.generate.generation_loop import generate
+    from smelt.runtime.generate.settings import GenerationSettings
     from smelt.runtime.models.checkpoint import load_tokenizer
-    from smelt.runtime.predict import make_batches
+    from smelt.runtime.predict_texts import make_batches
 
     folder = _artifact(tmp_path, "translation")
     texts = tiny.SENTENCES[:4]
@@ -82,7 +82,7 @@ def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
     tokenizer = load_tokenizer(folder)
     with open_runner(read_artifact(folder), 1) as runner:
         batches = make_batches(texts, tokenizer, 4, 40)
-        made = [generate(runner, batch, Generation(max_new_tokens=30)) for _, batch in batches]
+        made = [generate(runner, batch, GenerationSettings(max_new_tokens=30)) for _, batch in batches]
     lengths = [len(row) for rows in made for row in rows]
     assert prepared["output_tokens"] == pytest.approx(np.mean(lengths))
     assert prepared["input_tokens"] == pytest.approx(
@@ -100,9 +100,9 @@ def test_a_classifier_is_timed_with_its_labels_and_pairs(tmp_path, monkeypatch):
     assert both["input_tokens"] == alone["input_tokens"] + 3  # two words and a separator
     assert both["output_tokens"] == 0
     given = []
-    real = labels.predictions
-    monkeypatch.setattr(labels, "predictions", lambda *a: given.append(real(*a)) or given[-1])
-    answer = worker.answer({"op": "round", "min_ms": 1})
+    real = labels.predictions_from_logits
+    monkeypatch.setattr(labels, "predictions_from_logits", lambda *a: given.append(real(*a)) or given[-1])
+    answer = worker.handle_request({"op": "round", "min_ms": 1})
     assert {p.label for p in given[0]} <= {"LABEL_0", "LABEL_1"}
     assert all(len(parts) == 3 for parts in answer["parts"])
 
@@ -110,37 +110,37 @@ def test_a_classifier_is_timed_with_its_labels_and_pairs(tmp_path, monkeypatch):
 def test_a_language_model_continues_by_exactly_so_many_tokens(tmp_path):
     folder = _artifact(tmp_path, "language-modeling")
     worker = _load(folder, "language-modeling")
-    cut = worker.answer({"op": "cut", "texts": [causal.TEXT], "prompt_tokens": 9, "new_tokens": 6})
+    cut = worker.handle_request({"op": "cut", "texts": [causal.TEXT], "prompt_tokens": 9, "new_tokens": 6})
     assert cut["new_tokens"] == 6
     fixed = {"min_new_tokens": 6, "max_new_tokens": 6}
     prepared = _prepare(worker, cut["texts"], 1, generation=fixed)
     assert 5 <= prepared["input_tokens"] <= 9
     assert prepared["output_tokens"] == 6
-    answer = worker.answer({"op": "round", "min_ms": 1})
+    answer = worker.handle_request({"op": "round", "min_ms": 1})
     assert {parts[4] for parts in answer["parts"]} == {5.0}
 
 
 def test_round_times_only_the_calls_and_whole_passes(monkeypatch) -> None:
-    worker, calls = Worker(), []
+    worker, calls = TimingWorker(), []
 
     class Watch:
-        asked = None
+        last_graph_call = None
 
-        def begin(self):
+        def start_call(self):
             return time.perf_counter_ns()
 
-        def parts(self, begin, end):
+        def call_parts(self, begin, end):
             return None
 
     def sleepy(group):
         calls.append(len(group[0].text))
         time.sleep(0.005)
 
-    worker._watch, worker._groups = Watch(), [[Example("xxx")] * 2, [Example("x")] * 2]
-    monkeypatch.setattr(worker, "_run", sleepy)
+    worker._timed_runner, worker._groups = Watch(), [[Example("xxx")] * 2, [Example("x")] * 2]
+    monkeypatch.setattr(worker, "_run_batch", sleepy)
     gc.disable()
     try:
-        answer = worker.answer({"op": "round", "min_ms": 25})
+        answer = worker.handle_request({"op": "round", "min_ms": 25})
         assert not gc.isenabled()  # as it was found
     finally:
         gc.enable()
@@ -161,12 +161,12 @@ class Looping:
     """A watch over a graph that holds the loop: 3 tokens in 6 ms; first tokens as `firsts` says, ms."""
 
     def __init__(self, firsts):
-        self.asked, self.firsts = "what", iter(firsts)
+        self.last_graph_call, self.firsts = "what", iter(firsts)
 
-    def begin(self):
+    def start_call(self):
         return time.perf_counter_ns()
 
-    def parts(self, begin, end):
+    def call_parts(self, begin, end):
         return [1.0, 6.0, 2.0, 1.0]
 
     def first_token_ms(self, asked):
@@ -175,30 +175,35 @@ class Looping:
 
 
 def test_one_first_token_that_was_disturbed_is_not_the_first_token(monkeypatch):
-    worker = Worker()
-    monkeypatch.setattr(worker, "_run", lambda group: None)
-    worker._watch, worker._groups = Looping([2.0, 50.0, 2.5, 3.0, 3.5, 0.1]), [[Example("a")], [Example("b")]]
-    answer = worker.answer({"op": "round", "min_ms": 0.001})
+    worker = TimingWorker()
+    monkeypatch.setattr(worker, "_run_batch", lambda group: None)
+    worker._timed_runner, worker._groups = (
+        Looping([2.0, 50.0, 2.5, 3.0, 3.5, 0.1]),
+        [[Example("a")], [Example("b")]],
+    )
+    answer = worker.handle_request({"op": "round", "min_ms": 0.001})
     assert answer["parts"][:2] == [[1.0, 6.0, 2.0, 1.0, 2.5], [1.0, 6.0, 2.0, 1.0, 3.0]]
 
 
 def test_further_tokens_never_take_less_than_nothing():
-    assert with_first([1.0, 6.0, 2.0, 1.0], 7.0) == [1.0, 6.0, 2.0, 1.0, 6.0]
-    assert with_first([1.0, 6.0, 2.0, 1.0], 4.0) == [1.0, 6.0, 2.0, 1.0, 4.0]
+    assert add_first_token_time([1.0, 6.0, 2.0, 1.0], 7.0) == [1.0, 6.0, 2.0, 1.0, 6.0]
+    assert add_first_token_time([1.0, 6.0, 2.0, 1.0], 4.0) == [1.0, 6.0, 2.0, 1.0, 4.0]
     # without a further one the first is all, and the parts add up to the call
-    assert with_first([1.0, 6.0, 0.0, 1.0], 4.0) == [1.0, 6.0, 0.0, 1.0, 6.0]
+    assert add_first_token_time([1.0, 6.0, 0.0, 1.0], 4.0) == [1.0, 6.0, 0.0, 1.0, 6.0]
 
 
 def test_groups_are_of_similar_length_and_the_longest_comes_first():
-    groups = groups_of(["a", "ccc", "bb", "dddd", "é"], ["1", None, "2", None, "3"], 2)
+    groups = batch_by_length(["a", "ccc", "bb", "dddd", "é"], ["1", None, "2", None, "3"], 2)
     assert [[e.text for e in group] for group in groups] == [["dddd", "ccc"], ["bb", "é"], ["a"]]
     assert groups[1][0].text_pair == "2"
 
 
 def test_what_fails_becomes_an_answer(tmp_path):
-    answer = Worker().answer({"op": "load", "artifact": str(tmp_path), "threads": 1, "task": "translation"})
+    answer = TimingWorker().handle_request(
+        {"op": "load", "artifact": str(tmp_path), "threads": 1, "task": "translation"}
+    )
     assert (answer["code"], str(tmp_path) in answer["error"]) == ("not-an-artifact", True)
-    answer = Worker().answer({"op": "prepare"})
+    answer = TimingWorker().handle_request({"op": "prepare"})
     assert answer["code"] == "unforeseen"
     assert answer["error"].startswith("AssertionError")
     assert module.peak_memory_bytes() > 2**20

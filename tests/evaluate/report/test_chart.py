@@ -1,10 +1,10 @@
 """The chart of quality over speed."""
 
 import pytest
-from sample_report import STEPS, Outline, sample
+from sample_report import STEPS, HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.chart import NARROW, WIDE, scatter
-from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.chart import NARROW_CANVAS, WIDE_CANVAS, scatter_chart
+from smelt.evaluate.report.html import render_html
 from smelt.evaluate.report.schema import (
     validate_report,
 )
@@ -12,12 +12,12 @@ from smelt.evaluate.report.schema import (
 
 @pytest.fixture
 def report():
-    return sample()
+    return ten_step_report()
 
 
-@pytest.mark.parametrize("canvas", [WIDE, NARROW])
+@pytest.mark.parametrize("canvas", [WIDE_CANVAS, NARROW_CANVAS])
 def test_chart_places_better_higher_and_faster_to_the_right(report, canvas):
-    chart = scatter(validate_report(report), canvas)
+    chart = scatter_chart(validate_report(report), canvas)
     points = {point.name: point for point in chart.points}
     assert set(points) == {row[0] for row in STEPS if row[5] is not None}
     assert points["control"].y < points["model"].y < points["onnx-int8"].y
@@ -31,24 +31,24 @@ def test_chart_places_better_higher_and_faster_to_the_right(report, canvas):
 
 
 def test_a_step_at_chance_is_left_out_and_does_not_stretch_the_axis(report):
-    whole = scatter(validate_report(report))
+    whole = scatter_chart(validate_report(report))
     low = report["steps"][1]["quality"]["bleu"]
     low.update(value=0.1, ci95=[0.0, 0.3], chance=0.2)
-    drawn = scatter(validate_report(report))
+    drawn = scatter_chart(validate_report(report))
     assert {p.name for p in whole.points} - {p.name for p in drawn.points} == {report["steps"][1]["name"]}
     for step in report["steps"]:
         for score in step["quality"].values():
             score["chance"] = score["value"]
-    assert len(scatter(validate_report(report)).points) == len(whole.points)  # better than no picture
+    assert len(scatter_chart(validate_report(report)).points) == len(whole.points)  # better than no picture
 
 
-@pytest.mark.parametrize("canvas", [WIDE, NARROW])
+@pytest.mark.parametrize("canvas", [WIDE_CANVAS, NARROW_CANVAS])
 def test_chart_of_a_single_step_without_spread(report, canvas):
     report["steps"] = report["steps"][:1]
     report["frontier"] = ["model"]
     report["steps"][0]["quality"]["bleu"].update(value=100.0, ci95=[100.0, 100.0])
     report["steps"][0]["latency"][0].update(speedup=1.0, speedup_ci95=[1.0, 1.0])
-    chart = scatter(validate_report(report), canvas)
+    chart = scatter_chart(validate_report(report), canvas)
     (point,) = chart.points
     assert point.x_low == point.x == point.x_high
     assert not chart.logarithmic
@@ -57,11 +57,11 @@ def test_chart_of_a_single_step_without_spread(report, canvas):
     assert all(canvas.left <= x <= canvas.end for x, _ in chart.x_ticks)
     assert len(chart.x_ticks) >= 2
     assert len(chart.y_ticks) >= 2
-    assert Outline(write_html(report)).open == []
+    assert HtmlOutline(render_html(report)).open == []
 
 
 def test_chart_labels_do_not_cover_each_other(report):
-    chart = scatter(validate_report(report))
+    chart = scatter_chart(validate_report(report))
     boxes = []
     for p in chart.points:
         length = len(p.name) * 6

@@ -4,26 +4,26 @@ import html
 import re
 
 import pytest
-from sample_report import Outline, message, sample
+from sample_report import HtmlOutline, make_message, ten_step_report
 
-from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.html import render_html
 from smelt.evaluate.report.view import significant_digits
 
 
 @pytest.fixture
 def report():
-    return sample()
+    return ten_step_report()
 
 
 def test_html_fetches_nothing_and_is_small(report):
-    text = write_html(report)
+    text = render_html(report)
     assert not re.search(r"https?:|//\w|url\(|@import|<script|<link|<img|<iframe|\bsrc=", text)
     assert "default-src 'none'" in text
     assert len(text.encode()) < 100_000
 
 
 def test_html_is_well_formed_and_holds_the_numbers(report):
-    outline = Outline(write_html(report))
+    outline = HtmlOutline(render_html(report))
     assert outline.open == []
     assert "to the first token" in outline.texts
     text = " ".join(outline.texts)
@@ -49,26 +49,26 @@ def test_html_escapes_what_a_stranger_wrote(report):
     report["steps"][1]["name"] = evil
     report["steps"][2]["settings"] = {evil: evil}
     report["steps"][8]["reason"] = evil
-    report["steps"][0]["warnings"] = [message(evil)]
+    report["steps"][0]["warnings"] = [make_message(evil)]
     report["steps"][0]["quality"]["bleu"]["signature"] = evil
     report["frontier"] = [evil]
-    text = write_html(report)
-    outline = Outline(text)
+    text = render_html(report)
+    outline = HtmlOutline(text)
     assert "script" not in outline.tags
     assert outline.open == []
     assert html.escape("<script>alert(1)</script>", quote=False) in text
 
 
 def test_html_marks_only_significant_differences(report):
-    text = write_html(report)
+    text = render_html(report)
     assert re.search(r'class="bad"[^>]*>−0\.91<abbr', text)  # prune, p = 0.002
     report["steps"][3]["against_baseline"]["bleu"]["p_value"] = 0.5
-    assert re.search(r'class="even"[^>]*>−0\.91</span>', write_html(report))
+    assert re.search(r'class="even"[^>]*>−0\.91</span>', render_html(report))
 
 
 def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
-    text = write_html(report)
-    outline = Outline(text)
+    text = render_html(report)
+    outline = HtmlOutline(text)
     labels = {value for name, value in outline.values if name == "data-label"}
     assert labels == {
         *(
@@ -94,7 +94,7 @@ def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
 def test_long_names_leave_their_values_room(report):
     name = "gptq_error.model.decoder.layers.0.encoder_attn.<out_proj>"
     report["steps"][4]["details"] = {name: 0.0746}
-    text = write_html(report)
+    text = render_html(report)
     # a column of names that may take the whole cell squeezes values to one letter a line
     [share] = re.findall(r"\.pairs \{ display: grid; grid-template-columns: fit-content\((\d+)%\)", text)
     assert int(share) <= 60
@@ -105,11 +105,11 @@ def test_long_names_leave_their_values_room(report):
 
 
 def test_bits_of_codes_stand_in_the_table_of_steps_where_a_step_has_codes(report):
-    assert "per weight" not in write_html(report)
+    assert "a weight" not in render_html(report)
     report["steps"][5]["details"] = {"bits_per_weight": 4.503}
-    text = write_html(report)
-    assert "Bits<br>per weight</th>" in text
-    cells = re.findall(r'data-label="bits per weight">([^<]*)</td>', text)
+    text = render_html(report)
+    assert "Bits<br>a weight</th>" in text
+    cells = re.findall(r'data-label="bits a weight">([^<]*)</td>', text)
     assert cells == ["–"] * 5 + ["4.503"] * 2 + ["–"]  # codes stay codes in the graph
     # a row that was not measured spans the columns that are always there, and fills those that may be hidden
     [head] = re.findall(r"<thead>.*?</thead>", text, re.DOTALL)[:1]

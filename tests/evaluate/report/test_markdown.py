@@ -3,15 +3,15 @@
 import re
 
 import pytest
-from sample_report import Outline, sample
+from sample_report import HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.html import write_html
-from smelt.evaluate.report.markdown import write_markdown
+from smelt.evaluate.report.html import render_html
+from smelt.evaluate.report.markdown import render_markdown
 
 
 @pytest.fixture
 def report():
-    return sample()
+    return ten_step_report()
 
 
 def cells_of(line):
@@ -19,7 +19,7 @@ def cells_of(line):
 
 
 def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
-    text = write_markdown(report)
+    text = render_markdown(report)
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert len(blocks) == 5
     for block in blocks:
@@ -38,7 +38,7 @@ def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
 
 def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
     def column():
-        block = next(b for b in write_markdown(report).split("\n\n") if b.startswith("|"))
+        block = next(b for b in render_markdown(report).split("\n\n") if b.startswith("|"))
         rows = [cells_of(line) for line in block.splitlines()]
         return rows[0][-1], [row[-1] for row in rows[2:]]
 
@@ -48,16 +48,16 @@ def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
     for step in report["steps"]:
         coded |= {step["name"]} if step["parent"] in coded else set()
     head, cells = column()
-    assert (head, cells.count("4.503"), cells.count("–")) == ("bits per weight", len(coded), 10 - len(coded))
+    assert (head, cells.count("4.503"), cells.count("–")) == ("bits a weight", len(coded), 10 - len(coded))
     assert 1 < len(coded) < 10
-    assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in write_html(report)
+    assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in render_html(report)
 
 
 def test_markdown_escapes_names(report):
     report["steps"][1]["name"] = "a|b <script>*x*"
     report["recipe"]["model"] = "# <b>"
     report["frontier"] = []
-    text = write_markdown(report)
+    text = render_markdown(report)
     assert "<script>" not in text
     assert "<b>" not in text
     assert r"a\|b &lt;script&gt;\*x\*" in text
@@ -66,7 +66,7 @@ def test_markdown_escapes_names(report):
 
 
 def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
-    text = write_markdown(report)
+    text = render_markdown(report)
     block = next(b for b in text.split("\n\n") if "to the first token" in b)
     head, _, first = block.splitlines()[:3]
     assert cells_of(head)[2:] == [
@@ -75,9 +75,9 @@ def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
     ]
     assert cells_of(first)[:4] == ["model", "1", "0.30", "16.9"]
     report["recipe"]["task"] = "language-modeling"
-    assert "prefill ms" in write_markdown(report)
+    assert "prefill ms" in render_markdown(report)
     for one in report["steps"]:
         for row in one["latency"]:
             row["parts"] = {"tokenizing_ms": 0.2, "model_ms": 3.0, "rest_ms": 0.1}
-    assert "| model ms | labels ms |" in write_markdown(report)
-    assert Outline(write_html(report)).open == []
+    assert "| model ms | labels ms |" in render_markdown(report)
+    assert HtmlOutline(render_html(report)).open == []

@@ -8,28 +8,28 @@ from typing import get_args
 
 import pytest
 import sample_report
-from refusals import places, refused
-from sample_report import sample
+from expected_errors import message_locations, raises_code
+from sample_report import ten_step_report
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
 from smelt.evaluate.report.schema import (
-    ClassifierParts,
-    Difference,
-    Gate,
-    GenerationParts,
-    Latency,
+    ClassifierTimings,
+    GateReport,
+    GenerationTimings,
+    LatencyReport,
     Quality,
-    Report,
-    Round,
-    Step,
+    ReportData,
+    RoundReport,
+    ScoreDifference,
+    StepReport,
     validate_report,
 )
 
 
 @pytest.fixture
 def report():
-    return sample()
+    return ten_step_report()
 
 
 def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
@@ -77,7 +77,7 @@ def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
 )
 def test_schema_names_every_mistake(report, change, code, place, read):
     change(report)
-    with refused("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as caught:
         validate_report(report)
     [found] = caught.value.found
     assert (found.code, found.setting) == (code, place)
@@ -88,21 +88,21 @@ def test_schema_names_every_mistake(report, change, code, place, read):
 def test_all_mistakes_are_told_at_once(report):
     report["status"] = "fine"
     report["steps"][0]["stage"] = 3
-    with refused("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as caught:
         validate_report(report)
     assert {found.setting for found in caught.value.found} == {"status", "steps.0.stage"}
 
 
 @pytest.fixture
 def unscored():
-    return sample_report.unscored()
+    return sample_report.report_with_unscored_step()
 
 
 def test_gate_that_was_not_judged_must_say_why(unscored):
     unscored["steps"][8]["gates"][0]["reason"] = None
-    with refused("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as caught:
         validate_report(unscored)
-    assert places(caught.value.found) == [("missing-reason", "steps.8.gates.0", None)]
+    assert message_locations(caught.value.found) == [("missing-reason", "steps.8.gates.0", None)]
 
 
 def test_docs_name_every_key_of_the_schema():
@@ -110,19 +110,19 @@ def test_docs_name_every_key_of_the_schema():
     pages = (docs / "reference" / "report.md", docs / "explanation" / "latency.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for part in (
-        *(Report, Step, Quality, Latency, Difference, Gate),
-        *(GenerationParts, ClassifierParts, Round),
+        *(ReportData, StepReport, Quality, LatencyReport, ScoreDifference, GateReport),
+        *(GenerationTimings, ClassifierTimings, RoundReport),
     ):
         for name, field in part.model_fields.items():
             assert f"`{field.alias or name}`" in text
     [message] = re.findall(r"`\{(code, .*?)\}`", text)
     assert {word.strip(" ?") for word in message.split(",")} == {field.name for field in fields(Message)}
-    version = get_args(Report.model_fields["schema_version"].annotation)
+    version = get_args(ReportData.model_fields["schema_version"].annotation)
     assert f"# report.json, schema {version[0]}\n" in text
 
 
 def test_times_that_are_not_stable_must_say_why(report):
     report["steps"][6]["latency"][0]["stable"] = False
-    with refused("invalid-report", InputError) as caught:
+    with raises_code("invalid-report", InputError) as caught:
         validate_report(report)
-    assert places(caught.value.found) == [("missing-reason", "steps.6.latency.0", None)]
+    assert message_locations(caught.value.found) == [("missing-reason", "steps.6.latency.0", None)]

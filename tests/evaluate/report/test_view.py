@@ -3,31 +3,31 @@
 import re
 
 import pytest
-from sample_report import Outline, sample
+from sample_report import HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.html import write_html
-from smelt.evaluate.report.markdown import write_markdown
-from smelt.evaluate.report.schema import Difference, validate_report
-from smelt.evaluate.report.table import table
+from smelt.evaluate.report.html import render_html
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.schema import ScoreDifference, validate_report
+from smelt.evaluate.report.terminal_table import render_table
 from smelt.evaluate.report.view import (
-    change,
-    change_interval,
-    matters,
-    number,
-    probability,
-    rows,
-    signed,
+    difference_interval_text,
+    difference_text,
+    is_significant,
+    number_text,
+    p_value_text,
+    signed_text,
     significant_digits,
+    tree_rows,
 )
 
 
 @pytest.fixture
 def report():
-    return sample()
+    return ten_step_report()
 
 
 def test_tree_draws_branches_and_keeps_chains_level(report):
-    drawn = [row.branch + row.step.name for row in rows(validate_report(report))]
+    drawn = [row.branch + row.step.name for row in tree_rows(validate_report(report))]
     assert drawn == [
         "model",
         "├─ control",
@@ -44,7 +44,7 @@ def test_tree_draws_branches_and_keeps_chains_level(report):
 
 def test_tiny_p_values_are_not_shown_as_zero(report):
     report["steps"][6]["against_parent"]["bleu"]["p_value"] = 1e-7
-    text = " ".join(Outline(write_html(report)).texts)
+    text = " ".join(HtmlOutline(render_html(report)).texts)
     assert "p < 0.001" in text
     assert "p = 0.000" not in text
 
@@ -57,7 +57,7 @@ def test_tiny_p_values_are_not_shown_as_zero(report):
     ],
 )  # fmt: skip
 def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
-    assert probability(value) == text
+    assert p_value_text(value) == text
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,16 @@ def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
     ],
 )
 def test_a_significant_difference_is_not_shown_as_a_zero(difference, ends, p_value, text, brackets):
-    found = Difference(difference=difference, ci95=ends, p_value=p_value)
-    assert change(found, "bleu") == text
-    assert change_interval(found, "bleu") == brackets
-    assert change(None, "bleu") == "–"
+    found = ScoreDifference(difference=difference, ci95=ends, p_value=p_value)
+    assert difference_text(found, "bleu") == text
+    assert difference_interval_text(found, "bleu") == brackets
+    assert difference_text(None, "bleu") == "–"
 
 
 def test_a_difference_that_is_zero_in_all_digits_has_no_star():
-    assert matters(Difference(difference=-0.000001, ci95=None, p_value=0.001))
-    assert not matters(Difference(difference=-4e-7, ci95=None, p_value=0.001))
-    assert not matters(Difference(difference=-0.5, ci95=None, p_value=0.2))
+    assert is_significant(ScoreDifference(difference=-0.000001, ci95=None, p_value=0.001))
+    assert not is_significant(ScoreDifference(difference=-4e-7, ci95=None, p_value=0.001))
+    assert not is_significant(ScoreDifference(difference=-0.5, ci95=None, p_value=0.2))
 
 
 def test_what_has_no_interval_is_drawn_without_brackets(report):
@@ -90,7 +90,7 @@ def test_what_has_no_interval_is_drawn_without_brackets(report):
         for part in ("quality", "against_baseline", "against_parent"):
             for found in one[part].values():
                 found["ci95"] = None
-    for drawn in (write_html(report), write_markdown(report), table(report)):
+    for drawn in (render_html(report), render_markdown(report), render_table(report)):
         assert "37.05" in drawn
         assert not re.search(r"None|null|\d \[\]|, ,|\d ,|interval ,|>, p", drawn)
 
@@ -100,7 +100,7 @@ def test_what_has_no_interval_is_drawn_without_brackets(report):
     [(None, "–"), (0.0, "0.00"), (-0.001, "0.00"), (-1.5, "−1.50"), (1.5, "+1.50"), (1234.5, "+1,234.50")],
 )
 def test_signed_numbers(value, text):
-    assert signed(value) == text
+    assert signed_text(value) == text
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_signed_numbers(value, text):
 )
 def test_significant_digits(value, text):
     assert significant_digits(value) == text
-    assert number(float(value), 0) == f"{value:,.0f}"
+    assert number_text(float(value), 0) == f"{value:,.0f}"
 
 
 def test_a_language_models_n_is_in_tokens(report):
@@ -116,7 +116,7 @@ def test_a_language_models_n_is_in_tokens(report):
         if one["quality"]:
             one["quality"] = {"perplexity": one["quality"]["bleu"] | {"n": 12345}}
         one["against_baseline"], one["gates"] = {}, []
-    assert "n = 12,345 tokens" in write_markdown(report)
-    assert "n = 12,345 tokens" in table(report)
-    assert "Test tokens" in write_html(report)
-    assert "n = 1,000 examples" in write_markdown(sample())
+    assert "n = 12,345 tokens" in render_markdown(report)
+    assert "n = 12,345 tokens" in render_table(report)
+    assert "Test tokens" in render_html(report)
+    assert "n = 1,000 examples" in render_markdown(ten_step_report())

@@ -9,17 +9,17 @@ import tiny
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.core.data import Columns, Example, Split
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
-from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtime.backends.open_runner import open_folder, open_runner
-from smelt.runtime.predict import class_logits
+from smelt.runtime.predict_texts import class_logits
 
 TASK = "text-classification"
 
@@ -27,19 +27,21 @@ TASK = "text-classification"
 def step(folder, name, stage, settings, source):
     out = folder / name
     split = read_split("data.jsonl", TASK, Columns(), folder)
-    ctx = harness.context(out, TASK, data={"train": split}, ancestors={"model": source})
+    ctx = harness.make_context(out, TASK, data={"train": split}, ancestors={"model": source})
     stage()(source, settings, ctx)
-    return tiny.artifact(out, TASK, **ctx.details), ctx
+    return tiny.as_artifact(out, TASK, **ctx.details), ctx
 
 
 @pytest.fixture(scope="module", params=["distilbert", "roberta"])
 def small(request, tmp_path_factory):
     """A pruned and factorized model: other head counts than the config says, and pairs of thin layers."""
     folder = tmp_path_factory.mktemp(request.param)
-    classifiers.MAKERS[request.param](folder / "m", labels=3, id2label=dict(enumerate(classifiers.NAMES)))
-    classifiers.labelled(folder / "data.jsonl", "single_label_classification", pairs=True)
-    source = tiny.artifact(folder / "m", TASK)
-    settings = PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5}, importance="magnitude")
+    classifiers.MAKERS[request.param](
+        folder / "m", labels=3, id2label=dict(enumerate(classifiers.CLASS_NAMES))
+    )
+    classifiers.write_labelled_rows(folder / "data.jsonl", "single_label_classification", pairs=True)
+    source = tiny.as_artifact(folder / "m", TASK)
+    settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)
     thin, _ = step(
         folder,
@@ -73,7 +75,7 @@ def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
     """RoBERTa's table has 66 rows for 64 tokens; a longer profile would read beyond it without a word."""
     folder, thin = small
     text = " ".join(tiny.SENTENCES * 3)
-    ctx = harness.context(folder, TASK, data={"train": Split("x", (Example(text, label=0),))})
+    ctx = harness.make_context(folder, TASK, data={"train": Split("x", (Example(text, label=0),))})
     [ranges], limit = profile_ranges(thin.path, TensorrtSettings(), ctx)
     assert limit == ranges["input"].max == (64 if folder.name.startswith("roberta") else 32)
 
@@ -81,8 +83,8 @@ def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
 def test_the_graph_of_roberta_for_tensorrt_passes_the_preflight(tmp_path):
     """Its positions are summed up from the ids, with operators that no other family has."""
     classifiers.roberta(tmp_path / "m")
-    classifiers.labelled(tmp_path / "data.jsonl", "regression", pairs=True)
-    source = tiny.artifact(tmp_path / "m", TASK)
+    classifiers.write_labelled_rows(tmp_path / "data.jsonl", "regression", pairs=True)
+    source = tiny.as_artifact(tmp_path / "m", TASK)
     out, ctx = step(tmp_path, "out", Onnx, OnnxSettings(target="tensorrt", dtype="fp16"), source)
     path = out.path / "model.onnx"
     assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []

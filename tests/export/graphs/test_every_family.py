@@ -1,37 +1,37 @@
 """Graphs and the torch runner give the tokens and classes of transformers, family by family."""
 
 import every_family
-import exports
+import graph_exports
 import matrix
 import numpy as np
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.export.graphs.of_model import graphs_of
+from smelt.export.graphs.export_graph import model_graphs
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.families.registry import FAMILIES
 from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.settings import GenerationSettings
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
-from smelt.runtime.predict import generate_texts
+from smelt.runtime.predict_texts import generate_texts
 
 # of each kind one; the others go through all stages and the parity check in the matrix
 SOME = ["gemma", "m2m_100", "modernbert", "opt", "phi3"]
 TEXTS = tiny.SENTENCES[:5]
 
 
-@pytest.fixture(scope="module", params=sorted(every_family.CONFIGS) if matrix.whole() else SOME)
+@pytest.fixture(scope="module", params=sorted(every_family.CONFIGS) if matrix.is_full_matrix() else SOME)
 def family(request, tmp_path_factory):
     """A tiny model and its graphs as artifacts, and the family."""
     home = tmp_path_factory.mktemp(request.param)
     task = FAMILIES[request.param].tasks[0]
-    source = tiny.artifact(every_family.make(home / "model", request.param), task)
-    ctx = exports.context(home / "onnx", task)
+    source = tiny.as_artifact(every_family.write_model(home / "model", request.param), task)
+    ctx = graph_exports.make_context(home / "onnx", task)
     Onnx()(source, OnnxSettings(), ctx)
     manifest = source.manifest.model_copy(update={"format": "onnx", "details": ctx.details})
     return FAMILIES[request.param], source, Artifact(ctx.out, manifest)
@@ -41,7 +41,7 @@ def test_runners_say_what_transformers_says(family):
     known, source, graphs = family
     model, _ = load_model(source.path)
     tokenizer = load_tokenizer(source.path)
-    if known.kind == "encoder":
+    if known.architecture == "encoder":
         _same_classes(model, tokenizer, source, graphs)
         return
     expected = []
@@ -51,7 +51,9 @@ def test_runners_say_what_transformers_says(family):
         expected.append(out[0].tolist())
     for artifact in (source, graphs):
         with open_runner(artifact, threads=1) as runner:
-            found = generate_texts(runner, TEXTS, Generation(max_new_tokens=8, num_beams=1), batch_size=2)
+            found = generate_texts(
+                runner, TEXTS, GenerationSettings(max_new_tokens=8, num_beams=1), batch_size=2
+            )
         assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
     assert len(set(found)) > 1  # or the model says the same of everything
 
@@ -61,7 +63,7 @@ def _same_classes(model, tokenizer, source, graphs):
     with torch.no_grad():
         expected = model(batch.input_ids, attention_mask=batch.attention_mask).logits.numpy()
     from smelt.core.data import Example
-    from smelt.runtime.predict import class_logits
+    from smelt.runtime.predict_texts import class_logits
 
     for artifact in (source, graphs):
         with open_runner(artifact, threads=1) as runner:
@@ -71,17 +73,19 @@ def _same_classes(model, tokenizer, source, graphs):
 
 
 def test_a_config_that_no_graph_computes_is_refused_before_it_is_traced(tmp_path):
-    model, _ = load_model(every_family.make(tmp_path / "model", "modernbert"))
+    model, _ = load_model(every_family.write_model(tmp_path / "model", "modernbert"))
     model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
-    with refused("unsupported-config", InputError) as caught:
-        graphs_of(model)
+    with raises_code("unsupported-config", InputError) as caught:
+        model_graphs(model)
     assert "'dynamic'" in str(caught.value)
 
 
 def test_scaled_positions_of_an_encoder_stand_in_its_graph(tmp_path):
     rope = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 17}}
-    source = tiny.artifact(every_family.make(tmp_path / "model", "modernbert", **rope), "text-classification")
-    ctx = exports.context(tmp_path / "onnx", "text-classification")
+    source = tiny.as_artifact(
+        every_family.write_model(tmp_path / "model", "modernbert", **rope), "text-classification"
+    )
+    ctx = graph_exports.make_context(tmp_path / "onnx", "text-classification")
     Onnx()(source, OnnxSettings(), ctx)
     model, _ = load_model(source.path)
     assert model.model.rotary_emb.full_attention_attention_scaling != 1
@@ -96,17 +100,17 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), matrix.cells(list(WINDOWS), ["ort-cpu", "tensorrt"]))
+@pytest.mark.parametrize(("name", "target"), matrix.matrix_cells(list(WINDOWS), ["ort-cpu", "tensorrt"]))
 def test_a_window_that_is_off_by_one_is_seen_by_the_parity_check(name, target, tmp_path, monkeypatch):
     from dataclasses import replace
 
     from smelt.core.errors import RunError
 
     task = FAMILIES[name].tasks[0]
-    source = tiny.artifact(every_family.make(tmp_path / "model", name, **WINDOWS[name]), task)
-    Onnx()(source, OnnxSettings(target=target), exports.context(tmp_path / "right", task))
+    source = tiny.as_artifact(every_family.write_model(tmp_path / "model", name, **WINDOWS[name]), task)
+    Onnx()(source, OnnxSettings(target=target), graph_exports.make_context(tmp_path / "right", task))
     right = FAMILIES[name].window
     wrong = replace(FAMILIES[name], window=lambda c, n: None if right(c, n) is None else right(c, n) + 1)
     monkeypatch.setitem(FAMILIES, name, wrong)
-    with refused("parity-failed", RunError):
-        Onnx()(source, OnnxSettings(target=target), exports.context(tmp_path / "wrong", task))
+    with raises_code("parity-failed", RunError):
+        Onnx()(source, OnnxSettings(target=target), graph_exports.make_context(tmp_path / "wrong", task))

@@ -11,18 +11,18 @@ import torch
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.export.graphs.attention import Pack
+from smelt.export.autotune.choose_operators import quantized_layers
 from smelt.export.graphs.attention_modules import pack_projections
-from smelt.export.graphs.of_model import graphs_of
+from smelt.export.graphs.attention_ops import PackedLinear
+from smelt.export.graphs.export_graph import model_graphs
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.parity.operators import _operator
-from smelt.export.stage.settings import OnnxSettings
-from smelt.export.tune.products import multiplied
+from smelt.export.parity.operator_checks import _match_layer
 from smelt.runtime.backends.open_runner import open_folder, open_runner
-from smelt.runtime.generate.settings import Generation
-from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.generate.settings import GenerationSettings
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.predict import generate_texts
+from smelt.runtime.predict_texts import generate_texts
 
 RANK = 6
 ENCODER = 2 * (1 + 2 + 2 * 3) + 1 + 4
@@ -32,11 +32,11 @@ PRODUCTS = ("MatMul", "Gemm", "DynamicQuantizeMatMul")
 
 def pairs_of(folder, family, out, **settings):
     wanted = FactorizeSettings(method="svd", rank=RANK, optimize_for="size", **settings)
-    return every_family.run(Factorize(), wanted, folder, family, out).out
+    return every_family.run_stage(Factorize(), wanted, folder, family, out).out
 
 
 def exported(folder, family, out):
-    return every_family.run(Onnx(), OnnxSettings(generation_graph=False), folder, family, out)
+    return every_family.run_stage(Onnx(), OnnxSettings(generation_graph=False), folder, family, out)
 
 
 def products(folder, graph):
@@ -48,19 +48,19 @@ def products(folder, graph):
 def translator(tmp_path_factory):
     """A Marian of two and two layers, all of whose products are pairs, but for the encoder's keys."""
     home = tmp_path_factory.mktemp("pairs")
-    folder = tiny.marian(home / "m")
+    folder = tiny.write_marian(home / "m")
     return pairs_of(folder, "marian", home / "pairs", exclude=["lm_head", "*encoder*.self_attn.k_proj"])
 
 
 def test_whole_layers_and_pairs_compute_in_a_pack_what_they_compute_alone():
     torch.manual_seed(0)
     parts = [LowRankLinear(16, 12, 3), torch.nn.Linear(16, 8), LowRankLinear(16, 20, 5, bias=False)]
-    pack, x = Pack(parts), torch.randn(2, 7, 16)
+    pack, x = PackedLinear(parts), torch.randn(2, 7, 16)
     assert pack.packed.out_features == 3 + 8 + 5
     assert not pack.is_whole
     for found, part in zip(pack(x), parts, strict=True):
         torch.testing.assert_close(found, part(x))
-    assert Pack(parts[1:2] * 2).is_whole
+    assert PackedLinear(parts[1:2] * 2).is_whole
 
 
 def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_path):
@@ -70,30 +70,32 @@ def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_pat
     assert products(out, "encoder_model") == ENCODER
     # a layer: self-attention 1 + 3 + 2, cross-attention two queries and two out, feed-forward 2 + 2; the head
     assert products(out, "decoder_with_past_model") == DECODER
-    with open_runner(tiny.artifact(translator)) as torchs, open_folder(out, "onnx", "ort-cpu", 1) as onnxs:
+    with open_runner(tiny.as_artifact(translator)) as torchs, open_folder(out, "onnx", "ort-cpu", 1) as onnxs:
         for beams in (1, 3):
-            search = Generation(num_beams=beams, max_new_tokens=12)
+            search = GenerationSettings(num_beams=beams, max_new_tokens=12)
             texts = [generate_texts(r, tiny.SENTENCES, search, 3) for r in (torchs, onnxs)]
             assert texts[0] == texts[1]
             assert len(set(texts[0])) > 2
 
 
 def test_the_products_of_coded_pairs_are_those_that_can_be_measured(translator, tmp_path):
-    coded = every_family.run(Quantize(), QuantizeSettings(), translator, "marian", tmp_path / "int8").out
+    coded = every_family.run_stage(
+        Quantize(), QuantizeSettings(), translator, "marian", tmp_path / "int8"
+    ).out
     out = exported(coded, "marian", tmp_path / "onnx").out
     assert products(out, "encoder_model") == ENCODER
     assert products(out, "decoder_with_past_model") == DECODER
-    for graph in graphs_of(load_model(coded)[0].eval()):
+    for graph in model_graphs(load_model(coded)[0].eval()):
         pack_projections(graph.module.attentions)
         model = onnx.load(out / f"{graph.name}.onnx")
         nodes = [node for node in model.graph.node if node.op_type in PRODUCTS]
-        found = {_operator(graph.name, model, graph.module, node).layer for node in nodes}
-        assert {linear for _, linear in multiplied(graph.module)} == found
+        found = {_match_layer(graph.name, model, graph.module, node).layer for node in nodes}
+        assert {linear for _, linear in quantized_layers(graph.module)} == found
 
 
 # blocks of 1 + 3 for queries, keys and values; out, gate, up, down and a head; out, two, pooler, classifier
 @pytest.mark.parametrize(("family", "count"), [("llama", 2 * (4 + 4) + 1), ("bert", 2 * (4 + 3) + 2)])
 def test_other_families_agree_with_torch_and_take_one_product_for_each_input(family, count, tmp_path):
     names = ["*q_proj", "*k_proj", "*v_proj", "*.query", "*.key", "*.value"]
-    folder = pairs_of(every_family.of_layers(family, 2), family, tmp_path / "pairs", include=names)
+    folder = pairs_of(every_family.model_with_layers(family, 2), family, tmp_path / "pairs", include=names)
     assert products(exported(folder, family, tmp_path / "onnx").out, "model") == count

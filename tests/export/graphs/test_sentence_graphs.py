@@ -1,38 +1,38 @@
 """Sentence embedders as graphs: one vector a text, from ids and mask alone, with padding as without."""
 
+import embedders
 import harness
 import matrix
 import numpy as np
 import onnxruntime
 import pytest
-import sentences
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.data import Columns
 from smelt.core.errors import ParityError
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
-from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
-from smelt.runtime.predict import sentence_vectors
+from smelt.runtime.predict_texts import embed_texts
 
-FAMILIES = sentences.FAMILIES if matrix.whole() else ("distilbert", "modernbert")
+FAMILIES = embedders.FAMILIES if matrix.is_full_matrix() else ("distilbert", "modernbert")
 TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]
 
 
 def export(folder, source, stage=Onnx, name="onnx", **settings):
-    split = read_split(str(sentences.rows(folder / "rows.jsonl")), sentences.TASK, Columns(), folder)
-    ctx = harness.context(folder / name, sentences.TASK, {"train": split})
+    split = read_split(str(embedders.write_rows(folder / "rows.jsonl")), embedders.TASK, Columns(), folder)
+    ctx = harness.make_context(folder / name, embedders.TASK, {"train": split})
     made = OnnxSettings(**settings) if stage is Onnx else QuantizeSettings(**settings)
-    stage()(tiny.artifact(source, sentences.TASK), made, ctx)
+    stage()(tiny.as_artifact(source, embedders.TASK), made, ctx)
     return ctx
 
 
@@ -41,7 +41,7 @@ def export(folder, source, stage=Onnx, name="onnx", **settings):
     [(n, "mean") for n in FAMILIES] + [("bert", "cls"), ("roberta", "max")],
 )
 def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path):
-    folder = sentences.embedder(tmp_path / "m", family, pooling=pooling)
+    folder = embedders.write_embedder(tmp_path / "m", family, pooling=pooling)
     ctx = export(tmp_path, folder)
     session = onnxruntime.InferenceSession(ctx.out / "model.onnx")
     assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
@@ -50,12 +50,12 @@ def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path
     assert set(ctx.details["parity"]["model"]) >= {"largest", "mean", "exact"}
     assert "agreement" not in ctx.details["parity"]["model"]
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
-        found = sentence_vectors(runner, TEXTS)
-    assert np.abs(found - sentences.by_hand(folder, TEXTS, pooling)).max() < 2e-6
+        found = embed_texts(runner, TEXTS)
+    assert np.abs(found - embedders.expected_vectors(folder, TEXTS, pooling)).max() < 2e-6
 
 
 def test_padding_leaves_no_trace(tmp_path):
-    ctx = export(tmp_path, sentences.embedder(tmp_path / "m"))
+    ctx = export(tmp_path, embedders.write_embedder(tmp_path / "m"))
     ids = np.array([[2, 7, 9, 3]])
     long = np.concatenate([ids, np.full((1, 9), 11)], axis=1)  # not even pad tokens
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
@@ -67,8 +67,8 @@ def test_padding_leaves_no_trace(tmp_path):
 def test_a_graph_that_pools_padding_too_is_not_let_through(tmp_path, monkeypatch):
     from smelt.runtime.models import sentence_model
 
-    real = sentence_model.vector_of
-    folder = sentences.embedder(tmp_path / "m")
+    real = sentence_model.pool_hidden_states
+    folder = embedders.write_embedder(tmp_path / "m")
 
     def wrong(hidden, mask, rules):
         import torch
@@ -76,26 +76,26 @@ def test_a_graph_that_pools_padding_too_is_not_let_through(tmp_path, monkeypatch
         tracing = torch.compiler.is_exporting()
         return real(hidden, torch.ones_like(mask) if tracing else mask, rules)
 
-    monkeypatch.setattr(sentence_model, "vector_of", wrong)
-    with refused("parity-failed", ParityError) as caught:
+    monkeypatch.setattr(sentence_model, "pool_hidden_states", wrong)
+    with raises_code("parity-failed", ParityError) as caught:
         export(tmp_path, folder)
     assert "sentence_embedding" in str(caught.value)
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
 def test_a_quantized_embedder_leaves_with_its_codes(scheme, tmp_path):
-    folder = sentences.embedder(tmp_path / "m")
+    folder = embedders.write_embedder(tmp_path / "m")
     coded = export(tmp_path, folder, Quantize, "codes", scheme=scheme)
     ctx = export(tmp_path, coded.out)
     assert ctx.details["parity"]["model"]["operators"] > 5
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
-        found = sentence_vectors(runner, TEXTS)
-    near = np.sum(found * sentences.by_hand(folder, TEXTS), axis=1)
+        found = embed_texts(runner, TEXTS)
+    near = np.sum(found * embedders.expected_vectors(folder, TEXTS), axis=1)
     assert near.min() > 0.9
 
 
 def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
-    folder = sentences.embedder(tmp_path / "m")
+    folder = embedders.write_embedder(tmp_path / "m")
     ctx = export(tmp_path, folder, target="tensorrt", dtype="fp16")
     path = ctx.out / "model.onnx"
     assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
@@ -104,6 +104,6 @@ def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
     [[shapes]] = plan_graphs(ctx.out, [ranges], limit, []).values()
     assert set(shapes) == {"input_ids", "attention_mask"}
     with open_folder(ctx.out, "onnx", "tensorrt", 1) as runner:
-        found = sentence_vectors(runner, TEXTS[:3])
+        found = embed_texts(runner, TEXTS[:3])
     assert found.dtype == np.float32
-    assert np.abs(found - sentences.by_hand(folder, TEXTS[:3])).max() < 5e-3
+    assert np.abs(found - embedders.expected_vectors(folder, TEXTS[:3])).max() < 5e-3

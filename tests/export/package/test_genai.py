@@ -9,26 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-import exported
+import exported_artifacts
 import onnx
-import others
 import pytest
-from refusals import refused
+import third_party_tools
+from expected_errors import raises_code
 
 import smelt
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
-from smelt.export.package.form import Origin
-from smelt.export.package.genai import Genai
+from smelt.export.package.genai import GenaiFormat
+from smelt.export.package.package_format import PackageOrigin
 
 PROMPTS = ["she sings", "the old house stands"]
 
 
 def written(kind: str, folder: Path) -> Path:
     folder.mkdir()
-    artifact = read_artifact(exported.artifact(kind))
-    Genai().check(artifact)
-    Genai().write(artifact, Origin(generation={"max_new_tokens": 8}), folder)
+    artifact = read_artifact(exported_artifacts.exported_artifact(kind))
+    GenaiFormat().check(artifact)
+    GenaiFormat().write(artifact, PackageOrigin(generation={"max_new_tokens": 8}), folder)
     return folder
 
 
@@ -54,38 +54,38 @@ def test_every_name_and_number_is_the_graph_s(tmp_path: Path, kind: str) -> None
 
 
 def test_layers_of_different_shapes_have_no_config(tmp_path: Path) -> None:
-    source = read_artifact(exported.artifact("gpt2"))
+    source = read_artifact(exported_artifacts.exported_artifact("gpt2"))
     shutil.copytree(source.path, tmp_path / "a")
     model = onnx.load(tmp_path / "a" / "model.onnx", load_external_data=False)
     cache = next(one for one in model.graph.input if one.name == "past_key_values.1.key")
     cache.type.tensor_type.shape.dim[1].dim_value = 2
     onnx.save(model, tmp_path / "a" / "model.onnx")
-    with refused("unsupported-structure", InputError):
-        Genai().check(dataclasses.replace(source, path=tmp_path / "a"))
+    with raises_code("unsupported-structure", InputError):
+        GenaiFormat().check(dataclasses.replace(source, path=tmp_path / "a"))
 
 
 def test_rules_that_the_config_has_no_word_for_are_refused(tmp_path: Path) -> None:
-    artifact = read_artifact(exported.artifact("gpt2"))
-    with refused("unsupported-generation-setting", InputError):
-        Genai().write(artifact, Origin(generation={"no_repeat_ngram_size": 2}), tmp_path)
+    artifact = read_artifact(exported_artifacts.exported_artifact("gpt2"))
+    with raises_code("unsupported-generation-setting", InputError):
+        GenaiFormat().write(artifact, PackageOrigin(generation={"no_repeat_ngram_size": 2}), tmp_path)
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["gpt2", "writer"])
 def test_onnxruntime_genai_says_the_tokens_of_smelt(tmp_path: Path, kind: str) -> None:
     """Tokens, since a model with random weights breaks letters."""
-    environment = others.genai()
+    environment = third_party_tools.genai_environment()
     folder = written(kind, tmp_path / "p")
     program = (folder / "answer.py").read_text().replace("print(text + tokenizer.decode(new))", "print(*new)")
     (folder / "tokens.py").write_text(program)
     command = [sys.executable, "tokens.py", *PROMPTS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with smelt.load(exported.artifact(kind)) as model:
+    with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
         words = model._runner.text.tokenizer
         expected = model.generate(PROMPTS, max_new_tokens=8, batch_size=1)
     found = [
-        text + words.decode_rows([[int(token) for token in line.split()]])[0]
+        text + words.decode_batch([[int(token) for token in line.split()]])[0]
         for text, line in zip(PROMPTS, done.stdout.splitlines(), strict=True)
     ]
     assert found == expected

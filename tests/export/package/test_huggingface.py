@@ -6,36 +6,41 @@ import shlex
 import subprocess
 import sys
 
-import exported
+import exported_artifacts
 import huggingface_hub
 import numpy as np
 import pytest
 import tiny
 import torch
 import transformers
-from once import made_once
-from refusals import refused
+from expected_errors import raises_code
+from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError
-from smelt.export.package.form import Origin, Score
-from smelt.export.package.huggingface import HuggingFace
-from smelt.export.package.write import write_package
+from smelt.export.package.huggingface import HuggingFaceFormat
+from smelt.export.package.package_format import OriginScore, PackageOrigin
+from smelt.export.package.write_package import write_package
 
 KINDS = ("translator", "t5", "writer", "classifier", "embedder")
 TEXTS = [*tiny.SENTENCES[:3], "dogs"]
-SCORE = Score("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)
+SCORE = OriginScore("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)
 
 
 def package(kind):
     def make(folder):
-        origin = Origin(
+        origin = PackageOrigin(
             run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl", generation={"num_beams": 1}
         )
-        write_package(HuggingFace(), read_artifact(exported.artifact(kind, "model")), origin, folder)
+        write_package(
+            HuggingFaceFormat(),
+            read_artifact(exported_artifacts.exported_artifact(kind, "model")),
+            origin,
+            folder,
+        )
 
-    return made_once(f"huggingface-{kind}", make)
+    return make_once(f"huggingface-{kind}", make)
 
 
 def test_the_readme_generates_as_the_scores_were_made():
@@ -48,7 +53,7 @@ def test_transformers_generates_what_smelt_does(kind):
     tokenizer = transformers.AutoTokenizer.from_pretrained(package(kind))
     name = "AutoModelForSeq2SeqLM" if kind == "translator" else "AutoModelForCausalLM"
     model = getattr(transformers, name).from_pretrained(package(kind))
-    with smelt.load(exported.artifact(kind, "model")) as own:
+    with smelt.load(exported_artifacts.exported_artifact(kind, "model")) as own:
         expected = own.generate(TEXTS, batch_size=1, max_new_tokens=6)
     for text, wanted in zip(TEXTS, expected, strict=True):
         found = model.generate(**tokenizer([text], return_tensors="pt"), max_new_tokens=6)
@@ -60,7 +65,7 @@ def test_transformers_classifies_as_smelt_does():
     model = transformers.AutoModelForSequenceClassification.from_pretrained(package("classifier")).eval()
     with torch.no_grad():
         found = model(**tokenizer(TEXTS, return_tensors="pt", padding=True)).logits.softmax(-1)
-    with smelt.load(exported.artifact("classifier", "model")) as own:
+    with smelt.load(exported_artifacts.exported_artifact("classifier", "model")) as own:
         expected = [list(p.probabilities.values()) for p in own.predict(TEXTS)]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -68,7 +73,7 @@ def test_transformers_classifies_as_smelt_does():
 def test_the_package_is_an_artifact_that_smelt_opens():
     with (
         smelt.load(package("classifier")) as found,
-        smelt.load(exported.artifact("classifier", "model")) as own,
+        smelt.load(exported_artifacts.exported_artifact("classifier", "model")) as own,
     ):
         assert found.predict(TEXTS) == own.predict(TEXTS)
 
@@ -109,10 +114,10 @@ def test_the_line_of_the_readme_runs():
     ],
 )
 def test_what_the_config_cannot_say_is_refused_with_the_stage_that_made_it(edits, values, tmp_path):
-    manifest = read_artifact(exported.artifact("classifier", "model")).manifest
+    manifest = read_artifact(exported_artifacts.exported_artifact("classifier", "model")).manifest
     (tmp_path / "structure.json").write_text(json.dumps({"edits": edits}))
-    with refused("unsupported-structure", InputError) as caught:
-        HuggingFace().check(Artifact(tmp_path, manifest))
+    with raises_code("unsupported-structure", InputError) as caught:
+        HuggingFaceFormat().check(Artifact(tmp_path, manifest))
     assert re.search(".*".join(rf"(?<!\w){re.escape(value)}(?!\w)" for value in values), str(caught.value))
     (tmp_path / "structure.json").unlink()
-    HuggingFace().check(Artifact(tmp_path, manifest))
+    HuggingFaceFormat().check(Artifact(tmp_path, manifest))

@@ -2,22 +2,22 @@
 
 import shutil
 
-import exported
+import exported_artifacts
 import numpy as np
 import onnx
-import others
 import pytest
+import third_party_tools
 import tiny
-import translating
-from once import made_once
+import translator_graphs
+from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import read_artifact
-from smelt.export.package.form import Origin
-from smelt.export.package.hub.generation import generation_words
-from smelt.export.package.optimum import Optimum
-from smelt.export.package.transformers_js import TransformersJs
-from smelt.export.package.write import write_package
+from smelt.export.package.hub.generate_arguments import generate_arguments
+from smelt.export.package.optimum import OptimumFormat
+from smelt.export.package.package_format import PackageOrigin
+from smelt.export.package.transformers_js import TransformersJsFormat
+from smelt.export.package.write_package import write_package
 
 KINDS = ("translator", "t5", "writer", "gpt2", "classifier", "embedder")
 TEXTS = [*tiny.SENTENCES[:5], "A.", "dogs"]
@@ -26,10 +26,12 @@ GENERATION = {"max_new_tokens": 9}
 
 def package(kind):
     def make(folder):
-        origin = Origin(generation={"num_beams": 3, "max_new_tokens": 9})
-        write_package(Optimum(), read_artifact(exported.artifact(kind)), origin, folder)
+        origin = PackageOrigin(generation={"num_beams": 3, "max_new_tokens": 9})
+        write_package(
+            OptimumFormat(), read_artifact(exported_artifacts.exported_artifact(kind)), origin, folder
+        )
 
-    return made_once(f"optimum-{kind}", make)
+    return make_once(f"optimum-{kind}", make)
 
 
 def test_a_translator_has_both_layouts_on_one_file_of_weights():
@@ -38,12 +40,15 @@ def test_a_translator_has_both_layouts_on_one_file_of_weights():
     assert {p.stem for p in folder.glob("*.onnx")} == set(graphs)
     assert [p.name for p in folder.glob("*_data")] == ["encoder_model.onnx_data"]
     assert not (folder / "manifest.json").exists()
-    source = exported.artifact("translator") / "model.onnx_data"
+    source = exported_artifacts.exported_artifact("translator") / "model.onnx_data"
     assert (folder / "encoder_model.onnx_data").stat().st_size <= 1.05 * source.stat().st_size
     one, first, following, both = (str(folder / f"{name}.onnx") for name in graphs)
     artifact = [str(source.with_name(f"{n}.onnx")) for n in ("encoder_model", "decoder_with_past_model")]
-    expected = translating.by_smelt(*artifact)
-    for found in (translating.in_parts(one, first, following), translating.merged(one, both)):
+    expected = translator_graphs.run_smelt_graphs(*artifact)
+    for found in (
+        translator_graphs.run_optimum_graphs(one, first, following),
+        translator_graphs.run_merged_graph(one, both),
+    ):
         for wanted, logits in zip(expected, found, strict=True):
             np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
 
@@ -59,13 +64,15 @@ def test_the_other_models_have_one_graph(tmp_path):
     assert (package("embedder") / "1_Pooling" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("form", [Optimum(), TransformersJs()], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [OptimumFormat(), TransformersJsFormat()], ids=lambda form: form.name)
 def test_a_classifier_made_from_a_sentence_embedder_is_a_classifier(form, tmp_path):
     source = tmp_path / "artifact"
-    shutil.copytree(exported.artifact("classifier"), source)
+    shutil.copytree(exported_artifacts.exported_artifact("classifier"), source)
     artifact = read_artifact(source)
-    shutil.copyfile(exported.artifact("embedder") / "modules.json", source / "modules.json")
-    write_package(form, artifact, Origin(), tmp_path / "package")
+    shutil.copyfile(
+        exported_artifacts.exported_artifact("embedder") / "modules.json", source / "modules.json"
+    )
+    write_package(form, artifact, PackageOrigin(), tmp_path / "package")
     assert not (tmp_path / "package" / "modules.json").exists()
     assert "ForSequenceClassification" in (tmp_path / "package" / "README.md").read_text()
     (path,) = (tmp_path / "package").rglob("*.onnx")
@@ -76,7 +83,7 @@ def test_the_readme_shows_how_it_was_scored():
     said = (package("translator") / "README.md").read_text()
     assert said.count("model.generate(**inputs, num_beams=3, max_new_tokens=9)") == 2  # in the line too
     assert "optimum-onnx[onnxruntime]==0.1.0" in said
-    assert generation_words(Origin()) == ""
+    assert generate_arguments(PackageOrigin()) == ""
 
 
 @pytest.mark.peers
@@ -86,7 +93,7 @@ def test_optimum_says_what_smelt_says():
         form = {"classifier": "classifier", "embedder": "sentence"}.get(kind)
         form = form or ("seq2seq" if kind in ("translator", "t5") else "causal")
         common = {"folder": str(package(kind)), "kind": form, "texts": TEXTS}
-        with smelt.load(exported.artifact(kind)) as model:
+        with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
             if form in ("seq2seq", "causal"):
                 for beams in (1, 4):
                     found = model.generate(TEXTS, num_beams=beams, **GENERATION)
@@ -100,7 +107,7 @@ def test_optimum_says_what_smelt_says():
                 expected.append(
                     [list(r.probabilities.values()) for r in rows] if form == "classifier" else rows
                 )
-    answers = others.optimum("open_by_optimum.py", {"packages": asked})
+    answers = third_party_tools.run_in_optimum("open_by_optimum.py", {"packages": asked})
     for one, found, wanted in zip(asked, answers, expected, strict=True):
         if one["kind"] in ("seq2seq", "causal"):
             assert found == wanted, one

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import causal
-import others
 import pytest
+import third_party_tools
 import tiny
 
 import smelt
@@ -20,20 +20,20 @@ TASKS = {
 
 @pytest.mark.peers
 def test_graphs_that_optimum_exported_write_what_the_model_writes(tmp_path: Path) -> None:
-    tiny.marian(tmp_path / "marian")
-    causal.model(tmp_path / "gpt2", "gpt2")
+    tiny.write_marian(tmp_path / "marian")
+    causal.write_model(tmp_path / "gpt2", "gpt2")
     asked = [
         {"source": str(tmp_path / kind), "out": str(tmp_path / f"{kind}-onnx"), "task": task}
         for kind, (task, _) in TASKS.items()
     ]
-    names = others.optimum("export_by_optimum.py", {"models": asked})
+    names = third_party_tools.run_in_optimum("export_by_optimum.py", {"models": asked})
     assert set(names[0]) >= {"encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"}
     shutil.copytree(tmp_path / "marian-onnx", tmp_path / "merged-onnx")
     for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
         (tmp_path / "merged-onnx" / name).unlink()
     rows = {
-        "translation": tiny.pairs(tmp_path / "d.jsonl", 6).name,
-        "language-modeling": causal.lines(tmp_path / "d.txt", 1).name,
+        "translation": tiny.write_pairs(tmp_path / "d.jsonl", 6).name,
+        "language-modeling": causal.write_lines(tmp_path / "d.txt", 1).name,
     }
     for kind, source in (("marian", "marian"), ("merged", "marian"), ("gpt2", "gpt2")):
         task = TASKS[source][1]

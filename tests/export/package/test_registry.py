@@ -1,27 +1,27 @@
 """The table of forms."""
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.export.package.registry import DEFAULT, FORMS, find_form
+from smelt.export.package.registry import DEFAULT_FORMAT, PACKAGE_FORMATS, find_package_format
 
 
 def test_forms_are_found_by_their_names():
-    assert find_form(DEFAULT).name == DEFAULT
-    assert all(name == form.name for name, form in FORMS.items())
+    assert find_package_format(DEFAULT_FORMAT).name == DEFAULT_FORMAT
+    assert all(name == form.name for name, form in PACKAGE_FORMATS.items())
 
 
 def test_an_unknown_form_names_those_that_there_are():
-    with refused("unknown-package-format", InputError) as caught:
-        find_form("standalon")
+    with raises_code("unknown-package-format", InputError) as caught:
+        find_package_format("standalon")
     assert "'standalon'" in str(caught.value)
     assert "'standalone'" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", PACKAGE_FORMATS)
 def test_a_form_says_in_a_line_what_it_is(name):
-    form = FORMS[name]
-    assert 0 < len(f"  {max(FORMS, key=len)}  {form.summary}") <= 80
+    form = PACKAGE_FORMATS[name]
+    assert 0 < len(f"  {max(PACKAGE_FORMATS, key=len)}  {form.summary}") <= 80
     assert not form.summary.endswith(".")
-    assert form.takes.formats
+    assert form.supported.formats

@@ -2,27 +2,27 @@
 
 import json
 
-import exported
-import exports
+import exported_artifacts
+import graph_exports
 import numpy as np
 import onnx
-import others
 import pytest
+import third_party_tools
 import tiny
-from once import made_once
-from refusals import refused
+from expected_errors import raises_code
+from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError
 from smelt.export.graph_files import read_graph
-from smelt.export.package.form import Origin
-from smelt.export.package.hub.pieces import texts_of
-from smelt.export.package.transformers_js import TransformersJs, dtype_of
-from smelt.export.package.write import write_package
-from smelt.runtime.text.limits import NO_LIMIT
+from smelt.export.package.hub.marian_tokenizer_json import comparison_texts
+from smelt.export.package.package_format import PackageOrigin
+from smelt.export.package.transformers_js import TransformersJsFormat, transformers_js_dtype
+from smelt.export.package.write_package import write_package
+from smelt.runtime.text.length_limits import NO_LIMIT
 from smelt.runtime.text.marian_tokenizer import MarianTokenizer
-from smelt.runtime.text.tokenizing_file import Tokenizing, read_tokenizing, write_tokenizing
+from smelt.runtime.text.tokenizer_info import TokenizerInfo, read_tokenizer_info, write_tokenizer_info
 
 KINDS = {"translator": "seq2seq", "t5": "seq2seq", "writer": "causal"}
 KINDS |= {"classifier": "classifier", "embedder": "sentence"}
@@ -32,9 +32,14 @@ GENERATION = {"max_new_tokens": 9}
 
 def package(kind):
     def make(folder):
-        write_package(TransformersJs(), read_artifact(exported.artifact(kind)), Origin(), folder)
+        write_package(
+            TransformersJsFormat(),
+            read_artifact(exported_artifacts.exported_artifact(kind)),
+            PackageOrigin(),
+            folder,
+        )
 
-    return made_once(f"transformers-js-{kind}", make)
+    return make_once(f"transformers-js-{kind}", make)
 
 
 def read(path):
@@ -63,15 +68,17 @@ def test_a_classifier_of_pairs_has_token_types():
 def test_the_names_say_how_the_weights_are_stored():
     found = {}
     for scheme in ("fp32", "int8", "groupwise", "int4", "static", "nf4"):
-        graph = read_graph(exports.exported("marian", scheme).folder / "encoder_model.onnx", values=False)
-        found[scheme] = dtype_of([graph])
+        graph = read_graph(
+            graph_exports.exported_graphs("marian", scheme).folder / "encoder_model.onnx", values=False
+        )
+        found[scheme] = transformers_js_dtype([graph])
     assert found == {
         "fp32": "fp32", "int8": "q8", "groupwise": "q8", "int4": "q4", "static": "q8", "nf4": "bnb4",
     }  # fmt: skip
 
 
 def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):
-    source = exported.artifact("translator")
+    source = exported_artifacts.exported_artifact("translator")
     artifact = read_artifact(source)
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -80,16 +87,16 @@ def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):
     said = read(folder / "generation_config.json") | {"num_beams": 4}
     (folder / "generation_config.json").write_text(json.dumps(said))
     (tmp_path / "out").mkdir()
-    TransformersJs().write(Artifact(folder, artifact.manifest), Origin(), tmp_path / "out")
+    TransformersJsFormat().write(Artifact(folder, artifact.manifest), PackageOrigin(), tmp_path / "out")
     del said["num_beams"]
     assert read(tmp_path / "out" / "generation_config.json") == said
 
 
 def test_a_tokenizer_that_runs_in_python_alone_is_refused(tmp_path):
-    write_tokenizing(tmp_path, Tokenizing(reader="transformers", reason="XTokenizer runs in Python"))
-    artifact = Artifact(tmp_path, read_artifact(exported.artifact("translator")).manifest)
-    with refused("unsupported-tokenizer", InputError) as caught:
-        TransformersJs().check(artifact)
+    write_tokenizer_info(tmp_path, TokenizerInfo(reader="transformers", reason="XTokenizer runs in Python"))
+    artifact = Artifact(tmp_path, read_artifact(exported_artifacts.exported_artifact("translator")).manifest)
+    with raises_code("unsupported-tokenizer", InputError) as caught:
+        TransformersJsFormat().check(artifact)
     assert "XTokenizer" in str(caught.value)
 
 
@@ -99,24 +106,26 @@ def test_transformers_js_says_what_smelt_says():
     for kind, form in KINDS.items():
         generation = GENERATION if form in ("seq2seq", "causal") else None
         asked.append({"folder": str(package(kind)), "kind": form, "texts": TEXTS, "generation": generation})
-        with smelt.load(exported.artifact(kind)) as model:
+        with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
             if generation:
                 expected.append(model.generate(TEXTS, **GENERATION))
             elif form == "classifier":
                 expected.append([list(row.probabilities.values()) for row in model.predict(TEXTS)])
             else:
                 expected.append([model.embed(TEXTS)] * 2)  # the finished vector, and pooled by the pipeline
-    source = exported.artifact("translator")
-    details = read_tokenizing(source)
-    texts = texts_of(source, details, 2000)
+    source = exported_artifacts.exported_artifact("translator")
+    details = read_tokenizer_info(source)
+    texts = comparison_texts(source, details, 2000)
     encode = {"folder": str(package("translator")), "texts": texts}
-    answers = others.node("open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]})
+    answers = third_party_tools.run_in_node(
+        "open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]}
+    )
     for one, found, wanted in zip(asked, answers["packages"], expected, strict=True):
         if one["generation"]:
             assert found == wanted, one["folder"]
         else:
             np.testing.assert_allclose(found, wanted, atol=1e-5)
-    own = MarianTokenizer(source, details).encode_rows(texts, NO_LIMIT).ids
+    own = MarianTokenizer(source, details).encode_batch(texts, NO_LIMIT).ids
     differ = [t for t, a, b in zip(texts, own, answers["encode"][0], strict=True) if a != b]
     # its own NFKC is another for rare characters; words and punctuation are read as by the model
     assert len(differ) < 0.02 * len(texts), differ[:5]

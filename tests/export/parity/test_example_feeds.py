@@ -1,9 +1,9 @@
-import exports
+import graph_exports
 import numpy as np
 import pytest
 
-from smelt.export.parity.example_feeds import LENGTHS, example_feeds
-from smelt.runtime.backends.onnx_session import open_session
+from smelt.export.parity.example_feeds import EXAMPLE_LENGTHS, example_feeds
+from smelt.runtime.backends.onnx_session import open_onnx_session
 
 TOKENS = np.array([7, 8, 9, 11, 13])
 
@@ -14,14 +14,14 @@ TOKENS = np.array([7, 8, 9, 11, 13])
      ("gpt2", "model", 2)],
 )  # fmt: skip
 def test_every_graph_runs_on_padded_rows_of_different_tokens(family, graph, calls):
-    session = open_session(exports.exported(family, "fp32").folder / f"{graph}.onnx", 1)
+    session = open_onnx_session(graph_exports.exported_graphs(family, "fp32").folder / f"{graph}.onnx", 1)
     feeds = example_feeds(session, TOKENS)
     assert len(feeds) == calls
     for feed in feeds:
         assert set(feed) == {i.name for i in session.get_inputs()}
         session.run(None, feed)
         name = next(n for n in feed if n.endswith("attention_mask"))
-        assert sorted(feed[name].sum(axis=1)) == sorted(LENGTHS)
+        assert sorted(feed[name].sum(axis=1)) == sorted(EXAMPLE_LENGTHS)
         assert set(feed["input_ids"].ravel()) <= set(TOKENS)
         assert len(set(feed["input_ids"].ravel())) > 1
         for cache in (v for n, v in feed.items() if n.startswith("past_key_values") and v.size):
@@ -29,20 +29,20 @@ def test_every_graph_runs_on_padded_rows_of_different_tokens(family, graph, call
 
 
 def test_a_language_model_is_fed_a_prompt_padded_on_the_left_and_a_token_on_a_cache():
-    session = open_session(exports.exported("gpt2", "fp32").folder / "model.onnx", 1)
+    session = open_onnx_session(graph_exports.exported_graphs("gpt2", "fp32").folder / "model.onnx", 1)
     prompt, step = example_feeds(session, TOKENS)
     assert prompt["past_key_values.0.key"].shape[2] == 0
-    assert step["past_key_values.0.key"].shape[2] == max(LENGTHS) - 1
+    assert step["past_key_values.0.key"].shape[2] == max(EXAMPLE_LENGTHS) - 1
     assert (np.diff(prompt["attention_mask"], axis=1) >= 0).all()
-    assert prompt["position_ids"].max(axis=1).tolist() == [n - 1 for n in LENGTHS]
-    assert step["position_ids"][:, 0].tolist() == [n - 1 for n in LENGTHS]
+    assert prompt["position_ids"].max(axis=1).tolist() == [n - 1 for n in EXAMPLE_LENGTHS]
+    assert step["position_ids"][:, 0].tolist() == [n - 1 for n in EXAMPLE_LENGTHS]
 
 
 def test_a_graph_that_must_be_told_how_many_logits_to_keep_is_asked_for_all_and_for_one():
-    found = exports.exported("gpt2", "fp32", "tensorrt")
-    session = open_session(found.folder / "model.onnx", 1)
+    found = graph_exports.exported_graphs("gpt2", "fp32", "tensorrt")
+    session = open_onnx_session(found.folder / "model.onnx", 1)
     feeds = example_feeds(session, TOKENS)
     kept = [int(f["num_logits_to_keep"]) for f in feeds]
     assert kept == [0, 1, 0]
     lengths = [session.run(["logits"], f)[0].shape[1] for f in feeds]
-    assert lengths == [max(LENGTHS), 1, 1]
+    assert lengths == [max(EXAMPLE_LENGTHS), 1, 1]

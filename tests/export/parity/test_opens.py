@@ -1,11 +1,11 @@
 """Files of half precision are opened in the runtime that they are for, which knows what an operator takes."""
 
-import foreign_graphs
 import pytest
+import third_party_graphs
 from onnx import TensorProto, helper
 
 from smelt.core.errors import ParityError
-from smelt.export.parity.check import _require_opens
+from smelt.export.parity.check_parity import _require_opens
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from smelt.export.parity.check import _require_opens
     ],
 )
 def test_a_graph_of_bfloat16_is_opened_for_its_target(tmp_path, operator, opset, target, opens):
-    ends = [[foreign_graphs.value(name, [2, 2], TensorProto.BFLOAT16)] for name in "xy"]
-    model = foreign_graphs.model_of([helper.make_node(operator, ["x"], ["y"])], *ends, opset=opset)
-    path = foreign_graphs.save(model, tmp_path / "model.onnx")
+    ends = [[third_party_graphs.value_info(name, [2, 2], TensorProto.BFLOAT16)] for name in "xy"]
+    model = third_party_graphs.make_model([helper.make_node(operator, ["x"], ["y"])], *ends, opset=opset)
+    path = third_party_graphs.save_model(model, tmp_path / "model.onnx")
     if opens:
         _require_opens(path, target)
         return

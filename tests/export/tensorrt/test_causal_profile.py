@@ -7,10 +7,10 @@ import harness
 import pytest
 
 from smelt.core.data import Columns
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
+from smelt.export.tensorrt.optimization_profile import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile
-from smelt.export.tensorrt.profile import Range, causal_ranges, shapes_of
-from smelt.export.tensorrt.ranges import longest_output, profile_ranges
+from smelt.export.tensorrt.profile_ranges import max_output_tokens, profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 
 
@@ -29,7 +29,7 @@ def test_ranges_agree_with_each_other_and_with_the_positions(prompt, new, limit)
 def test_several_profiles_share_the_cache_of_the_longest_text():
     single = causal_ranges(1, 16, 64, longest_prompt=32)
     whole = causal_ranges(32, 16, 64, longest_prompt=32, usual_prompt=16)
-    assert single["input"] == Range(1, 1, 1)
+    assert single["input"] == SizeRange(1, 1, 1)
     assert single["past"].max == whole["past"].max == 47
     for found in (single, whole):
         assert found["input"].opt + found["past"].opt == found["total"].opt
@@ -50,14 +50,14 @@ def _graph(places):
 
 
 def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
-    folder = causal.model(tmp_path / "m", "gpt2")
-    causal.lines(folder / "t.txt", 1)
+    folder = causal.write_model(tmp_path / "m", "gpt2")
+    causal.write_lines(folder / "t.txt", 1)
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
-    ctx = harness.context(tmp_path, "language-modeling", data=data)
+    ctx = harness.make_context(tmp_path, "language-modeling", data=data)
     [ranges], limit = profile_ranges(folder, TensorrtSettings(max_batch_size=4), ctx)
     assert limit == json.loads((folder / "config.json").read_text())["n_positions"] == 64
     model = _graph(limit)
-    shapes = shapes_of(model, ranges, "model.onnx")
+    shapes = profile_shapes(model, ranges, "model.onnx")
     assert shapes["input_ids"] == ((1, 1), (1, 1), (4, 64))
     assert shapes["attention_mask"] == ((1, 1), (1, 32), (4, 127))
     assert shapes["past_key_values.0.key"] == ((1, 2, 0, 16), (1, 2, 31, 16), (4, 2, 63, 16))
@@ -80,4 +80,4 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
 def test_longest_output_is_what_the_models_generation_config_says(tmp_path, task, own, longest):
     (tmp_path / "config.json").write_text('{"max_length": 7}')
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    assert longest_output(tmp_path, task) == longest
+    assert max_output_tokens(tmp_path, task) == longest

@@ -5,82 +5,82 @@ import os
 from pathlib import Path
 from typing import Any
 
-import foreign_graphs as graphs
 import pytest
+import third_party_graphs as graphs
 from onnx import helper
 
 from smelt.export.tensorrt import check_file as module
-from smelt.export.tensorrt.check_file import answer, check_file
-from smelt.runtime.foreign.limits import Limits
+from smelt.export.tensorrt.check_file import check_onnx_for_tensorrt, subprocess_main
+from smelt.runtime.third_party.isolated_process import ProcessLimits
 
 
 def found(path: Path) -> list[tuple[str, str]]:
     """Rule and text of each finding, looked at in this process."""
-    return [(problem.rule, problem.text) for problem in answer([str(path)])]
+    return [(problem.rule, problem.text) for problem in subprocess_main([str(path)])]
 
 
 def reads_nothing() -> Any:
-    model = graphs.one_node()
+    model = graphs.one_node_model()
     model.graph.node[0].input[0] = "nowhere"
     return model
 
 
 def constant_of_a_file() -> Any:
     """A graph whose Constant node, no initializer, says that its value lies in another folder."""
-    weight = graphs.pointing("../weights.bin").graph.initializer[0]
+    weight = graphs.model_with_external_data("../weights.bin").graph.initializer[0]
     nodes = [
         helper.make_node("Constant", [], ["w"], value=weight),
         helper.make_node("Add", ["x", "w"], ["y"]),
     ]
-    return graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 8])])
+    return graphs.make_model(nodes, [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])])
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: graphs.with_tensor([1 << 16, 1 << 16], bytes(32)), " 32 bytes "),
-        (lambda: graphs.with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21"),
-        (lambda: graphs.pointing("gone.bin"), "gone.bin"),
+        (lambda: graphs.model_with_tensor([1 << 16, 1 << 16], bytes(32)), " 32 bytes"),
+        (lambda: graphs.model_with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21"),
+        (lambda: graphs.model_with_external_data("gone.bin"), "gone.bin"),
         (constant_of_a_file, "../weights.bin"),
         (reads_nothing, "'nowhere'"),
-        (graphs.circle, "Add 'one' -> Relu 'two'"),
+        (graphs.cyclic_model, "Add 'one' -> Relu 'two'"),
     ],
 )
 def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, said: str) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
-    ((rule, text),) = found(graphs.save(make(), tmp_path / "inside" / "m.onnx"))
+    ((rule, text),) = found(graphs.save_model(make(), tmp_path / "inside" / "m.onnx"))
     assert rule == "damaged"
     assert said in text
 
 
 def test_damages_beyond_the_twentieth_are_counted(tmp_path: Path) -> None:
-    model = graphs.one_node()
+    model = graphs.one_node_model()
     for at in range(25):
-        model.graph.initializer.append(graphs.with_tensor([4], bytes(at)).graph.initializer[0])
+        model.graph.initializer.append(graphs.model_with_tensor([4], bytes(at)).graph.initializer[0])
         model.graph.initializer[-1].name = f"w{at}"
-    texts = [text for _, text in found(graphs.save(model, tmp_path / "m.onnx"))]
+    texts = [text for _, text in found(graphs.save_model(model, tmp_path / "m.onnx"))]
     assert len(texts) == 21
     assert " 4 " in texts[-1]  # one of them holds what it should
 
 
 def test_the_rules_answer_of_the_process_is_that_of_this_one(tmp_path: Path) -> None:
-    path = graphs.save(graphs.one_node("Magic", "com.evil"), tmp_path / "m.onnx")
-    assert check_file(path) == answer([str(path)])
-    assert [problem.rule for problem in check_file(path)] == ["foreign-operator"]
+    path = graphs.save_model(graphs.one_node_model("Magic", "com.evil"), tmp_path / "m.onnx")
+    assert check_onnx_for_tensorrt(path) == subprocess_main([str(path)])
+    assert [problem.rule for problem in check_onnx_for_tensorrt(path)] == ["foreign-operator"]
 
 
 def test_a_file_that_takes_much_more_than_its_size_ends_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs.many_empty_nodes(tmp_path / "m.onnx", 3_000_000)
-    monkeypatch.setattr(module, "limits_for", lambda path: Limits(400_000_000, 12.0))
-    (problem,) = check_file(tmp_path / "m.onnx")
+    graphs.write_many_empty_nodes(tmp_path / "m.onnx", 3_000_000)
+    monkeypatch.setattr(module, "validation_limits", lambda path: ProcessLimits(400_000_000, 12.0))
+    (problem,) = check_onnx_for_tensorrt(tmp_path / "m.onnx")
     assert (problem.rule, problem.severity) == ("unreadable", "error")
     # Which limit is met first differs between machines: some take little memory for a node.
     assert " 0.4 GB " in problem.text or " 12 s " in problem.text
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    (problem,) = check_file(tmp_path / "gone.onnx")
+    (problem,) = check_onnx_for_tensorrt(tmp_path / "gone.onnx")
     assert (problem.rule, problem.severity) == ("unreadable", "error")
     assert os.strerror(errno.ENOENT) in problem.reason

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smelt.export.tensorrt.build import BuildOptions, _configure
+from smelt.export.tensorrt.build_engine import BuildOptions, _configure
 
 DEFAULT: dict[str, Any] = {
     "workspace_mib": 2048, "optimization_level": 3, "tf32": True, "hardware_compatibility": "none",

@@ -6,11 +6,11 @@ Export and profiles as in a recipe; the engines are built on the rig (see proces
 from pathlib import Path
 from typing import Any
 
-import exports
+import embedders
+import graph_exports
 import matrix
 import onnx
 import pytest
-import sentences
 import tensorrt_graphs
 import tensorrt_rig
 
@@ -23,30 +23,30 @@ def both(family: str) -> bool:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-EVERYDAY = list(tensorrt_graphs.EVERYDAY)
-FAMILIES = list(tensorrt_graphs.GRAPHS) if matrix.whole() else EVERYDAY
+EVERYDAY = list(tensorrt_graphs.COMMON_FAMILIES)
+FAMILIES = list(tensorrt_graphs.GRAPH_COUNTS) if matrix.is_full_matrix() else EVERYDAY
 # fp16 here is each constant narrowed, in a second; what the stage leaves, which takes a trace, follows below
-CASES = matrix.cells(EVERYDAY, ["fp32", "fp16"], full=both)
+CASES = matrix.matrix_cells(EVERYDAY, ["fp32", "fp16"], full=both)
 CASES += [(family, "fp32") for family in FAMILIES if family not in EVERYDAY]
 
 
 def test_every_family_of_the_registry_has_its_graphs_and_its_row_in_the_page() -> None:
     page = (ROOT / "docs" / "reference" / "stages" / "tensorrt.md").read_text(encoding="utf-8")
-    embedders = {name for name, known in registry.FAMILIES.items() if sentences.TASK in known.tasks}
-    assert set(registry.FAMILIES) | {f"embedder-{name}" for name in embedders - {"bert"}} | {
+    embedding = {name for name, known in registry.FAMILIES.items() if embedders.TASK in known.tasks}
+    assert set(registry.FAMILIES) | {f"embedder-{name}" for name in embedding - {"bert"}} | {
         "embedder"
-    } == set(tensorrt_graphs.GRAPHS)
+    } == set(tensorrt_graphs.GRAPH_COUNTS)
     assert [name for name in registry.FAMILIES if f"|`{name}`|" not in page] == []
-    assert set(sentences.FAMILIES) == embedders
+    assert set(embedders.FAMILIES) == embedding
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_engines_of_the_family_are_built_in_each_precision(family: str, dtype: str, tmp_path: Path) -> None:
-    tensorrt_rig.require()
-    whole = tensorrt_graphs.exported(family)
-    folder = whole if dtype == "fp32" else tensorrt_graphs.copy(family, tmp_path / "half", half=True)
-    graphs = tensorrt_graphs.planned(family, folder)
-    assert len(graphs) == tensorrt_graphs.GRAPHS[family]
+    tensorrt_rig.rig_environment()
+    whole = tensorrt_graphs.exported_folder(family)
+    folder = whole if dtype == "fp32" else tensorrt_graphs.copy_graphs(family, tmp_path / "half", half=True)
+    graphs = tensorrt_graphs.graphs_with_shapes(family, folder)
+    assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes", 0) > weights(path), (path.name, answer)
         assert not [one for one in answer["warnings"] if "profile" in one["message"]]
@@ -64,16 +64,18 @@ def weights(path: Path) -> int:
 # Qwen3 norms each head's queries and keys too; Gemma's norms multiply with 1 + weight
 KEPT = [("bert", "bf16"), ("qwen3", "fp16"), ("gemma", "fp16")]
 WITH_BF16 = ("marian", "t5", "bart", "roberta", "embedder", "gpt2", "llama", "bert")
-if matrix.whole():
+if matrix.is_full_matrix():
     KEPT = [(family, "fp16") for family in FAMILIES]
     KEPT += [(family, "bf16") for family in WITH_BF16]
 
 
 @pytest.mark.parametrize(("family", "dtype"), KEPT)
 def test_engines_are_built_of_graphs_in_which_norms_stay_float32(family: str, dtype: str) -> None:
-    tensorrt_rig.require()
-    graphs = tensorrt_graphs.planned(family, exports.exported(family, "fp32", "tensorrt", dtype).folder)
-    assert len(graphs) == tensorrt_graphs.GRAPHS[family]
+    tensorrt_rig.rig_environment()
+    graphs = tensorrt_graphs.graphs_with_shapes(
+        family, graph_exports.exported_graphs(family, "fp32", "tensorrt", dtype).folder
+    )
+    assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes"), (path.name, answer)
         assert answer["types"]["FLOAT"] > 0
@@ -84,11 +86,11 @@ def test_engines_are_built_of_graphs_in_which_norms_stay_float32(family: str, dt
 TWO = [{"max_batch_size": 1, "lengths": {"opt": 1, "max": 1}}, {"length_percentile": 100}]
 
 
-@pytest.mark.parametrize("family", ["marian", "llama"] if matrix.whole() else ["marian"])
+@pytest.mark.parametrize("family", ["marian", "llama"] if matrix.is_full_matrix() else ["marian"])
 def test_engines_are_built_with_several_profiles(family: str) -> None:
     """Single tokens or texts of one row, and all else: what the sums and shared sizes of each must fit."""
-    tensorrt_rig.require()
-    graphs = tensorrt_graphs.planned(family, tensorrt_graphs.exported(family), profiles=TWO)
+    tensorrt_rig.rig_environment()
+    graphs = tensorrt_graphs.graphs_with_shapes(family, tensorrt_graphs.exported_folder(family), profiles=TWO)
     assert all(len(profiles) == 2 for profiles in graphs.values())
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes", 0) > weights(path), (path.name, answer)

@@ -3,46 +3,46 @@
 from pathlib import Path
 from typing import Any
 
-import exports
+import graph_exports
 import matrix
 import onnx
 import pytest
 import tensorrt_graphs
 import tensorrt_rig
 import torch
+from expected_errors import raises_code
 from onnx import TensorProto
-from refusals import refused
 from torch import nn
 
-from smelt.compress.quantize.coding import quantize_module
+from smelt.compress.quantize.weight_quantizer import quantize_module
 from smelt.core.errors import InputError
+from smelt.export.expand_placeholders import expand_placeholders
 from smelt.export.graph_files import write_graph
-from smelt.export.graphs.graph import Graph
-from smelt.export.graphs.of_model import export_graph
-from smelt.export.load_time import spell_out
-from smelt.export.precision.narrow import narrow
-from smelt.export.stage.fit import kind_of
-from smelt.export.stage.settings import OnnxSettings
-from smelt.runtime.schemes.registry import defaults, find
+from smelt.export.graphs.export_graph import export_graph
+from smelt.export.graphs.graph_spec import GraphSpec
+from smelt.export.onnx_export.check_export import tolerance_kind
+from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.runtime.schemes.registry import default_options, find_scheme
 
 WIDE = 1024
 
 # a classifier, a decoder alone with its cache, a translator
 FAMILIES = ["bert", "llama", "marian"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "fp16")]
-if matrix.whole():
+if matrix.is_full_matrix():
     CODED = [
-        family for family in tensorrt_graphs.GRAPHS if family != "resnet"
+        family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
     ]  # which has no products to code
     CASES += [(family, "fp16") for family in CODED if family not in FAMILIES]
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_engines_of_a_family_are_built_with_4_bit_codes(family: str, dtype: str) -> None:
-    tensorrt_rig.require()
-    found = exports.exported(family, "signed", "tensorrt", dtype)
-    graphs = tensorrt_graphs.planned(family, found.folder)
-    assert len(graphs) == tensorrt_graphs.GRAPHS[family]
+    tensorrt_rig.rig_environment()
+    found = graph_exports.exported_graphs(family, "signed", "tensorrt", dtype)
+    graphs = tensorrt_graphs.graphs_with_shapes(family, found.folder)
+    assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     assert found.details["opset"] == 21
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes"), (path.name, answer)
@@ -63,11 +63,11 @@ SHAPES = {"x": ((1, WIDE), (8, WIDE), (16, WIDE))}
 def write(path: Path, layers: list[nn.Module], half: bool) -> Path:
     module = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     module.attentions = ()  # type: ignore[assignment]
-    graph = Graph("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
+    graph = GraphSpec("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
     made = export_graph(graph, "tensorrt", 21)
-    spell_out(made)
+    expand_placeholders(made)
     if half:
-        narrow(made, "model")
+        convert_to_half(made, "model")
     write_graph(made, path)
     return path
 
@@ -75,7 +75,7 @@ def write(path: Path, layers: list[nn.Module], half: bool) -> Path:
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("half", [True, False])
 def test_an_engine_holds_the_weights_in_4_bits(half: bool, size: int, tmp_path: Path) -> None:
-    tensorrt_rig.require()
+    tensorrt_rig.rig_environment()
     torch.manual_seed(0)
     options = {"group_size": size, "symmetric": "positive", "accuracy_level": 0}
     wide = [nn.Linear(WIDE, WIDE) for _ in range(3)]
@@ -118,23 +118,25 @@ def test_what_tensorrt_does_not_run_is_refused_with_what_it_does(
     scheme: str, options: dict[str, Any], settings: dict[str, Any], code: str, values: list[str], target: str
 ) -> None:
     fine = {"symmetric": "positive", "accuracy_level": 0} if scheme == "int4" else {}
-    layer = quantize_module(nn.Linear(64, 8), scheme, defaults(find(scheme)) | fine | options)
-    with refused(code, InputError) as caught:
-        kind_of(nn.Sequential(layer), OnnxSettings.model_validate({"target": target} | settings))
+    layer = quantize_module(nn.Linear(64, 8), scheme, default_options(find_scheme(scheme)) | fine | options)
+    with raises_code(code, InputError) as caught:
+        tolerance_kind(nn.Sequential(layer), OnnxSettings.model_validate({"target": target} | settings))
     assert [value for value in values if value not in str(caught.value)] == []
 
 
 def test_tensorrt_10_in_onnx_runtime_is_refused_with_what_runs_there() -> None:
     layer = quantize_module(
-        nn.Linear(64, 8), "int4", defaults(find("int4")) | {"symmetric": "positive", "accuracy_level": 0}
+        nn.Linear(64, 8),
+        "int4",
+        default_options(find_scheme("int4")) | {"symmetric": "positive", "accuracy_level": 0},
     )
-    with refused("unsupported-scheme", InputError) as caught:
-        kind_of(nn.Sequential(layer), OnnxSettings(target="ort-tensorrt"))
+    with raises_code("unsupported-scheme", InputError) as caught:
+        tolerance_kind(nn.Sequential(layer), OnnxSettings(target="ort-tensorrt"))
     assert str(caught.value).endswith(" int8-static.")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_the_tolerance_is_that_of_the_precision_since_nothing_is_rounded(dtype: str) -> None:
-    options = defaults(find("int4")) | {"symmetric": "positive", "accuracy_level": 0}
+    options = default_options(find_scheme("int4")) | {"symmetric": "positive", "accuracy_level": 0}
     layer = quantize_module(nn.Linear(64, 8), "int4", options)
-    assert kind_of(nn.Sequential(layer), OnnxSettings(target="tensorrt", dtype=dtype)) == dtype
+    assert tolerance_kind(nn.Sequential(layer), OnnxSettings(target="tensorrt", dtype=dtype)) == dtype

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import exports
+import graph_exports
 import matrix
 import onnx
 import pytest
@@ -12,25 +12,27 @@ import tensorrt_rig
 import torch
 from torch import nn
 
+from smelt.export.expand_placeholders import expand_placeholders
 from smelt.export.graph_files import write_graph
-from smelt.export.graphs.graph import Graph
-from smelt.export.graphs.of_model import export_graph
-from smelt.export.load_time import spell_out
+from smelt.export.graphs.export_graph import export_graph
+from smelt.export.graphs.graph_spec import GraphSpec
 
 WIDE = 1024
 
 
 # an encoder that classifies, an encoder with a decoder and its cache, a decoder alone; else all
-CODED = [family for family in tensorrt_graphs.GRAPHS if family != "resnet"]  # which has no products to code
-FAMILIES = CODED if matrix.whole() else ["bert", "llama"]
+CODED = [
+    family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
+]  # which has no products to code
+FAMILIES = CODED if matrix.is_full_matrix() else ["bert", "llama"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engines_of_a_family_are_built_with_int8_products(family: str) -> None:
-    tensorrt_rig.require()
-    folder = exports.exported(family, "static", "tensorrt").folder
-    graphs = tensorrt_graphs.planned(family, folder)
-    assert len(graphs) == tensorrt_graphs.GRAPHS[family]
+    tensorrt_rig.rig_environment()
+    folder = graph_exports.exported_graphs(family, "static", "tensorrt").folder
+    graphs = tensorrt_graphs.graphs_with_shapes(family, folder)
+    assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes"), (path.name, answer)
         pairs = sum(n.op_type == "QuantizeLinear" for n in onnx.load(path).graph.node)
@@ -39,10 +41,12 @@ def test_engines_of_a_family_are_built_with_int8_products(family: str) -> None:
 
 
 def test_an_engine_holds_the_weights_as_bytes(tmp_path: Path) -> None:
-    tensorrt_rig.require()
+    tensorrt_rig.rig_environment()
     wide = [nn.Linear(WIDE, WIDE) for _ in range(3)]
     graphs = {write(tmp_path / "float.onnx", wide): SHAPES}
-    graphs[write(tmp_path / "int8.onnx", [schemes.observing(m, "int8-static") for m in wide])] = SHAPES
+    graphs[write(tmp_path / "int8.onnx", [schemes.with_activation_range(m, "int8-static") for m in wide])] = (
+        SHAPES
+    )
     whole, codes = tensorrt_rig.build_all(graphs)
     assert whole["types"].get("INT8", 0) == 0
     saved = whole["bytes"] - codes["bytes"]
@@ -55,8 +59,8 @@ SHAPES = {"x": ((1, WIDE), (8, WIDE), (16, WIDE))}
 def write(path: Path, layers: list[nn.Module]) -> Path:
     module = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     module.attentions = ()  # type: ignore[assignment]
-    graph = Graph("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
+    graph = GraphSpec("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
     made = export_graph(graph, "tensorrt", 20)
-    spell_out(made)
+    expand_placeholders(made)
     write_graph(made, path)
     return path

@@ -4,12 +4,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from refusals import refused
 
 from smelt.core.errors import RunError
-from smelt.export.tensorrt.preflight import Problem, check_profile, load_graph, preflight
-from smelt.export.tensorrt.profile import Range, input_range, past_range, shapes_of
+from smelt.export.tensorrt.optimization_profile import SizeRange, input_range, past_range, profile_shapes
+from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
 
 FLOAT, HALF, INT8, UINT8, INT32 = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32,
@@ -30,7 +30,7 @@ def matmul(name: str = "dense", weight: str = "w") -> Any:
     return helper.make_node("MatMul", ["x", weight], ["y"], name=name)
 
 
-def check(model: Any, folder: Path) -> tuple[list[Problem], list[Problem]]:
+def check(model: Any, folder: Path) -> tuple[list[TensorrtProblem], list[TensorrtProblem]]:
     """Return the errors and the warnings."""
     path = folder / "model.onnx"
     onnx.save(model, path)
@@ -51,15 +51,15 @@ def test_opset_outside_of_9_to_25_is_refused(tmp_path: Path, opset: int, passes:
     errors, _ = check(graph([matmul()], {"w": W}, opset), tmp_path)
     assert (errors == []) is passes
     if not passes:
-        assert (errors[0].rule, errors[0].place) == ("opset", f"opset {opset}")
+        assert (errors[0].rule, errors[0].location) == ("opset", f"opset {opset}")
 
 
 def test_operators_of_other_runtimes_are_refused_by_name(tmp_path: Path) -> None:
     node = helper.make_node("FusedMatMul", ["x", "w"], ["y"], name="fused", domain="com.microsoft")
     (error,) = check(graph([node], {"w": W}, domain="com.microsoft"), tmp_path)[0]
-    assert (error.rule, error.graph, error.place) == ("foreign-operator", "model.onnx", "node 'fused'")
+    assert (error.rule, error.graph, error.location) == ("foreign-operator", "model.onnx", "node 'fused'")
     assert "com.microsoft::FusedMatMul" in error.reason
-    assert "onnx: {target: tensorrt}" in error.mend
+    assert "onnx: {target: tensorrt}" in error.hint
     assert error.text.startswith("model.onnx: node 'fused': ")
 
 
@@ -69,13 +69,13 @@ def test_dynamic_int8_is_refused(tmp_path: Path) -> None:
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], name="back"),
     ]
     errors, _ = check(graph(nodes, {}), tmp_path)
-    assert ("integer-operator", "node 'dynamic'") in [(e.rule, e.place) for e in errors]
-    assert ("unsigned-codes", "node 'back' (DequantizeLinear)") in [(e.rule, e.place) for e in errors]
+    assert ("integer-operator", "node 'dynamic'") in [(e.rule, e.location) for e in errors]
+    assert ("unsigned-codes", "node 'back' (DequantizeLinear)") in [(e.rule, e.location) for e in errors]
 
 
 def test_two_types_in_one_operator_are_refused(tmp_path: Path) -> None:
     (error,) = check(graph([matmul()], {"w": W.astype(np.float16)}), tmp_path)[0]
-    assert (error.rule, error.place) == ("mixed-types", "node 'dense' (MatMul)")
+    assert (error.rule, error.location) == ("mixed-types", "node 'dense' (MatMul)")
     assert "float ('x')" in error.reason
     assert "float16 ('w')" in error.reason
     cast = helper.make_node("Cast", ["w16"], ["w"], to=FLOAT)
@@ -105,8 +105,8 @@ def test_symmetric_int8_pairs_pass(tmp_path: Path) -> None:
 )
 def test_other_pairs_are_refused_at_both_ends(tmp_path: Path, model: Any, rule: str) -> None:
     errors, _ = check(model, tmp_path)
-    assert [e for e in errors if e.rule == rule and "'q'" in e.place]
-    assert [e for e in errors if e.rule == rule and "'dq'" in e.place]
+    assert [e for e in errors if e.rule == rule and "'q'" in e.location]
+    assert [e for e in errors if e.rule == rule and "'dq'" in e.location]
 
 
 def test_quantize_without_a_zero_point_gives_uint8_unless_it_says_otherwise(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_quantized_bias_is_refused(tmp_path: Path) -> None:
         helper.make_node("Add", ["x", "b"], ["y"]),
     ]
     (error,) = check(graph(nodes, {"b8": np.ones(4, np.int32), "s": np.float32(0.1)}), tmp_path)[0]
-    assert (error.rule, error.place) == ("codes", "node 'bias' (DequantizeLinear)")
+    assert (error.rule, error.location) == ("codes", "node 'bias' (DequantizeLinear)")
     assert "int32" in error.reason
 
 
@@ -137,7 +137,7 @@ def test_overflowed_constant_is_refused(tmp_path: Path, value: float) -> None:
     weight[1, 2] = value
     (error,) = check(graph([matmul()], {"w": weight}, kind=HALF), tmp_path)[0]
     assert error.rule == "infinite"
-    assert "'w' (float16)" in error.place
+    assert "'w' (float16)" in error.location
     assert " 1 " in error.reason
 
 
@@ -146,7 +146,7 @@ def test_mask_with_minus_infinity_is_only_a_warning(tmp_path: Path) -> None:
     errors, warnings = check(graph([node], {"mask": np.array([0, -np.inf, 0, 0], np.float32)}), tmp_path)
     assert errors == []
     assert warnings[0].rule == "mask"
-    assert "'mask'" in warnings[0].place
+    assert "'mask'" in warnings[0].location
 
 
 def test_missing_external_weights_and_damaged_files_are_named(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_missing_external_weights_and_damaged_files_are_named(tmp_path: Path) ->
     (tmp_path / "model.onnx.data").unlink()
     (problem,) = preflight(load_graph(path), path)
     assert problem.rule == "external-data"
-    assert "'w'" in problem.place
+    assert "'w'" in problem.location
     path.write_bytes(b"\xff\xff\xff")
-    with refused("damaged-file", RunError):
+    with raises_code("damaged-file", RunError):
         load_graph(path)
 
 
@@ -184,11 +184,11 @@ def decoder() -> Any:
     return helper.make_model(helper.make_graph([], "g", inputs, []))
 
 
-RANGES = {"batch": Range(1, 1, 8), "input": Range(1, 14, 32), "past": Range(0, 7, 127)}
+RANGES = {"batch": SizeRange(1, 1, 8), "input": SizeRange(1, 14, 32), "past": SizeRange(0, 7, 127)}
 
 
 def test_shapes_follow_the_names_of_dimensions() -> None:
-    shapes = shapes_of(decoder(), RANGES, "decoder")
+    shapes = profile_shapes(decoder(), RANGES, "decoder")
     assert shapes["input_ids"] == ((1, 1), (1, 1), (8, 1))
     assert shapes["encoder_attention_mask"] == ((1, 1), (1, 14), (8, 32))
     assert shapes["past_key_values.0.decoder.key"] == ((1, 2, 0, 16), (1, 2, 7, 16), (8, 2, 127, 16))
@@ -196,8 +196,8 @@ def test_shapes_follow_the_names_of_dimensions() -> None:
 
 
 def test_dynamic_size_has_an_entry_also_where_it_is_one_size_only() -> None:
-    one = {"batch": Range(1, 1, 1), "input": Range(1, 1, 1), "past": Range(0, 7, 127)}
-    shapes = shapes_of(decoder(), one, "decoder")
+    one = {"batch": SizeRange(1, 1, 1), "input": SizeRange(1, 1, 1), "past": SizeRange(0, 7, 127)}
+    shapes = profile_shapes(decoder(), one, "decoder")
     assert shapes["encoder_attention_mask"] == ((1, 1), (1, 1), (1, 1))
     assert check_profile(decoder(), shapes, 128) == []
 
@@ -205,13 +205,13 @@ def test_dynamic_size_has_an_entry_also_where_it_is_one_size_only() -> None:
 def test_a_dimension_without_a_known_name_is_refused() -> None:
     model = decoder()
     model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "encoder_lenght"
-    with refused("unknown-axis-size", RunError) as caught:
-        shapes_of(model, RANGES, "decoder")
+    with raises_code("unknown-axis-size", RunError) as caught:
+        profile_shapes(model, RANGES, "decoder")
     assert "'encoder_length'" in str(caught.value)
 
 
 def test_profile_mistakes_that_tensorrt_would_build_are_found() -> None:
-    shapes = shapes_of(decoder(), RANGES, "decoder")
+    shapes = profile_shapes(decoder(), RANGES, "decoder")
     (problem,) = check_profile(decoder(), shapes, 100)
     assert problem.rule == "profile-too-long"
     for value in ("'past_key_values.0.decoder.key'", " 128 ", " 100 ", "tensorrt: {lengths: ...}"):
@@ -229,8 +229,8 @@ def test_profile_mistakes_that_tensorrt_would_build_are_found() -> None:
 
 def test_ranges_come_from_percentiles_of_the_lengths() -> None:
     lengths = list(range(1, 101))
-    assert input_range(lengths, 99, 512) == Range(1, 50, 104)  # 99.01 rounded up to a multiple of 8
-    assert input_range(lengths, 99, 64) == Range(1, 50, 64)
-    assert past_range([20] * 5, 128, 512) == Range(0, 10, 127)
-    assert past_range([20] * 5, 128, 16) == Range(0, 10, 15)
-    assert past_range([1], 1, 512) == Range(0, 0, 0)
+    assert input_range(lengths, 99, 512) == SizeRange(1, 50, 104)  # 99.01 rounded up to a multiple of 8
+    assert input_range(lengths, 99, 64) == SizeRange(1, 50, 64)
+    assert past_range([20] * 5, 128, 512) == SizeRange(0, 10, 127)
+    assert past_range([20] * 5, 128, 16) == SizeRange(0, 10, 15)
+    assert past_range([1], 1, 512) == SizeRange(0, 0, 0)

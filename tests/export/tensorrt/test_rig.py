@@ -10,7 +10,7 @@ import tensorrt_rig
 
 def made(base: Path) -> object:
     """Make the rig as if nobody had asked for it before."""
-    return tensorrt_rig._made.__wrapped__(base)
+    return tensorrt_rig._make_rig.__wrapped__(base)
 
 
 def is_off(error: BaseException) -> bool:
@@ -23,7 +23,7 @@ def test_rig_that_is_switched_off_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(tensorrt_rig.NoRigError, check=is_off):
         tensorrt_rig.environment()
     with pytest.raises(pytest.skip.Exception, check=is_off):
-        tensorrt_rig.require()
+        tensorrt_rig.rig_environment()
 
 
 def test_packages_that_cannot_be_fetched_leave_nothing_behind(

@@ -7,23 +7,23 @@ import harness
 import numpy as np
 import onnx
 import pytest
+from expected_errors import raises_code, raises_setting_codes
 from onnx import TensorProto, helper, numpy_helper
-from refusals import invalid, refused
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import sha256_of
-from smelt.core.messages import Message, codes, warning
+from smelt.core.messages import Message, message_codes, warning
 from smelt.core.stage import Context
 from smelt.export.tensorrt import stage as module
-from smelt.export.tensorrt.build import BuildOptions
-from smelt.export.tensorrt.profile import Range, Shapes
-from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.build_engine import BuildOptions
+from smelt.export.tensorrt.optimization_profile import ProfileShapes, SizeRange
+from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.runtime.backends import tensorrt_module
-from smelt.runtime.backends.tensorrt_sidecar import Sidecar, hash_of_graph, read_sidecar
+from smelt.runtime.backends.tensorrt_sidecar import EngineSidecar, graph_hash, read_sidecar
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 
@@ -72,7 +72,7 @@ def artifact(folder: Path, target: str = "tensorrt") -> Artifact:
 
 def context(out: Path, words: list[int]) -> Context:
     rows = tuple(Example("word " * n, label=0) for n in words)
-    return harness.context(
+    return harness.make_context(
         out, "text-classification", data={"validation": Split("made", rows)} if rows else {}
     )
 
@@ -93,7 +93,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_onnx_for_another_target_is_refused(source: Path, out: Path) -> None:
-    with refused("unsupported-target", InputError) as caught:
+    with raises_code("unsupported-target", InputError) as caught:
         TensorrtStage()(artifact(source, "ort-cpu"), TensorrtSettings(), context(out, [3]))
     assert "'ort-cpu'" in str(caught.value)
     assert "onnx: {target: tensorrt}" in str(caught.value)
@@ -102,8 +102,8 @@ def test_onnx_for_another_target_is_refused(source: Path, out: Path) -> None:
 def test_missing_tensorrt_says_how_to_install_it(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt_module, "NAMES", ("a_package_that_nobody_has",))
-    with refused("not-installed", MissingDependencyError) as caught:
+    monkeypatch.setattr(tensorrt_module, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
+    with raises_code("not-installed", MissingDependencyError) as caught:
         TensorrtStage()(artifact(source), TensorrtSettings(), context(out, [3]))
     assert "pip install tensorrt" in str(caught.value)
     assert "optional: true" in str(caught.value)
@@ -113,7 +113,7 @@ def test_older_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "tensorrt.py").write_text("__version__ = '10.9.0.34'")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
-    with refused("outdated-package", InputError) as caught:
+    with raises_code("outdated-package", InputError) as caught:
         tensorrt_module.import_tensorrt()
     assert "10.9.0.34" in str(caught.value)
     __import__("sys").modules.pop("tensorrt", None)
@@ -122,10 +122,10 @@ def test_older_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: dict[str, tuple[Shapes, BuildOptions]] = {}
+    built: dict[str, tuple[ProfileShapes, BuildOptions]] = {}
 
     def build(
-        trt: Any, path: Path, profiles: list[Shapes], options: BuildOptions, progress: Any
+        trt: Any, path: Path, profiles: list[ProfileShapes], options: BuildOptions, progress: Any
     ) -> tuple[bytes, list[Message]]:
         [shapes] = profiles
         built[path.name] = shapes, options
@@ -154,7 +154,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     assert [(one.code, one.file) for one in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
     assert "something to know" in ctx.warnings[0].message
     said = read_sidecar(out / "model.plan")
-    assert said == Sidecar(
+    assert said == EngineSidecar(
         package="tensorrt",
         version="11.4.0",
         gpu=None,
@@ -222,7 +222,7 @@ def test_profiles_of_which_none_takes_all_are_refused(source: Path, out: Path) -
         {"max_batch_size": 8, "lengths": {"opt": 4, "max": 8}},
     ]
     settings = TensorrtSettings.model_validate({"profiles": profiles})
-    with refused("no-covering-profile", InputError) as caught:
+    with raises_code("no-covering-profile", InputError) as caught:
         profile_ranges(source, settings, context(out, [3]))
     assert "max_batch_size" in str(caught.value)
 
@@ -236,9 +236,9 @@ def test_weights_outside_bring_the_graph_along(source: Path, out: Path, built: d
     assert {p.name for p in out.glob("*")} >= {"model.plan", "model.plan.json", "model.onnx", "w.data"}
     said = read_sidecar(out / "model.plan")
     assert said is not None
-    assert said.graph_sha256 == hash_of_graph(out / "model.onnx")
+    assert said.graph_sha256 == graph_hash(out / "model.onnx")
     (out / "w.data").write_bytes(b"x" + (out / "w.data").read_bytes()[1:])
-    assert said.graph_sha256 != hash_of_graph(out / "model.onnx")  # the weights count, not the graph alone
+    assert said.graph_sha256 != graph_hash(out / "model.onnx")  # the weights count, not the graph alone
 
 
 def test_preflight_errors_stop_the_stage_before_the_builder(
@@ -246,7 +246,7 @@ def test_preflight_errors_stop_the_stage_before_the_builder(
 ) -> None:
     classifier(source, weight=np.inf)
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
-    with refused("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as caught:
         TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
     assert [(one.code, one.file) for one in caught.value.found] == [("tensorrt-infinite", "model.onnx")]
     assert "'table' (float)" in str(caught.value)
@@ -259,9 +259,9 @@ def test_lengths_beyond_the_position_table_are_refused(
 ) -> None:
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     settings = TensorrtSettings(timing_cache=False, lengths={"opt": 8, "max": 32})
-    with refused("unsupported-graph", RunError) as caught:
+    with raises_code("unsupported-graph", RunError) as caught:
         TensorrtStage()(artifact(source), settings, context(out, [3]))
-    assert set(codes(caught.value.found)) == {"tensorrt-profile-too-long"}
+    assert set(message_codes(caught.value.found)) == {"tensorrt-profile-too-long"}
     assert " 32 " in str(caught.value)
     assert " 16 " in str(caught.value)
 
@@ -270,17 +270,17 @@ def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Pat
     ctx = context(out, [2] * 60 + [40])
     [ranges], limit = profile_ranges(source, TensorrtSettings(length_percentile=100), ctx)
     assert limit == 16
-    assert ranges["input"] == Range(1, 4, 16)
-    assert codes(ctx.warnings) == ["longer-than-engine"]
+    assert ranges["input"] == SizeRange(1, 4, 16)
+    assert message_codes(ctx.warnings) == ["longer-than-engine"]
     assert re.findall(r"\d+", ctx.warnings[0].message)[:3] == ["1", "61", "16"]
 
 
 def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Path, out: Path) -> None:
-    with refused("missing-data", InputError) as caught:
+    with raises_code("missing-data", InputError) as caught:
         profile_ranges(source, TensorrtSettings(), context(out, []))
     assert "tensorrt: {lengths" in str(caught.value)
     settings = TensorrtSettings(lengths={"opt": 4, "max": 12})
-    assert profile_ranges(source, settings, context(out, []))[0][0]["input"] == Range(1, 4, 12)
+    assert profile_ranges(source, settings, context(out, []))[0][0]["input"] == SizeRange(1, 4, 12)
 
 
 @pytest.mark.parametrize(
@@ -296,5 +296,5 @@ def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Pat
     ],
 )
 def test_settings_refuse_what_tensorrt_11_does_not_have(wrong: dict[str, Any], code: str) -> None:
-    with invalid(code):
+    with raises_setting_codes(code):
         TensorrtSettings.model_validate(wrong)

@@ -8,18 +8,22 @@ import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
 
-from smelt.compress.quantize.coding import quantize_module
-from smelt.export.graphs.graph import Graph
-from smelt.export.graphs.of_model import export_graph
-from smelt.export.load_time import spell_out
-from smelt.export.parity.twin import dequantize
-from smelt.runtime.backends.onnx_session import open_session
-from smelt.runtime.schemes.registry import defaults, find
+from smelt.compress.quantize.weight_quantizer import quantize_module
+from smelt.export.expand_placeholders import expand_placeholders
+from smelt.export.graphs.export_graph import export_graph
+from smelt.export.graphs.graph_spec import GraphSpec
+from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.runtime.schemes.registry import default_options, find_scheme
 
 
 def coded(module, size=64):
     """Return the module in codes as TensorRT takes them."""
-    options = defaults(find("int4")) | {"group_size": size, "symmetric": "positive", "accuracy_level": 0}
+    options = default_options(find_scheme("int4")) | {
+        "group_size": size,
+        "symmetric": "positive",
+        "accuracy_level": 0,
+    }
     return quantize_module(module, "int4", options).eval()
 
 
@@ -48,9 +52,9 @@ def product(inputs, outputs, size=64):
 
 def exported(module, example):
     """Return the graph of `module` for TensorRT, place-holders spelled out."""
-    graph = Graph("model", module, (example,), ["x"], ["y"], ({0: "rows"},))
+    graph = GraphSpec("model", module, (example,), ["x"], ["y"], ({0: "rows"},))
     model = export_graph(graph, "tensorrt", 21)
-    assert spell_out(model) > 0
+    assert expand_placeholders(model) > 0
     onnx.checker.check_model(model)
     return model
 
@@ -58,7 +62,7 @@ def exported(module, example):
 def computed(model, folder, x):
     """Return what ONNX Runtime makes of it as smelt opens graphs, with all that it fuses."""
     onnx.save(model, folder / "layer.onnx")
-    return open_session(folder / "layer.onnx", 1).run(None, {"x": x.numpy()})[0]
+    return open_onnx_session(folder / "layer.onnx", 1).run(None, {"x": x.numpy()})[0]
 
 
 def dequantized(model):
@@ -86,7 +90,7 @@ def test_a_product_multiplies_by_what_the_codes_stand_for(inputs, outputs, size,
 def test_the_constants_are_the_codes_and_the_scales_and_nothing_besides():
     torch.manual_seed(0)
     module = product(100, 5)
-    codes, grid = module[0].matrix.decided()
+    codes, grid = module[0].matrix.unpack()
     assert (grid["scales"] > 0).all()
     model = exported(module, torch.randn(3, 100))
     [(node, stored, scales)] = dequantized(model)
@@ -111,7 +115,7 @@ def test_a_table_is_looked_up_by_rows_and_multiplied_by_columns(width, tmp_path)
     module = Both(width)
     ids = torch.tensor([[3, 30], [0, 7]])
     model = exported(module, ids)
-    values = module.table.matrix.values().detach()
+    values = module.table.matrix.dequantized().detach()
     expected = (values[ids] @ values.t()).numpy()
     np.testing.assert_allclose(computed(model, tmp_path, ids), expected, rtol=1e-5, atol=1e-5)
     found = {
@@ -125,12 +129,14 @@ def test_a_table_is_looked_up_by_rows_and_multiplied_by_columns(width, tmp_path)
 
 def test_the_exact_twin_leaves_the_blocks_as_they_are_beside_codes_that_round(tmp_path):
     torch.manual_seed(0)
-    module = nn.Sequential(coded(nn.Linear(128, 64)), schemes.observing(nn.Linear(64, 6), "int8-static"))
+    module = nn.Sequential(
+        coded(nn.Linear(128, 64)), schemes.with_activation_range(nn.Linear(64, 6), "int8-static")
+    )
     module.attentions = ()
     x = torch.randn(3, 128)
     model = exported(module.eval(), x)
     before = [node.SerializeToString() for node, *_ in dequantized(model)]
-    assert dequantize(model) == 1
+    assert dequantize_graph(model) == 1
     assert [node.SerializeToString() for node, *_ in dequantized(model)] == before
     rows = x
     for layer in module:

@@ -3,12 +3,12 @@ from collections.abc import Iterator
 import pytest
 
 from smelt.commands import runtime_probes
-from smelt.commands.doctor import describe, diagnose
-from smelt.commands.finding import Finding
+from smelt.commands.check_result import CheckResult
+from smelt.commands.doctor import format_check_results, run_checks
 
 
 def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
-    findings = {(f.group, f.name): f for f in diagnose()}
+    findings = {(f.group, f.name): f for f in run_checks()}
     assert findings["runtimes", "torch cpu"].ok
     assert findings["runtimes", "onnxruntime cpu"].ok
     assert findings["packages", "transformers"].ok
@@ -20,13 +20,13 @@ def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
 def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    from smelt.export.stage.settings import OnnxSettings
+    from smelt.export.onnx_export.settings import OnnxSettings
     from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 
     every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)
     monkeypatch.setattr("smelt.evaluate.environment.version", lambda name: "1.0")  # all is installed
-    findings = diagnose()
+    findings = run_checks()
     named = {f.name for f in findings if f.group == "runtimes"}
     assert named == {
         "torch cpu",
@@ -40,28 +40,28 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
         "tensorrt",
     }
     targets = set(OnnxSettings.model_json_schema()["properties"]["target"]["enum"])
-    assert targets == {*runtime_probes.PROVIDER_OF, *PROVIDERS, "openvino", "tensorrt"}
+    assert targets == {*runtime_probes.TARGET_PROVIDERS, *PROVIDERS, "openvino", "tensorrt"}
     assert "bitsandbytes" in {f.name for f in findings if f.group == "packages"}
 
 
 def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_torch() -> Iterator[Finding]:
-        yield Finding("runtimes", "torch cpu", True, "")
+    def try_torch() -> Iterator[CheckResult]:
+        yield CheckResult("runtimes", "torch cpu", True, "")
         raise OSError("libtorch.so: wrong architecture\nand more lines")
 
     monkeypatch.setattr(runtime_probes, "try_torch", try_torch)
-    findings = diagnose()
-    assert Finding("runtimes", "torch", False, "libtorch.so: wrong architecture") in findings
+    findings = run_checks()
+    assert CheckResult("runtimes", "torch", False, "libtorch.so: wrong architecture") in findings
     assert any(f.name == "onnxruntime cpu" for f in findings), "the others are still looked at"
 
 
 def test_description_fits_80_columns_and_marks_what_is_missing() -> None:
     findings = [
-        Finding("packages", "torch", True, "2.13.0"),
-        Finding("runtimes", "tensorrt", False, "word " * 40, "pip install tensorrt"),
-        Finding("machine", "processor", None, "x" * 300),
+        CheckResult("packages", "torch", True, "2.13.0"),
+        CheckResult("runtimes", "tensorrt", False, "word " * 40, "pip install tensorrt"),
+        CheckResult("machine", "processor", None, "x" * 300),
     ]
-    lines = describe(findings).splitlines()
+    lines = format_check_results(findings).splitlines()
     assert max(map(len, lines)) <= 80
     assert "  + torch  2.13.0" in [line.rstrip() for line in lines]
     assert any(line.startswith("  - tensorrt") for line in lines)

@@ -3,20 +3,20 @@
 import json
 import shutil
 
-import for_init
 import harness
+import init_models
 import pytest
 import seq2seq
 import tiny
-from refusals import error_of, refused
+from expected_errors import command_error, raises_code
 
 from smelt.core.errors import InputError
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 
 
 @pytest.fixture(scope="module")
 def models():
-    return for_init.models()
+    return init_models.make_models()
 
 
 def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models, monkeypatch):
@@ -26,7 +26,7 @@ def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models,
     def smelt(*arguments):
         return harness.smelt("init", *arguments)
 
-    error = error_of(smelt(models["bert"], "--data", "all.csv"))
+    error = command_error(smelt(models["bert"], "--data", "all.csv"))
     assert (error.code, error.exit_code) == ("missing-column", 2)
     assert all(value in str(error) for value in ("xx, yy", "--column text=NAME"))
     done = smelt(
@@ -34,20 +34,20 @@ def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models,
     )
     assert done.exit_code == 0, done.output
     assert load_plan(tmp_path / "r.yaml").recipe.data.columns.text == "xx"
-    error = error_of(smelt(models["bert"], "--column", "lable=yy"))
+    error = command_error(smelt(models["bert"], "--column", "lable=yy"))
     assert (error.code, "'label'?" in str(error)) == ("wrong-value", True)
     other = shutil.copytree(models["mbart"], tmp_path / "mbart")
     path = other / "tokenizer_config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tgt_lang"}))
-    tiny.pairs(tmp_path / "train.jsonl", 20)
-    error = error_of(smelt(other, "--data", "train.jsonl"))
+    tiny.write_pairs(tmp_path / "train.jsonl", 20)
+    error = command_error(smelt(other, "--data", "train.jsonl"))
     assert error.code == "missing-languages"
     assert "--source-language en_XX --target-language de_DE" in str(error)
     done = smelt(other, "--data", "train.jsonl", "--target-language", "de_DE", "--out", "m.yaml")
     assert done.exit_code == 0, done.output
     data = load_plan(tmp_path / "m.yaml").recipe.data
     assert (data.source_language, data.target_language) == ("en_XX", "de_DE")
-    error = error_of(smelt(models["bert"], "--source-language", "en"))
+    error = command_error(smelt(models["bert"], "--source-language", "en"))
     assert (error.code, "bert" in str(error)) == ("does-not-fit-model", True)
 
 
@@ -63,14 +63,14 @@ def test_the_command_writes_prints_and_never_overwrites(tmp_path, models, monkey
     text = (tmp_path / "m.yaml").read_text()
     assert "data/train.jsonl" in text
     (tmp_path / "m.yaml").write_text("mine")
-    error = error_of(smelt())
+    error = command_error(smelt())
     assert (error.code, error.exit_code) == ("file-exists", 2)
     assert "--force" in str(error)
     assert (tmp_path / "m.yaml").read_text() == "mine"
     assert smelt("--force").exit_code == 0
     assert (tmp_path / "m.yaml").read_text() == text
     assert smelt("--out", "-").output == text.replace("m.yaml", "RECIPE.yaml")
-    with refused("missing-file", InputError) as caught:  # the only thing that is missing
+    with raises_code("missing-file", InputError) as caught:  # the only thing that is missing
         load_plan(tmp_path / "m.yaml")
     assert "train.jsonl: " in str(caught.value)
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_explained(tmp_path, models, monkeypatch, arguments, c
     (tmp_path / "nowhere").mkdir() if arguments == ["nowhere/m"] else None
     places = {"{bert}": models["bert"], "{mbart}": models["bert"]}
     if "{mbart}" in arguments:
-        places["{mbart}"] = seq2seq.bart(tmp_path / "mbart", kind="mbart")
-    error = error_of(harness.smelt("init", *(places.get(a, a) for a in arguments), code=2))
+        places["{mbart}"] = seq2seq.write_bart(tmp_path / "mbart", kind="mbart")
+    error = command_error(harness.smelt("init", *(places.get(a, a) for a in arguments), code=2))
     assert error.code == code
     assert named in str(error)

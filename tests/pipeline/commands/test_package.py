@@ -6,20 +6,20 @@ import shutil
 import subprocess
 import sys
 
-import exported
+import exported_artifacts
 import harness
-import packaged
 import pytest
+import standalone_packages
 import tiny
-from refusals import error_of
+from expected_errors import command_error
 
-from smelt.export.package import new_folder
-from smelt.export.package.registry import FORMS
+from smelt.export.package import atomic_folder
+from smelt.export.package.registry import PACKAGE_FORMATS
 
 
 def test_it_writes_and_says_how_to_run_it(tmp_path):
     out = tmp_path / "p"
-    done = harness.smelt("package", exported.artifact("translator"), "--out", out, code=0)
+    done = harness.smelt("package", exported_artifacts.exported_artifact("translator"), "--out", out, code=0)
     assert f"Wrote {out} (" in done.output
     install, run = done.output.splitlines()[-2:]
     assert install == f"Install what it needs: (cd {out} && pip install --no-deps -r requirements.txt)"
@@ -29,17 +29,17 @@ def test_it_writes_and_says_how_to_run_it(tmp_path):
 
 def test_the_help_lists_the_forms():
     done = harness.smelt("package", "--help", code=0)
-    for name, form in FORMS.items():
+    for name, form in PACKAGE_FORMATS.items():
         assert f"{name}  " in done.output
         assert form.summary in " ".join(done.output.split())
     assert max(map(len, done.output.splitlines())) <= 80
 
 
 def test_mistakes_are_told_with_exit_code_2(tmp_path):
-    artifact = exported.artifact("translator")
+    artifact = exported_artifacts.exported_artifact("translator")
 
     def refused(*arguments):
-        return error_of(harness.smelt("package", *arguments, code=2))
+        return command_error(harness.smelt("package", *arguments, code=2))
 
     error = refused(artifact, "--format", "x")
     assert (error.code, "'x'" in str(error)) == ("unknown-package-format", True)
@@ -56,8 +56,10 @@ def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(new_folder, "flush", full)
-    done = harness.smelt("package", exported.artifact("translator"), "--out", tmp_path / "p", code=1)
+    monkeypatch.setattr(atomic_folder, "fsync_path", full)
+    done = harness.smelt(
+        "package", exported_artifacts.exported_artifact("translator"), "--out", tmp_path / "p", code=1
+    )
     assert "error[disk-full]: " in done.output
     assert list(tmp_path.iterdir()) == []
 
@@ -65,18 +67,20 @@ def test_a_full_disk_is_told_with_exit_code_1(tmp_path, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_must_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
-    done = harness.smelt("package", exported.artifact("translator"), "--out", tmp_path / "p", code=2)
-    assert error_of(done).code == "unwritable-path"
+    done = harness.smelt(
+        "package", exported_artifacts.exported_artifact("translator"), "--out", tmp_path / "p", code=2
+    )
+    assert command_error(done).code == "unwritable-path"
 
 
 @pytest.mark.parametrize("command", ["predict", "bench", "eval"])
 def test_a_damaged_package_says_which_file_and_what_to_do(command, tmp_path):
-    folder = shutil.copytree(packaged.written("translator"), tmp_path / "p")
-    data = tiny.pairs(tmp_path / "rows.jsonl", 2)
+    folder = shutil.copytree(standalone_packages.standalone_package("translator"), tmp_path / "p")
+    data = tiny.write_pairs(tmp_path / "rows.jsonl", 2)
     more = {"predict": ["two dogs"], "bench": [], "eval": ["--data", data]}[command]
     (folder / "generate.onnx").write_bytes(b"")
     for code in ("changed-file", "missing-file"):
-        error = error_of(harness.smelt(command, folder, *more, code=2))
+        error = command_error(harness.smelt(command, folder, *more, code=2))
         assert error.code == code
         assert str(folder / "generate.onnx") in str(error)
         assert "package" in str(error)  # to be copied again, where an artifact is made again
@@ -85,19 +89,27 @@ def test_a_damaged_package_says_which_file_and_what_to_do(command, tmp_path):
 
 def test_a_package_for_others_is_told_from_what_is_none(tmp_path):
     out = tmp_path / "p"
-    harness.smelt("package", exported.artifact("classifier"), "--format", "optimum", "--out", out, code=0)
+    harness.smelt(
+        "package",
+        exported_artifacts.exported_artifact("classifier"),
+        "--format",
+        "optimum",
+        "--out",
+        out,
+        code=0,
+    )
     for command in (["predict", out, "a"], ["bench", out], ["package", out]):
-        error = error_of(harness.smelt(*command, code=2))
+        error = command_error(harness.smelt(*command, code=2))
         assert error.code == "not-an-artifact"
         assert "'optimum'" in str(error)
     (out / "README.md").unlink()
-    error = error_of(harness.smelt("predict", out, "a", code=2))
+    error = command_error(harness.smelt("predict", out, "a", code=2))
     assert error.code == "not-an-artifact"
     assert "'optimum'" not in str(error)
 
 
 def test_a_package_that_was_used_is_still_one(tmp_path):
-    folder = shutil.copytree(packaged.written("classifier"), tmp_path / "p")
+    folder = shutil.copytree(standalone_packages.standalone_package("classifier"), tmp_path / "p")
     write = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run([sys.executable, "-c", "import infer"], cwd=folder, check=True, env=write)
     assert (folder / "__pycache__").is_dir()

@@ -5,25 +5,25 @@ import json
 import subprocess
 import sys
 
-import exported
+import exported_artifacts
 import harness
 import pytest
 import tiny
 
 import smelt
 from smelt.cli import main
-from smelt.commands.predict import _lines
+from smelt.commands.predict import _stdin_lines
 
 LONG = " ".join(tiny.SENTENCES * 4)
 
 
 @pytest.fixture(scope="module")
 def artifact():
-    return exported.artifact("translator")
+    return exported_artifacts.exported_artifact("translator")
 
 
 def _predict(*arguments, code=0, lines=None):
-    return harness.smelt("predict", *arguments, code=code, lines=lines)
+    return harness.smelt("predict", *arguments, code=code, stdin=lines)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,9 @@ def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
         def isatty(self):
             return terminal
 
-    assert _lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
+    assert _stdin_lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
     said = capsys.readouterr()
-    assert ("end with Ctrl-D" in said.err, said.out) == (terminal, "")
+    assert ("Ctrl-D" in said.err, said.out) == (terminal, "")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from smelt.commands import runtime_probes
-from smelt.commands.finding import Finding
+from smelt.commands.check_result import CheckResult
 
 
 def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smelt.runtime.backends.tensorrt_module.find_tensorrt", lambda: None)
     (finding,) = runtime_probes.try_engines()
-    assert finding == Finding(
+    assert finding == CheckResult(
         "runtimes",
         "tensorrt",
         False,
@@ -37,28 +37,28 @@ def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest
 
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
-    monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: False)
+    monkeypatch.setattr("smelt.inspect.machine.has_cuda", lambda: False)
     (finding,) = [f for f in runtime_probes.try_onnxruntime() if f.name == "onnxruntime cuda"]
     assert (finding.ok, finding.detail) == (False, "no NVIDIA GPU with a working driver")
 
 
 def test_tensorrt_in_onnx_runtime_is_told_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "smelt.runtime.backends.ort_tensorrt.provider"
-    monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: False)
-    monkeypatch.setattr(f"{module}.lack_of_package", lambda target: f"{target}: pip install it")
+    monkeypatch.setattr("smelt.inspect.machine.has_cuda", lambda: False)
+    monkeypatch.setattr(f"{module}.missing_package", lambda target: f"{target}: pip install it")
     found = list(runtime_probes.try_providers())
     assert [f.name for f in found] == ["onnxruntime tensorrt", "onnxruntime tensorrt-rtx"]
     assert {(f.ok, f.detail) for f in found} == {(False, "no NVIDIA GPU with a working driver")}
     assert [f.remedy for f in found] == ["ort-tensorrt: pip install it", "ort-tensorrt-rtx: pip install it"]
-    monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: True)
-    monkeypatch.setattr(f"{module}.lack_of", lambda target: f"{target} lacks")
+    monkeypatch.setattr("smelt.inspect.machine.has_cuda", lambda: True)
+    monkeypatch.setattr(f"{module}.missing_requirement", lambda target: f"{target} lacks")
     assert [f.remedy for f in runtime_probes.try_providers()] == [
         "ort-tensorrt lacks",
         "ort-tensorrt-rtx lacks",
     ]
-    monkeypatch.setattr(f"{module}.lack_of", lambda target: None)
+    monkeypatch.setattr(f"{module}.missing_requirement", lambda target: None)
     monkeypatch.setattr(
-        "smelt.runtime.backends.ort_tensorrt.session.open_session",
+        "smelt.runtime.backends.ort_tensorrt.provider_session.open_provider_session",
         lambda provider, path, told: Doubling(told.sha256),
     )
     assert [(f.ok, f.detail.split(", ")[1]) for f in runtime_probes.try_providers()] == [
@@ -78,7 +78,7 @@ class Doubling:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_bf16_is_tried_and_not_believed(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
-    monkeypatch.setattr("smelt.runtime.backends.device.bf16_gain", lambda: 0.6 if works else 0.0)
+    monkeypatch.setattr("smelt.runtime.backends.device.bf16_speedup", lambda: 0.6 if works else 0.0)
     (finding,) = [f for f in runtime_probes.try_torch() if f.name == "torch cpu bf16"]
     assert finding.ok is works
     assert ("ends the process" in finding.detail) is not works

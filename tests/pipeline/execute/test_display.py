@@ -12,8 +12,8 @@ from smelt.execute.display import Display
 def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
     stream = io.StringIO()
     display = Display(tmp_path / "log.txt", stream=stream)
-    display.line("prune: \x1b[2Jdone")
-    display.record("only here")
+    display.print_line("prune: \x1b[2Jdone")
+    display.log_line("only here")
     display.close()
     assert stream.getvalue() == "prune: \\x1b[2Jdone\n"
     logged = (tmp_path / "log.txt").read_text()
@@ -25,8 +25,8 @@ def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
 def test_a_full_disk_ends_the_log_and_not_the_run():
     stream = io.StringIO()
     display = Display(Path("/dev/full"), stream=stream)
-    display.line("one")
-    display.line("two")
+    display.print_line("one")
+    display.print_line("two")
     display.close()
     assert stream.getvalue() == (
         "one\nwarning: /dev/full: no log from here on: No space left on device.\ntwo\n"

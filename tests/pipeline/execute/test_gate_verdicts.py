@@ -5,8 +5,8 @@ import pytest
 
 from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.quality import score_labels, score_texts
-from smelt.evaluate.significance import compare, difference_interval, interval_of
-from smelt.execute.gate_verdicts import Evidence, judge, needed, smallest_batch
+from smelt.evaluate.significance import compare_steps, difference_interval, metric_interval
+from smelt.execute.gate_verdicts import GateStatistics, examples_needed, judge_gate, smallest_batch_row
 from smelt.planning.plan import PlannedGate
 
 DRAW = np.random.default_rng(0)
@@ -15,7 +15,7 @@ BASE = np.where(DRAW.random(400) < 0.9, GOLD, 1 - GOLD)
 OWN = np.where(DRAW.random(400) < 0.03, 1 - BASE, BASE)
 SCORES = [score_labels(["accuracy"], list(p), list(GOLD))["accuracy"] for p in (OWN, BASE)]
 OF_OWN, OF_BASE = (score.statistics for score in SCORES)
-EVIDENCE = Evidence({"accuracy": OF_OWN.dump()}, {"accuracy": OF_BASE.dump()})
+EVIDENCE = GateStatistics({"accuracy": OF_OWN.dump()}, {"accuracy": OF_BASE.dump()})
 
 
 def gate(metric="accuracy", kind="max_drop", limit=1.0, confidence=None):
@@ -23,37 +23,38 @@ def gate(metric="accuracy", kind="max_drop", limit=1.0, confidence=None):
 
 
 def step(**changes):
-    row = {"batch_size": 1, "speedup": 2.0, "stable": True, "reason": None}
+    row = {"batch_size": 1, "speedup": 2.0, "stable": True, "cause": None, "reason": None}
     row["rounds"] = [{"counted": c, "speedup": r} for c, r in ((1, 1.9), (1, 2.1), (1, 2.0), (0, 0.1))]
     found = {
         "status": "done",
+        "cause": None,
         "reason": None,
         "error": None,
         "size_bytes": 10,
-        "quality": {"accuracy": SCORES[0].public()},
-        "against_baseline": {"accuracy": compare(OF_OWN, OF_BASE)},
+        "quality": {"accuracy": SCORES[0].to_report()},
+        "against_baseline": {"accuracy": compare_steps(OF_OWN, OF_BASE)},
         "latency": [{"batch_size": 8, "speedup": 9.0, "stable": True}, row],
     }
     return {**found, **changes}
 
 
 def test_value_is_judged_when_no_confidence_is_asked_for():
-    drop = -compare(OF_OWN, OF_BASE)["difference"]
+    drop = -compare_steps(OF_OWN, OF_BASE)["difference"]
     assert 0 < drop < 5
-    assert judge(gate(limit=drop + 0.01), step(), EVIDENCE)["passed"]
-    found = judge(gate(limit=drop - 0.01), step(), EVIDENCE)
+    assert judge_gate(gate(limit=drop + 0.01), step(), EVIDENCE)["passed"]
+    found = judge_gate(gate(limit=drop - 0.01), step(), EVIDENCE)
     assert (found["passed"], found["bound"], found["value"]) == (False, None, drop)
 
 
 def test_bound_is_judged_when_confidence_is_asked_for():
-    drop = -compare(OF_OWN, OF_BASE)["difference"]
+    drop = -compare_steps(OF_OWN, OF_BASE)["difference"]
     bound = -difference_interval(OF_OWN, OF_BASE, 0.95)[0]
-    assert bound == -compare(OF_OWN, OF_BASE)["ci95"][0]
+    assert bound == -compare_steps(OF_OWN, OF_BASE)["ci95"][0]
     assert bound > drop + 0.5
-    between = judge(gate(limit=drop + 0.1, confidence=0.95), step(), EVIDENCE)
+    between = judge_gate(gate(limit=drop + 0.1, confidence=0.95), step(), EVIDENCE)
     assert (between["passed"], between["value"], between["bound"]) == (False, drop, bound)
-    assert judge(gate(limit=bound, confidence=0.95), step(), EVIDENCE)["passed"]
-    assert judge(gate(limit=bound, confidence=0.99), step(), EVIDENCE)["passed"] is False
+    assert judge_gate(gate(limit=bound, confidence=0.95), step(), EVIDENCE)["passed"]
+    assert judge_gate(gate(limit=bound, confidence=0.99), step(), EVIDENCE)["passed"] is False
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("max_drop", 100.0), ("min", 0.0), ("max", 100.0)])
@@ -62,16 +63,16 @@ def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit,
     texts = [["a man ran"] * n, ["a dog"] * n]
     alone = [score_texts(["bleu"], text, [["a man and a dog run"]] * n)["bleu"] for text in texts]
     own, base = (score.statistics for score in alone)
-    told = step(quality={"bleu": alone[0].public()}, against_baseline={"bleu": compare(own, base)})
-    evidence = Evidence({"bleu": own.dump()}, {"bleu": base.dump()})
-    found = judge(gate("bleu", kind, limit, confidence), told, evidence)
+    told = step(quality={"bleu": alone[0].to_report()}, against_baseline={"bleu": compare_steps(own, base)})
+    evidence = GateStatistics({"bleu": own.dump()}, {"bleu": base.dump()})
+    found = judge_gate(gate("bleu", kind, limit, confidence), told, evidence)
     assert (found["passed"], found["bound"], found["n_needed"]) == (None, None, None)
-    many = "1 example is" if n == 1 else f"{n} examples are"
-    assert found["reason"] == f"{many} too few for confidence {confidence:g}; give {least} or more"
-    assert judge(gate("bleu", kind, limit), told, evidence)["passed"]  # the value alone
+    assert found["cause"] == "too-few-examples"
+    assert all(value in found["reason"] for value in (f"{n} example", f"{confidence:g}", f" {least} "))
+    assert judge_gate(gate("bleu", kind, limit), told, evidence)["passed"]  # the value alone
     beyond = gate("bleu", kind, {"max_drop": -50.0, "min": 100.0, "max": -1.0}[kind], confidence)
-    failed = judge(beyond, told, evidence)  # which no number of examples would mend
-    assert (failed["passed"], failed["bound"], failed["reason"]) == (False, None, None)
+    failed = judge_gate(beyond, told, evidence)  # which no number of examples would mend
+    assert (failed["passed"], failed["bound"], failed["cause"]) == (False, None, None)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,9 @@ def test_outputs_that_did_not_change_pass_only_where_there_are_enough(metric, n,
     """As accuracy does: of 8 equal outputs 32 points may be lost, of 400 one."""
     score = score_texts([metric], ["a man and a dog run"] * n, [["a man and a cat run"]] * n)[metric]
     same = score.statistics
-    told = step(quality={metric: score.public()}, against_baseline={metric: compare(same, same)})
-    evidence = Evidence({metric: same.dump()}, {metric: same.dump()})
-    found = judge(gate(metric, "max_drop", 1.0, 0.95), told, evidence)
+    told = step(quality={metric: score.to_report()}, against_baseline={metric: compare_steps(same, same)})
+    evidence = GateStatistics({metric: same.dump()}, {metric: same.dump()})
+    found = judge_gate(gate(metric, "max_drop", 1.0, 0.95), told, evidence)
     assert (found["passed"], found["value"]) == (passed, 0.0)
     assert found["bound"] > 0
 
@@ -93,59 +94,62 @@ def test_perplexity_of_equal_windows_is_not_judged_with_confidence():
         "perplexity"
     ]
     same = score.statistics
-    told = step(quality={"perplexity": score.public()}, against_baseline={"perplexity": compare(same, same)})
-    evidence = Evidence({"perplexity": same.dump()}, {"perplexity": same.dump()})
-    found = judge(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
-    assert found["passed"] is None
-    assert found["reason"]
-    assert judge(gate("perplexity", "max_drop", 1.0), told, evidence)["passed"]
+    told = step(
+        quality={"perplexity": score.to_report()}, against_baseline={"perplexity": compare_steps(same, same)}
+    )
+    evidence = GateStatistics({"perplexity": same.dump()}, {"perplexity": same.dump()})
+    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
+    assert (found["passed"], found["cause"]) == (None, "too-few-differences")
+    assert judge_gate(gate("perplexity", "max_drop", 1.0), told, evidence)["passed"]
 
 
 def test_few_windows_are_no_evidence_however_many_tokens_they_have():
     scores = score_windows(["perplexity"], [900.0] * 5, [400] * 5, [1200] * 5, "window:400", ["x"])
     own = scores["perplexity"].statistics
-    told = step(quality={"perplexity": scores["perplexity"].public()}, against_baseline={})
-    evidence = Evidence({"perplexity": own.dump()}, {"perplexity": own.dump()})
-    found = judge(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
-    assert found["reason"] == "5 windows are too few for confidence 0.95; give 6 or more"
+    told = step(quality={"perplexity": scores["perplexity"].to_report()}, against_baseline={})
+    evidence = GateStatistics({"perplexity": own.dump()}, {"perplexity": own.dump()})
+    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
+    assert found["cause"] == "too-few-examples"
+    assert all(value in found["reason"] for value in ("5 windows", "0.95", " 6 "))
 
 
 def test_bound_of_a_score_is_its_lower_end_and_where_less_is_better_its_upper():
-    low, high = interval_of(OF_OWN, 0.9)
-    found = judge(gate(kind="min", limit=low, confidence=0.9), step(), EVIDENCE)
+    low, high = metric_interval(OF_OWN, 0.9)
+    found = judge_gate(gate(kind="min", limit=low, confidence=0.9), step(), EVIDENCE)
     assert (found["passed"], found["bound"]) == (True, low)
-    assert judge(gate(kind="min", limit=low + 0.01, confidence=0.9), step(), EVIDENCE)["passed"] is False
-    assert judge(gate(kind="max", limit=high, confidence=0.9), step(), EVIDENCE)["bound"] == high
+    assert judge_gate(gate(kind="min", limit=low + 0.01, confidence=0.9), step(), EVIDENCE)["passed"] is False
+    assert judge_gate(gate(kind="max", limit=high, confidence=0.9), step(), EVIDENCE)["bound"] == high
 
 
 def test_a_rise_is_bounded_from_above_where_less_is_better():
     turned = step()
-    turned["quality"] = {"accuracy": SCORES[0].public() | {"higher_is_better": False}}
-    found = judge(gate(limit=9, confidence=0.95), turned, EVIDENCE)
-    assert found["bound"] == compare(OF_OWN, OF_BASE)["ci95"][1]
+    turned["quality"] = {"accuracy": SCORES[0].to_report() | {"higher_is_better": False}}
+    found = judge_gate(gate(limit=9, confidence=0.95), turned, EVIDENCE)
+    assert found["bound"] == compare_steps(OF_OWN, OF_BASE)["ci95"][1]
 
 
 def test_bound_of_a_speed_up_is_its_slow_end_over_the_rounds_that_count():
-    from smelt.evaluate.latency.rounds import speedup
+    from smelt.evaluate.latency.rounds import mean_speedup
 
-    low = speedup([1.9, 2.1, 2.0], 0.95)[1][0]
-    found = judge(gate("speedup", "min", 1.95, 0.95), step(), EVIDENCE)
+    low = mean_speedup([1.9, 2.1, 2.0], 0.95)[1][0]
+    found = judge_gate(gate("speedup", "min", 1.95, 0.95), step(), EVIDENCE)
     assert (found["value"], found["bound"], found["passed"]) == (2.0, low, False)
-    assert judge(gate("speedup", "min", 1.95), step(), EVIDENCE)["passed"]
-    assert judge(gate("speedup", "min", low, 0.95), step(), EVIDENCE)["passed"]
+    assert judge_gate(gate("speedup", "min", 1.95), step(), EVIDENCE)["passed"]
+    assert judge_gate(gate("speedup", "min", low, 0.95), step(), EVIDENCE)["passed"]
 
 
 def test_speed_is_judged_at_the_smallest_batch():
-    assert smallest_batch(step())["batch_size"] == 1
-    assert judge(gate("speedup", "min", 5), step(), EVIDENCE)["value"] == 2.0
-    assert smallest_batch(step(latency=[])) is None
+    assert smallest_batch_row(step())["batch_size"] == 1
+    assert judge_gate(gate("speedup", "min", 5), step(), EVIDENCE)["value"] == 2.0
+    assert smallest_batch_row(step(latency=[])) is None
 
 
 def test_disturbed_times_are_not_judged():
     disturbed = step()
-    disturbed["latency"][1].update(stable=False, reason="others worked")
-    found = judge(gate("speedup", "min", 1.0), disturbed, EVIDENCE)
-    assert (found["passed"], found["reason"]) == (None, "no speed is claimed: others worked")
+    disturbed["latency"][1].update(stable=False, cause="busy", reason="others worked")
+    found = judge_gate(gate("speedup", "min", 1.0), disturbed, EVIDENCE)
+    assert (found["passed"], found["cause"]) == (None, "busy")
+    assert "others worked" in found["reason"]
 
 
 def test_processor_time_is_judged_on_a_busy_machine_too():
@@ -153,57 +157,58 @@ def test_processor_time_is_judged_on_a_busy_machine_too():
     row = disturbed["latency"][1]
     row.update(stable=False, reason="others worked", cpu_speedup=3.0, cpu_speedup_ci95=[2.5, 3.5])
     row["rounds"] = [{"counted": True, "cpu_speedup": ratio} for ratio in (2.9, 3.0, 3.1)]
-    assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is True
-    open_ = judge(gate("cpu_speedup", "min", 2.9), disturbed, EVIDENCE)
+    assert judge_gate(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is True
+    open_ = judge_gate(gate("cpu_speedup", "min", 2.9), disturbed, EVIDENCE)
     assert (open_["passed"], open_["undecided"]) == (True, True)
-    assert judge(gate("cpu_speedup", "min", 3.2), disturbed, EVIDENCE)["passed"] is False
-    sure = judge(gate("cpu_speedup", "min", 2.8, confidence=0.95), disturbed, EVIDENCE)
+    assert judge_gate(gate("cpu_speedup", "min", 3.2), disturbed, EVIDENCE)["passed"] is False
+    sure = judge_gate(gate("cpu_speedup", "min", 2.8, confidence=0.95), disturbed, EVIDENCE)
     assert (sure["passed"], sure["bound"] < 2.8) == (False, True)
     row.update(cpu_speedup=None, cpu_speedup_ci95=None)  # on a GPU
-    assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is None
+    assert judge_gate(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is None
     row.update(speedup=None, speedup_ci95=None)  # the baseline was not timed
-    assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is False
+    assert judge_gate(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is False
 
 
 def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():
-    missing = judge(
+    missing = judge_gate(
         gate("bleu", "min"), step(error={"code": "x", "severity": "error", "message": "it broke"}), EVIDENCE
     )
-    assert (missing["passed"], missing["reason"]) == (False, "it broke")
-    unscored = judge(gate("bleu", "min"), step(reason="no GPU"), EVIDENCE)
-    assert (unscored["passed"], unscored["reason"]) == (None, "no GPU")
-    assert judge(gate(), step(status="skipped"), EVIDENCE) is None
-    assert judge(gate("size_bytes", "max", 9), step(), EVIDENCE)["passed"] is False
+    assert (missing["passed"], missing["cause"], missing["reason"]) == (False, "x", "it broke")
+    unscored = judge_gate(gate("bleu", "min"), step(cause="cannot-run-here", reason="no GPU"), EVIDENCE)
+    assert (unscored["passed"], unscored["cause"]) == (None, "cannot-run-here")
+    assert unscored["reason"] == "no GPU"
+    assert judge_gate(gate(), step(status="skipped"), EVIDENCE) is None
+    assert judge_gate(gate("size_bytes", "max", 9), step(), EVIDENCE)["passed"] is False
 
 
 def test_the_baseline_itself_has_lost_nothing_and_has_no_bound():
-    found = judge(gate(confidence=0.95), step(against_baseline={}), EVIDENCE)
+    found = judge_gate(gate(confidence=0.95), step(against_baseline={}), EVIDENCE)
     assert (found["value"], found["bound"], found["passed"]) == (0.0, None, True)
 
 
 def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
-    found = judge(gate(confidence=0.95), step(against_baseline={}), Evidence(EVIDENCE.own, {}))
+    found = judge_gate(gate(confidence=0.95), step(against_baseline={}), GateStatistics(EVIDENCE.own, {}))
     assert (found["value"], found["passed"]) == (None, None)
-    assert found["reason"] == "the baseline was not scored, so there is nothing to drop from"
+    assert found["cause"] == "baseline-not-scored"
 
 
-NONE = Evidence({}, {})
+NONE = GateStatistics({}, {})
 
 
 def test_n_needed_grows_with_what_is_missing_where_the_interval_is_of_what_was_not_seen():
     found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-1.5, 1.5]}})
-    same = Evidence(EVIDENCE.own, EVIDENCE.own)
-    assert needed(gate(limit=0.75), found, same) == pytest.approx(800, abs=1)
+    same = GateStatistics(EVIDENCE.own, EVIDENCE.own)
+    assert examples_needed(gate(limit=0.75), found, same) == pytest.approx(800, abs=1)
 
 
 def test_n_needed_grows_with_the_square_of_what_is_missing():
     half = 1.5
     found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-half, half]}})
-    assert needed(gate(limit=half * 1.001), found, NONE) is None
-    assert needed(gate(limit=half / 2), found, NONE) == pytest.approx(1600, abs=1)
-    assert needed(gate(limit=0.0), found, NONE) is None
-    assert needed(gate("speedup", "min"), found, NONE) is None
-    assert judge(gate(limit=half / 2), found, EVIDENCE)["n_needed"] == pytest.approx(1600, abs=1)
+    assert examples_needed(gate(limit=half * 1.001), found, NONE) is None
+    assert examples_needed(gate(limit=half / 2), found, NONE) == pytest.approx(1600, abs=1)
+    assert examples_needed(gate(limit=0.0), found, NONE) is None
+    assert examples_needed(gate("speedup", "min"), found, NONE) is None
+    assert judge_gate(gate(limit=half / 2), found, EVIDENCE)["n_needed"] == pytest.approx(1600, abs=1)
 
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
@@ -212,7 +217,7 @@ def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_
         ci95 = [-high, -low] if lower_is_better else [low, high]
         score = {"n": 40, "higher_is_better": not lower_is_better}
         found = step(quality={"accuracy": score}, against_baseline={"accuracy": {"ci95": ci95}})
-        assert (needed(gate(limit=1.0), found, NONE) is None) == enough
+        assert (examples_needed(gate(limit=1.0), found, NONE) is None) == enough
 
 
 @pytest.mark.parametrize(
@@ -227,22 +232,24 @@ def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_
 def test_a_drop_whose_interval_crosses_the_limit_is_undecided(kind, limit, ends, passed, undecided):
     told = step()
     told["against_baseline"]["accuracy"] = {"difference": -1.0, "ci95": ends, "p_value": 0.3}
-    found = judge(gate("accuracy", kind, limit), told, EVIDENCE)
+    found = judge_gate(gate("accuracy", kind, limit), told, EVIDENCE)
     assert (found["passed"], found["undecided"]) == (passed, undecided)
 
 
 def test_a_score_whose_interval_crosses_the_limit_is_undecided():
     low, _ = SCORES[0].ci95
     value = SCORES[0].value
-    assert judge(gate("accuracy", "min", low), step(), EVIDENCE)["undecided"] is False
-    assert judge(gate("accuracy", "min", (low + value) / 2), step(), EVIDENCE)["undecided"] is True
-    assert judge(gate("accuracy", "min", (low + value) / 2, 0.95), step(), EVIDENCE)["undecided"] is False
+    assert judge_gate(gate("accuracy", "min", low), step(), EVIDENCE)["undecided"] is False
+    assert judge_gate(gate("accuracy", "min", (low + value) / 2), step(), EVIDENCE)["undecided"] is True
+    assert (
+        judge_gate(gate("accuracy", "min", (low + value) / 2, 0.95), step(), EVIDENCE)["undecided"] is False
+    )
 
 
 def test_an_error_beyond_its_limit_never_passes_with_confidence():
     same = OF_OWN.model_copy(update={"metric": "relative_error", "rows": [[5.0]] * 8})
     score = {"value": 500.0, "ci95": None, "higher_is_better": False, "n": 8}
     told = step(quality={"relative_error": score}, against_baseline={})
-    evidence = Evidence({"relative_error": same.dump()}, {"relative_error": same.dump()})
-    assert judge(gate("relative_error", "max", 120.0, 0.95), told, evidence)["passed"] is False
-    assert judge(gate("relative_error", "max", 600.0, 0.95), told, evidence)["passed"] is None
+    evidence = GateStatistics({"relative_error": same.dump()}, {"relative_error": same.dump()})
+    assert judge_gate(gate("relative_error", "max", 120.0, 0.95), told, evidence)["passed"] is False
+    assert judge_gate(gate("relative_error", "max", 600.0, 0.95), told, evidence)["passed"] is None

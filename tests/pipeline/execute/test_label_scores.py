@@ -3,18 +3,18 @@
 import classifiers
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.labels import MULTI, REGRESSION, SINGLE
-from smelt.execute.label_scores import answer, score_classifier
+from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.execute.label_scores import prediction_text, score_classifier
 from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.class_predictions import predictions
-from smelt.runtime.predict import class_logits
+from smelt.runtime.class_predictions import predictions_from_logits
+from smelt.runtime.predict_texts import class_logits
 
-NAMES = classifiers.NAMES
+NAMES = classifiers.CLASS_NAMES
 ID2LABEL = dict(enumerate(NAMES))
 
 
@@ -23,24 +23,24 @@ def outputs(folder, problem):
     classifiers.distilbert(folder, seed=2, problem_type=problem, **labels)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
-    with open_runner(tiny.artifact(folder, "text-classification")) as runner:
+    with open_runner(tiny.as_artifact(folder, "text-classification")) as runner:
         logits = class_logits(runner, [Example(text) for text in tiny.SENTENCES])
         return runner.config, logits, [theirs(text, top_k=None) for text in tiny.SENTENCES]
 
 
 def printed(config, logits):
-    return [answer(found) for found in predictions(logits, config)]
+    return [prediction_text(found) for found in predictions_from_logits(logits, config)]
 
 
 def test_one_label_is_printed_with_the_probability_of_the_pipeline(tmp_path):
-    config, logits, theirs = outputs(tmp_path, SINGLE)
+    config, logits, theirs = outputs(tmp_path, SINGLE_LABEL)
     wanted = [f"{row[0]['label']}\t{row[0]['score']:.3f}" for row in theirs]
     assert printed(config, logits) == wanted
     assert len({line.split("\t")[0] for line in wanted}) > 1
 
 
 def test_several_labels_are_those_above_a_half_in_the_order_of_the_outputs(tmp_path):
-    config, logits, theirs = outputs(tmp_path, MULTI)
+    config, logits, theirs = outputs(tmp_path, MULTI_LABEL)
     wanted = []
     for row in theirs:
         chances = {entry["label"]: entry["score"] for entry in row}
@@ -60,14 +60,14 @@ def test_regression_prints_the_number(tmp_path):
 @pytest.mark.parametrize(
     ("problem", "metric", "gold"),
     [
-        (SINGLE, "accuracy", lambda p: p),
-        (MULTI, "subset_accuracy", tuple),
+        (SINGLE_LABEL, "accuracy", lambda p: p),
+        (MULTI_LABEL, "subset_accuracy", tuple),
         (REGRESSION, "pearson", lambda p: p),
     ],
 )
 def test_what_was_predicted_scores_a_hundred_as_gold(tmp_path, problem, metric, gold):
     config, logits, _ = outputs(tmp_path, problem)
-    empty = {SINGLE: 0, MULTI: (), REGRESSION: 0.0}[problem]
+    empty = {SINGLE_LABEL: 0, MULTI_LABEL: (), REGRESSION: 0.0}[problem]
     rows = tuple(Example(text, label=empty) for text in tiny.SENTENCES)
     _, predicted = score_classifier([metric], config, logits, Split("x", rows))
     right = Split("x", tuple(Example("a", label=gold(value)) for value in predicted))
@@ -78,6 +78,6 @@ def test_what_was_predicted_scores_a_hundred_as_gold(tmp_path, problem, metric, 
 def test_a_metric_of_another_problem_type_is_refused(tmp_path):
     config, logits, _ = outputs(tmp_path, REGRESSION)
     rows = tuple(Example(text, label=1.0) for text in tiny.SENTENCES)
-    with refused("unknown-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as caught:
         score_classifier(["accuracy"], config, logits, Split("x", rows))
     assert all(value in str(caught.value) for value in ("'accuracy'", "pearson, spearman, mse"))

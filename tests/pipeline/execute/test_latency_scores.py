@@ -7,7 +7,7 @@ import harness
 import pytest
 import tiny
 
-from smelt.evaluate.latency import comparison
+from smelt.evaluate.latency import measurement
 from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """
@@ -26,8 +26,8 @@ score: {quality: [accuracy], latency: {batch_sizes: [1, 2], rounds: 3, texts: 2}
 
 @pytest.fixture
 def home(tmp_path):
-    tiny.bert(tmp_path / "m")
-    tiny.labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_bert(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -102,12 +102,12 @@ def test_times_taken_in_another_way_are_not_taken_for_these(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
     _run(home)
     fake.asked.clear()
-    monkeypatch.setattr(latency, "VERSION", comparison.VERSION + 1)
+    monkeypatch.setattr(latency, "LATENCY_VERSION", measurement.LATENCY_VERSION + 1)
     _run(home)
     assert len(_loads(fake)) == 3
     _run(home, "--set", "score.latency.threads=2")
     assert len(_loads(fake)) == 3
-    assert comparison.VERSION == 4  # whoever changes what is timed, or what a row holds, raises it
+    assert measurement.LATENCY_VERSION == 4  # whoever changes what is timed, or what a row holds, raises it
     _run(home, "--set", "score.latency.max_minutes=9")
     assert _loads(fake) == []  # how long all may take is no property of a time
 
@@ -151,19 +151,19 @@ def test_steps_that_one_would_deploy_are_timed_unless_others_are_named(
 
 def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, monkeypatch):
     given = []
-    real = comparison.measure
+    real = measurement.measure_latency
 
     def measure(*args, **kept):
         given.append(kept["seconds"])
         return real(*args, **kept)
 
-    monkeypatch.setattr("smelt.evaluate.latency.measure", measure)
+    monkeypatch.setattr("smelt.evaluate.latency.measure_latency", measure)
     fake_workers.install(monkeypatch)
     _run(home)
     assert given == [60.0]  # the stages took less
     _run(home, "--rebuild", "*", "--set", "score.latency.max_minutes=0.5")
     assert given[1:] == [30.0]
-    monkeypatch.setattr("smelt.execute.run._SHORTEST", 0.0)
+    monkeypatch.setattr("smelt.execute.run._MIN_LATENCY_SECONDS", 0.0)
     _, report, _ = _run(home, "--set", "score.latency.rounds=4")
     assert given[2] == pytest.approx(sum(step["seconds"] for step in report["steps"]))
     assert given[2] > 0
@@ -171,7 +171,7 @@ def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, mo
 
 def test_times_that_a_short_budget_cut_are_shown_and_kept_for_nobody(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
-    monkeypatch.setattr("smelt.execute.run._SHORTEST", 1e-9)
+    monkeypatch.setattr("smelt.execute.run._MIN_LATENCY_SECONDS", 1e-9)
     _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")
     assert len(steps["two"]["latency"][0]["rounds"]) == 3
     assert steps["two"]["latency"][0]["stable"]

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import harness
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
-from smelt.commands.store_work import remove_unused, unused
+from smelt.commands.store_maintenance import find_unused, remove_unused
 from smelt.core.artifact import Artifact
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import silent
+from smelt.core.stage import no_progress
 from smelt.core.store.store import Store
-from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.html import render_html
 from smelt.evaluate.report.schema import validate_report
-from smelt.execute.run_folder import require_runs_folder
-from smelt.execute.store_runs import place_of_store
+from smelt.execute.run_folder import require_run_folder
+from smelt.execute.store_runs import default_store
 from smelt.recipe.recipe import parse_recipe
 
 RECIPE = """
@@ -41,7 +41,7 @@ score: {latency: false}
 
 def _run(home, *arguments, code=0, bug=False):
     command = ["run", home / "recipe.yaml", "--out", home / "runs" / "r", "--quiet", *arguments]
-    result = harness.smelt(*command, code=code, bug=bug)
+    result = harness.smelt(*command, code=code, expect_bug=bug)
     report = json.loads((home / "runs" / "r" / "report.json").read_text())
     validate_report(report)
     return result.output, {step["name"]: step for step in report["steps"]}, report
@@ -53,8 +53,8 @@ def _links(home):
 
 @pytest.fixture
 def home(tmp_path):
-    tiny.bert(tmp_path / "m")
-    tiny.labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_bert(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -63,8 +63,8 @@ def home(tmp_path):
 def finished(tmp_path_factory):
     """A whole run, and the steps of its report."""
     home = tmp_path_factory.mktemp("finished")
-    tiny.bert(home / "m")
-    tiny.labelled(home / "data.jsonl", 8)
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     return home, _run(home)[1]
 
@@ -89,10 +89,10 @@ def test_other_branches_stay_with_report_and_links_when_a_part_is_run(whole):
         for key in ("key", "quality", "against_baseline", "latency", "size_bytes"):
             assert after[name][key] == before[name][key], key
         assert after[name]["status"] == "cached"
-    assert "kept from an earlier run in this folder: left, left-int8" in output
-    assert "from an earlier run in this folder; this one left it out" in write_html(report)
+    assert ": left, left-int8" in output
+    assert render_html(report).count(">kept<") == 2
     store = home / "runs" / ".store"
-    assert unused(store).artifacts == ()
+    assert find_unused(store).artifacts == ()
     assert remove_unused(store).artifacts == ()
     assert [step["status"] for step in _run(home)[1].values()] == ["cached"] * 5
 
@@ -102,7 +102,7 @@ def test_branch_that_the_recipe_does_not_ask_for_any_more_goes(whole):
     _, after, _ = _run(home, "--until", "right", "--set", "left.energy=0.4")
     assert list(after) == ["model", "prune", "right"]
     assert _links(home) == ["model", "prune", "right"]  # left-int8 stood on what went
-    gone = {entry.key for entry in unused(home / "runs" / ".store").artifacts}
+    gone = {entry.key for entry in find_unused(home / "runs" / ".store").artifacts}
     assert gone == {before["left"]["key"], before["left-int8"]["key"]}
 
 
@@ -134,7 +134,7 @@ def test_artifact_that_is_gone_or_damaged_is_not_kept(whole):
 
 def test_links_stay_when_the_step_below_them_fails(whole, monkeypatch):
     home, _ = whole
-    from smelt.compress.prune.structured import Prune
+    from smelt.compress.prune.stage import Prune
 
     def fail(self, src, settings, ctx):
         raise RuntimeError("no")
@@ -142,14 +142,14 @@ def test_links_stay_when_the_step_below_them_fails(whole, monkeypatch):
     monkeypatch.setattr(Prune, "__call__", fail)
     _run(home, "--until", "right", "--rebuild", "prune", code=1, bug=True)
     assert {"left", "left-int8"} <= set(_links(home))  # what they are nobody can tell now
-    assert unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
+    assert find_unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
 
 
 def test_kept_step_is_neither_scored_nor_timed_anew(whole):
     home, before = whole
     _, after, report = _run(home, "--until", "right", "--set", "score.quality=[accuracy]")
     left = after["left"]
-    assert (left["quality"], left["reason"]) == ({}, "the run that made it did not score it so")
+    assert (left["quality"], left["cause"]) == ({}, "not-scored-before")
     assert "accuracy" in after["right"]["quality"]
     assert left["key"] == before["left"]["key"]
     assert report["status"] == "passed"
@@ -168,23 +168,23 @@ def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkey
             name: [{"batch_size": 1, "texts": 1, "stable": True, "rounds": [{"counted": True}] * 5}]
             for name in folders
         }
-        return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={}, cut=False)
+        return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={}, reduced=False)
 
-    monkeypatch.setattr("smelt.evaluate.latency.measure", measure)
+    monkeypatch.setattr("smelt.evaluate.latency.measure_latency", measure)
     recipe = parse_recipe(
         "model: m\ntask: text-classification\ndata: {test: t}\nstages: []\n", tmp_path / "r"
     )
     scores = LatencyScores(Store(tmp_path / "s"), recipe, Split("t", (Example("a", label=0),)))
-    artifacts = {name: tiny.artifact(tmp_path) for name in ("model", "new", "old")}
+    artifacts = {name: tiny.as_artifact(tmp_path) for name in ("model", "new", "old")}
     for number, (name, artifact) in enumerate(artifacts.items()):
         manifest = artifact.manifest.model_copy(update={"key": f"{number:064x}"})
         artifacts[name] = Artifact(tmp_path, manifest)
-    found = scores.measure(artifacts, "model", silent, known_alone=frozenset({"old"}))
+    found = scores.measure(artifacts, "model", no_progress, known_alone=frozenset({"old"}))
     assert asked == [{"model", "new"}]
     assert set(found) == {"model", "new"}
-    scores.measure(artifacts, "model", silent)
+    scores.measure(artifacts, "model", no_progress)
     assert asked[1:] == [{"model", "old"}]
-    found = scores.measure(artifacts, "model", silent, fresh=True, known_alone=frozenset({"old"}))
+    found = scores.measure(artifacts, "model", no_progress, fresh=True, known_alone=frozenset({"old"}))
     assert asked[2:] == [{"model", "new"}]
     assert set(found) == {"model", "new", "old"}
 
@@ -202,25 +202,25 @@ def test_a_folder_that_is_no_run_s_is_left_alone(tmp_path):
         for name in there:
             (folder / name).touch()
         if allowed:
-            require_runs_folder(folder)
+            require_run_folder(folder)
             continue
-        with refused("not-a-run", InputError):
-            require_runs_folder(folder)
-    require_runs_folder(tmp_path / "new")
+        with raises_code("not-a-run", InputError):
+            require_run_folder(folder)
+    require_run_folder(tmp_path / "new")
 
 
 def test_a_store_above_is_found_and_a_new_one_beside_another_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert place_of_store(tmp_path / "runs" / "r") == (tmp_path / "runs" / ".store", "")
-    assert place_of_store(tmp_path / "other" / "r") == (tmp_path / "other" / ".store", "")  # the first of all
+    assert default_store(tmp_path / "runs" / "r") == (tmp_path / "runs" / ".store", "")
+    assert default_store(tmp_path / "other" / "r") == (tmp_path / "other" / ".store", "")  # the first of all
     Store(tmp_path / "runs" / ".store")
-    assert place_of_store(tmp_path / "runs" / "sweep" / "a" / "r") == (tmp_path / "runs" / ".store", "")
-    place, said = place_of_store(tmp_path / "other" / "r")
+    assert default_store(tmp_path / "runs" / "sweep" / "a" / "r") == (tmp_path / "runs" / ".store", "")
+    place, said = default_store(tmp_path / "other" / "r")
     assert place == tmp_path / "other" / ".store"
     assert str(tmp_path / "runs") in said
     (tmp_path / "other" / ".store").mkdir(parents=True)  # somebody else's folder of that name
     Store(tmp_path / ".store")
-    assert place_of_store(tmp_path / "other" / "r") == (tmp_path / ".store", "")
+    assert default_store(tmp_path / "other" / "r") == (tmp_path / ".store", "")
 
 
 def test_a_run_below_a_store_uses_it(home):
@@ -229,7 +229,7 @@ def test_a_run_below_a_store_uses_it(home):
     assert [path.relative_to(home) for path in home.rglob(".store")] == [Path("runs", ".store")]
     report = json.loads((home / "runs" / "deep" / "er" / "r" / "report.json").read_text())
     assert {step["status"] for step in report["steps"]} == {"cached"}
-    assert unused(home / "runs" / ".store").artifacts == ()
+    assert find_unused(home / "runs" / ".store").artifacts == ()
 
 
 def test_a_report_of_another_recipe_that_is_replaced_is_told(home):

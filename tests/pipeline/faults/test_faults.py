@@ -17,11 +17,11 @@ import pytest
 import tiny
 
 from smelt.compress.finetune import Finetune
-from smelt.compress.prune.structured import Prune
+from smelt.compress.prune.stage import Prune
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import RunError
 from smelt.evaluate.report.schema import validate_report
-from smelt.execute.failures import explain, of_the_user, trace
+from smelt.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 
 RECIPE = """
 model: m
@@ -41,15 +41,15 @@ score: {quality: [accuracy], latency: false}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    tiny.bert(folder / "m")
-    tiny.labelled(folder / "data.jsonl", 8)
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
 
 def _run(home, folder, *arguments):
     place = ("--out", folder / "r", "--store", folder / "s")
-    return harness.smelt("run", home / "recipe.yaml", *place, *arguments, bug=True)
+    return harness.smelt("run", home / "recipe.yaml", *place, *arguments, expect_bug=True)
 
 
 def _steps(folder):
@@ -150,7 +150,7 @@ def test_memory_that_torch_really_cannot_get_is_told_apart(tmp_path):
 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    explained = explain(caught.value, "prune", tmp_path, tmp_path / "log.txt")
+    explained = explain_step_error(caught.value, "prune", tmp_path, tmp_path / "log.txt")
     assert explained.code == "out-of-memory"
     assert str(2**55) in str(explained)
 
@@ -178,7 +178,7 @@ def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, erro
 
 def test_a_copy_that_meets_a_full_disk_names_what_could_not_be_written(tmp_path):
     error = OSError(errno.ENOSPC, "No space left on device", tmp_path / "source", None, tmp_path / "target")
-    explained = explain(error, "onnx", tmp_path, tmp_path / "log.txt")
+    explained = explain_step_error(error, "onnx", tmp_path, tmp_path / "log.txt")
     assert explained.code == "disk-full"
     assert str(tmp_path / "target") in str(explained)
     assert "source" not in str(explained)
@@ -252,7 +252,8 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
     It imports first: nobody may not be allowed to read this Python.
     """
     code = (
-        "import contextlib, os, sys; from smelt.cli import main; from smelt.planning.load import load_plan\n"
+        "import contextlib, os, sys; from smelt.cli import main\n"
+        "from smelt.planning.load_plan import load_plan\n"
         "import smelt.execute.run, encodings.unicode_escape\n"
         "with contextlib.suppress(Exception): load_plan(sys.argv[2])\n"
         "os.geteuid() or os.setuid(65534)\n"
@@ -261,8 +262,8 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        tiny.bert(folder / "m")
-        tiny.labelled(folder / "data.jsonl", 8)
+        tiny.write_bert(folder / "m")
+        tiny.write_labelled(folder / "data.jsonl", 8)
         (folder / "recipe.yaml").write_text(RECIPE)
         for path in (folder / "m").iterdir():
             path.chmod(0o644)
@@ -360,10 +361,10 @@ def test_a_report_under_way_says_that_the_run_is_not_at_its_end(home, tmp_path, 
 def test_trace_is_kept_only_of_what_nobody_foresaw():
     from smelt.core.errors import InputError, RunError
 
-    assert trace(RunError("the loss is not a number")) == ""
+    assert unexpected_traceback(RunError("the loss is not a number")) == ""
     error = InputError("no x")
     error.__cause__ = KeyError("x")
-    assert "KeyError: 'x'" in trace(error)
+    assert "KeyError: 'x'" in unexpected_traceback(error)
 
 
 def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, monkeypatch):
@@ -379,5 +380,5 @@ def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, mon
     store = tmp_path / "s"
     assert str(store) not in said
     place = store / "tmp" / "ab12" / "out" / "x.json"
-    copied = of_the_user(RunError(f"{place}: wrong", code="a"), store, home, {})
+    copied = with_user_paths(RunError(f"{place}: wrong", code="a"), store, home, {})
     assert (str(copied), copied.code, type(copied)) == (f"{home}/x.json: wrong", "a", RunError)

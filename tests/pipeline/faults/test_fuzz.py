@@ -13,7 +13,7 @@ DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "60"))
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_mutated_files_end_in_an_answer_or_an_explained_error(kind, tmp_path):
-    fuzz.prepare(tmp_path / "home", kind)
+    fuzz.write_files(tmp_path / "home", kind)
     command = [sys.executable, Path(fuzz.__file__), kind, str(DRAWS), tmp_path / "home"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
@@ -21,7 +21,7 @@ def test_mutated_files_end_in_an_answer_or_an_explained_error(kind, tmp_path):
 
 
 def test_what_must_not_happen_is_seen(tmp_path, monkeypatch):
-    fuzz.prepare(tmp_path / "home", "recipes")
+    fuzz.write_files(tmp_path / "home", "recipes")
 
     class Panic(BaseException):
         """What a Rust library raises."""
@@ -30,6 +30,6 @@ def test_what_must_not_happen_is_seen(tmp_path, monkeypatch):
         raise Panic
 
     for wrong in (panics, lambda *_: 1 / 0):
-        monkeypatch.setattr("smelt.planning.load.load_plan", wrong)
+        monkeypatch.setattr("smelt.planning.load_plan.load_plan", wrong)
         [found] = fuzz.fuzz("recipes", 1, tmp_path / "home")
         assert found.startswith("recipes 0: recipe.yaml: smelt plan recipe.yaml: ")

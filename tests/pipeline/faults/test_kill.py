@@ -9,11 +9,11 @@ import time
 import matrix
 import pytest
 import tiny
-from colliding import WITHOUT_LOCKS
+from concurrent_processes import WITHOUT_LOCKS
 from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
-from smelt.core.files import unfinished_in
+from smelt.core.files import partial_files
 from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """
@@ -71,7 +71,7 @@ def _require_no_half_artifact(folder):
         read_artifact(made).verify()
 
 
-KILLS = (30, 8) if matrix.whole() else (14, 4)
+KILLS = (30, 8) if matrix.is_full_matrix() else (14, 4)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def test_kills_at_random_moments_change_nothing(tmp_path, server, kills, locks):
     The second time on a file system that knows no locks, as some network ones are.
     """
     home = tmp_path / "home"
-    tiny.bert(home / "m")
-    tiny.labelled(home / "data.jsonl", 8)
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     moments = random.Random(7)
     before = "" if locks else WITHOUT_LOCKS
@@ -124,6 +124,6 @@ def test_kills_at_random_moments_change_nothing(tmp_path, server, kills, locks):
         # a kill between the making of a marker and its record leaves an empty file for an hour
         left = [path for path in (folder / "s" / "tmp").iterdir() if path.is_dir() or path.stat().st_size]
         assert not left
-        assert not list(unfinished_in(folder / "r"))
+        assert not list(partial_files(folder / "r"))
         assert not list((folder / "s" / "locks").iterdir())
     assert interrupted or not locks, "no kill fell between two steps"

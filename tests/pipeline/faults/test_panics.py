@@ -4,11 +4,11 @@ import hashlib
 import json
 import shutil
 
-import exported
+import exported_artifacts
 import harness
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 from transformers import BertTokenizer
 
 import smelt
@@ -34,7 +34,7 @@ def panicking(folder):
 
 @pytest.fixture
 def artifact(tmp_path):
-    shutil.copytree(exported.artifact("classifier").resolve(), tmp_path / "a")
+    shutil.copytree(exported_artifacts.exported_artifact("classifier").resolve(), tmp_path / "a")
     panicking(tmp_path / "a")
     return tmp_path / "a"
 
@@ -46,20 +46,20 @@ def test_predict_says_it_and_ends_with_1(artifact):
 
 def test_whoever_loaded_the_model_gets_an_error_and_may_go_on(artifact):
     with smelt.load(artifact) as model:
-        with refused("library-panic", RunError):
+        with raises_code("library-panic", RunError):
             model.predict([TEXT])
         assert len(model.predict(["a man"])) == 1
 
 
 def test_a_run_tells_it_in_its_report(tmp_path):
-    tiny.bert(tmp_path / "m")
+    tiny.write_bert(tmp_path / "m")
     BertTokenizer.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "m")
     said = (
         tmp_path / "m" / "tokenizer_config.json"
     )  # a BertTokenizer has rules of its own, whatever the file says
     said.write_text(json.dumps(json.loads(said.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     panicking(tmp_path / "m")
-    tiny.labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labelled(tmp_path / "data.jsonl", 8)
     with (tmp_path / "data.jsonl").open("a") as file:
         rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
         file.write(json.dumps(rows[0] | {"text": TEXT}) + "\n")

@@ -14,7 +14,7 @@ import pytest
 import tensorrt_rig
 import tiny
 
-from smelt.look.machine import has_cuda
+from smelt.inspect.machine import has_cuda
 
 RECIPE = """
 model: m
@@ -57,11 +57,11 @@ for folder in sys.argv[1:]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    tiny.bert(folder / "m")
+    tiny.write_bert(folder / "m")
     (folder / "m" / "model.safetensors").chmod(
         0o600
     )  # as safetensors writes it, and as others may keep theirs
-    tiny.labelled(folder / "data.jsonl", 8)
+    tiny.write_labelled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "short.yaml").write_text(SHORT)
     (folder / "engine.yaml").write_text(ENGINE)
@@ -117,7 +117,7 @@ def test_everything_that_a_run_writes_follows_the_umask(home, tmp_path, umask, r
 @pytest.mark.skipif(has_cuda(), reason="here engines can be run")
 def test_engines_follow_the_umask_too(home, tmp_path):
     umask = 0o077
-    environment = tensorrt_rig.require()
+    environment = tensorrt_rig.rig_environment()
     out = tmp_path / "out"
     out.mkdir(mode=0o777 & ~umask)
     command = [sys.executable, "-m", "smelt", *_arguments(home, "engine.yaml", out)]

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import foreign_graphs as graphs
 import pytest
+import third_party_graphs as graphs
 import tiny
-from packaged import written
+from standalone_packages import standalone_package
 
 NAMES = (
     "smelt",
@@ -83,10 +83,10 @@ def python(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]
 @pytest.mark.slow
 def test_no_command_runs_a_python_file_of_the_current_folder(tmp_path: Path) -> None:
     home = tmp_path / "download"
-    tiny.bert(home / "m")
-    tiny.labelled(home / "data.jsonl", 4)
-    graphs.save(graphs.two_layers(), home / "g.onnx")
-    graphs.rows(home / "rows.npz")
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 4)
+    graphs.save_model(graphs.two_layer_classifier(), home / "g.onnx")
+    graphs.write_rows(home / "rows.npz")
     (home / "recipe.yaml").write_text(TEXTS)
     (home / "graph.yaml").write_text(ARRAYS)
     marks = plant(home)
@@ -108,7 +108,7 @@ def test_python_m_smelt_imports_nothing_else_of_the_current_folder(tmp_path: Pat
 
 @pytest.mark.parametrize("where", ["current", "own"])
 def test_infer_py_runs_no_file_of_the_current_folder_nor_of_its_own(where: str, tmp_path: Path) -> None:
-    package = written("classifier")
+    package = standalone_package("classifier")
     expected = python(tmp_path, "-B", package / "infer.py", "dogs").stdout
     if where == "own":
         own = tmp_path / "package"

@@ -11,7 +11,7 @@ import harness
 import tiny
 
 from smelt.core.artifact import read_artifact
-from smelt.evaluate.latency.process import WorkerProcess
+from smelt.evaluate.latency.worker_process import WorkerProcess
 from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """
@@ -34,8 +34,8 @@ score:
 
 
 def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_path, monkeypatch):
-    tiny.bert(tmp_path / "m")
-    tiny.labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_bert(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     ask, loaded = WorkerProcess.ask, {}
 
@@ -50,7 +50,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
         return ask(self, **request)
 
     monkeypatch.setattr(WorkerProcess, "ask", sabotaged)
-    fake_workers.calm(monkeypatch)
+    fake_workers.ignore_disturbance(monkeypatch)
     forked_workers.install(monkeypatch)
     command = ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")]
     result = harness.smelt(*command)
@@ -83,8 +83,8 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
 
 
 def test_times_that_cannot_be_taken_at_all_leave_the_scores(tmp_path, monkeypatch):
-    tiny.bert(tmp_path / "m")
-    tiny.labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_bert(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
 
     def refuse(self, *arguments):

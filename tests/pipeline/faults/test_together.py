@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import harness
 import pytest
 import tiny
-from colliding import WITHOUT_LOCKS, take_locks_away
+from concurrent_processes import WITHOUT_LOCKS, disable_file_locks
+from expected_errors import command_error
 from fork_server import ForkServer
-from refusals import error_of
 
 from smelt.core.artifact import read_artifact
-from smelt.core.store.holder import read_holder
-from smelt.execute.run import Options, run_plan
-from smelt.planning.load import load_plan
+from smelt.core.store.lock_owner import read_owner
+from smelt.execute.run import RunOptions, run_plan
+from smelt.planning.load_plan import load_plan
 
 RECIPE = """
 model: m
@@ -32,8 +32,8 @@ score: {quality: [accuracy], latency: false}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
-    tiny.bert(folder / "m")
-    tiny.labelled(folder / "data.jsonl", 8)
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
@@ -42,7 +42,7 @@ def home(tmp_path_factory):
 SLOW = """
 import time
 from pathlib import Path
-from smelt.compress.prune.structured import Prune
+from smelt.compress.prune.stage import Prune
 call = Prune.__call__
 
 def slow(self, src, settings, ctx):
@@ -76,7 +76,7 @@ def server():
 def slow_run(request, home, server, tmp_path, monkeypatch):
     """The process id of a run at its first step, on a file system with locks and on one without."""
     if request.param:
-        take_locks_away(monkeypatch)
+        disable_file_locks(monkeypatch)
     before = f"{request.param}\nplace = {str(tmp_path)!r}\n{SLOW}"
     process = server.start(*_arguments(home, tmp_path / "one", tmp_path / "s"), before=before)
     _until((tmp_path / "at-work").exists)
@@ -90,7 +90,7 @@ def _statuses(folder):
 
 def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, server, tmp_path, slow_run):
     """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
-    error = error_of(harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"), code=2))
+    error = command_error(harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"), code=2))
     assert (error.code, error.file) == ("folder-in-use", f"{tmp_path}/one")
     assert f"process {slow_run} " in str(error)
 
@@ -98,18 +98,18 @@ def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home,
     apart = harness.smelt(*arguments)
     assert apart.exit_code == 0, apart.output
     assert "waits for" not in apart.output
-    assert server.runs()
+    assert server.is_running()
 
     waits = f"prune: waits for process {slow_run}, which is making the same step"
     log = tmp_path / "two" / "log.txt"
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(
-            run_plan, load_plan(home / "recipe.yaml", until="prune"), Options(log.parent, tmp_path / "s")
+            run_plan, load_plan(home / "recipe.yaml", until="prune"), RunOptions(log.parent, tmp_path / "s")
         )
         _until(lambda: log.is_file() and waits in log.read_text())
         assert not (log.parent / "artifacts" / "prune").exists()
         (tmp_path / "go").touch()
-        _until(lambda: not server.runs())
+        _until(lambda: not server.is_running())
         assert server.wait() == 0
         assert other.result(timeout=120).exit_code == 0
     assert _statuses(tmp_path / "one") == ["done", "done"]
@@ -136,7 +136,7 @@ def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
     seen = []
 
     def measure(self, artifacts, *arguments):
-        seen.append(str(read_holder(tmp_path / "s" / "locks" / "latency.lock")))
+        seen.append(str(read_owner(tmp_path / "s" / "locks" / "latency.lock")))
         return {}
 
     monkeypatch.setattr(LatencyScores, "measure", measure)

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from planning import plan
-from refusals import refused
+from expected_errors import raises_code
+from stage_stand_ins import plan_stages
 
 from smelt.core.errors import MissingDependencyError
 from smelt.export.onnx_stage import Onnx
-from smelt.look import machine
+from smelt.inspect import machine
 
-pytest_plugins = ["planning"]
+pytest_plugins = ["stage_stand_ins"]
 
 
 def test_a_missing_openvino_is_a_reason_for_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +29,11 @@ def test_a_missing_openvino_stops_a_run_before_any_work_unless_optional(
 ) -> None:
     stages = "\n  - onnx: {target: ort-cpu}\n  - onnx: {target: openvino}\n    from: model\n    name: ov\n"
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
-    plan(folder, stages).require_runnable()
+    plan_stages(folder, stages).require_runnable()
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    made = plan(folder, stages)
-    with refused("step-unavailable", MissingDependencyError) as caught:
+    made = plan_stages(folder, stages)
+    with raises_code("step-unavailable", MissingDependencyError) as caught:
         made.require_runnable()
     assert [one.line for one in caught.value.found] == [6]
     assert f"'ov' cannot run here: {made.step('ov').unavailable}" in str(caught.value)
-    plan(folder, stages, "ov.optional=true").require_runnable()
+    plan_stages(folder, stages, "ov.optional=true").require_runnable()

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planning import HEAD, TREE, mistakes, plan
+from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_mistakes, plan_stages
 
 from smelt.core.errors import InputError
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 from smelt.recipe import stage_table
 
-pytest_plugins = ["planning"]
+pytest_plugins = ["stage_stand_ins"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:
-    made = plan(folder, TREE)
+    made = plan_stages(folder, STAGE_TREE)
     assert [(s.name, s.stage, s.parent) for s in made.steps] == [
         ("distill", "distill", "model"),
         ("prune", "prune", "distill"),
@@ -43,17 +43,17 @@ def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:
 
 
 def test_automatic_names_keep_clear_of_given_ones(folder: Path) -> None:
-    made = plan(folder, "[prune, {prune: {}, name: prune-2}, prune]")
+    made = plan_stages(folder, "[prune, {prune: {}, name: prune-2}, prune]")
     assert [s.name for s in made.steps] == ["prune", "prune-2", "prune-3"]
 
 
 def test_until_keeps_what_the_step_needs(folder: Path) -> None:
-    made = plan(folder, TREE, until="onnx")
+    made = plan_stages(folder, STAGE_TREE, until="onnx")
     assert [s.name for s in made.steps] == ["distill", "prune", "prune-2", "small", "onnx"]
-    assert made.left_out == ("quantize", "onnx-int8", "tensorrt")
+    assert made.excluded_names == ("quantize", "onnx-int8", "tensorrt")
     assert made.gates[0].at == ("onnx",)
-    assert plan(folder, TREE, until="model").steps == ()
-    [found] = mistakes(folder, TREE, until="onix")
+    assert plan_stages(folder, STAGE_TREE, until="model").steps == ()
+    [found] = plan_mistakes(folder, STAGE_TREE, until="onix")
     assert (found.code, found.setting) == ("unknown-step", "--until")
     known = "model, distill, prune, prune-2, small, quantize, onnx-int8, onnx, tensorrt"
     assert all(value in found.message for value in ("'onix'", known, "'onnx'?"))
@@ -61,14 +61,14 @@ def test_until_keeps_what_the_step_needs(folder: Path) -> None:
 
 def test_a_step_stands_on_the_steps_that_its_settings_name(folder: Path) -> None:
     stages = "[{finetune: {}, name: tuned}, {prune: {}, from: model}, {distill: {teacher: tuned}}, onnx]"
-    made = plan(folder, stages, until="distill")
+    made = plan_stages(folder, stages, until="distill")
     assert [s.name for s in made.steps] == ["tuned", "prune", "distill"]
-    assert made.step("distill").stands_on == ("prune", "tuned")
-    assert made.step("prune").stands_on == ("model",)
+    assert made.step("distill").dependencies == ("prune", "tuned")
+    assert made.step("prune").dependencies == ("model",)
 
 
 def test_overrides_are_applied_and_kept_in_the_text(folder: Path) -> None:
-    made = plan(folder, TREE, "prune-2.keep_ratio=0.9", "seed=4")
+    made = plan_stages(folder, STAGE_TREE, "prune-2.keep_ratio=0.9", "seed=4")
     assert made.step("prune-2").settings.model_dump()["keep_ratio"] == 0.9
     assert made.recipe.seed == 4
     assert made.recipe_dict()["seed"] == 4
@@ -79,7 +79,7 @@ _WORDS = st.sampled_from(["model", "test.jsonl", "prune", "onnx", "~nobody/x", "
 
 
 _STEP = st.dictionaries(
-    st.sampled_from([*stage_table.TABLE, "name", "from", "optional"]),
+    st.sampled_from([*stage_table.STAGE_CLASSES, "name", "from", "optional"]),
     _WORDS | st.none() | st.booleans() | st.dictionaries(st.sampled_from(["keep", "target"]), _WORDS),
     max_size=3,
 )
@@ -114,9 +114,9 @@ def test_any_plan_is_made_or_is_an_input_error(
 
 
 def test_plan_is_quick_and_imports_nothing_heavy(folder: Path) -> None:
-    (folder / "recipe.yaml").write_text(HEAD + "stages: []\n")
+    (folder / "recipe.yaml").write_text(RECIPE_HEAD + "stages: []\n")
     code = (
-        "import sys; from pathlib import Path; from smelt.planning.load import load_plan;"
+        "import sys; from pathlib import Path; from smelt.planning.load_plan import load_plan;"
         f"str(load_plan(Path({str(folder / 'recipe.yaml')!r})));"
         "sys.exit(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime', 'datasets', 'sklearn'} & set(sys.modules)))"  # noqa: E501
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from refusals import places, refused
+from expected_errors import message_locations, raises_code
 
 from smelt.core import packages
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import Message
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 from smelt.planning.plan import Plan
 
-pytest_plugins = ["planning"]
+pytest_plugins = ["stage_stand_ins"]
 
 
 def plan(translator: Path, stages: str) -> Plan:
@@ -190,10 +190,10 @@ def advice(made: Plan) -> list[Message]:
     ],
 )
 def test_what_cannot_be_is_said_before_work_starts(translator, stages, place, named):
-    with refused(place[0], InputError) as caught:
+    with raises_code(place[0], InputError) as caught:
         plan(translator, stages)
     [found] = caught.value.found
-    assert places([found]) == [(*place, 4)]
+    assert message_locations([found]) == [(*place, 4)]
     assert [value for value in named if value not in found.message] == []
 
 
@@ -226,9 +226,9 @@ def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
         "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
         "stages: [quantize: {scheme: int8-static}]\n"
     )
-    with refused("missing-data", InputError) as caught:
+    with raises_code("missing-data", InputError) as caught:
         load_plan(path)
-    assert places(caught.value.found) == [("missing-data", "stages[0].quantize", 4)]
+    assert message_locations(caught.value.found) == [("missing-data", "stages[0].quantize", 4)]
     assert "calibration or train" in str(caught.value)
     assert "data: {calibration: FILE}" in str(caught.value)
 
@@ -264,7 +264,7 @@ def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
     monkeypatch.setattr(packages, "version", lambda name: "0.17.1")
-    with refused("step-unavailable", MissingDependencyError) as caught:
+    with raises_code("step-unavailable", MissingDependencyError) as caught:
         plan(translator, stages).require_runnable()
     said = str(caught.value)
     assert all(value in said for value in (f"{package} {release}", "0.17.1"))
@@ -296,10 +296,12 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
 def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
     translator: Path, metric: str, score: str, named: tuple[str, ...]
 ) -> None:
-    with refused("metric-not-scored", InputError) as caught:
+    with raises_code("metric-not-scored", InputError) as caught:
         scored_by(translator, metric, score)
     [found] = caught.value.found
-    assert places([found]) == [("metric-not-scored", "stages[0].quantize.mixed_precision.metric", 5)]
+    assert message_locations([found]) == [
+        ("metric-not-scored", "stages[0].quantize.mixed_precision.metric", 5)
+    ]
     assert [value for value in named if value not in found.message] == []
 
 
@@ -339,7 +341,7 @@ def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: P
     ],
 )
 def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):
-    with refused("behind-quantize", InputError) as caught:  # as the stage refuses it at work
+    with raises_code("behind-quantize", InputError) as caught:  # as the stage refuses it at work
         plan(translator, f"[{stages}]")
     assert f"`{chain}`" in str(caught.value)
 

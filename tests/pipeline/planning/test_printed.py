@@ -6,17 +6,17 @@ from pathlib import Path
 
 import harness
 import pytest
-from planning import HEAD, TREE, plan
+from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_stages
 
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 
-pytest_plugins = ["planning"]
+pytest_plugins = ["stage_stand_ins"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    plan(folder, TREE)
+    plan_stages(folder, STAGE_TREE)
     text = str(load_plan(Path("recipe.yaml")))
     assert (
         text
@@ -36,7 +36,7 @@ small (factorize) -> torch
 │  onnx-int8 (onnx) -> onnx
 └─ onnx -> onnx  {target: tensorrt}
    tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
-       'tensorrt>=11', with an NVIDIA GPU).
+       tensorrt, with an NVIDIA GPU).
 
 score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, to the model's
             longest output; latency at batch size 1, 8 against model
@@ -48,7 +48,7 @@ gate        size_bytes: at most 1,000,000 at small"""
 
 
 def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
-    text = str(plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
+    text = str(plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
     assert "CANNOT RUN: TensorRT is not installed" in text
     assert "cannot run here as it is: tensorrt." in text
     assert "until       tensorrt; left out: nothing" in text
@@ -58,7 +58,8 @@ def test_command_ends_with_2_when_a_step_cannot_run_here(folder: Path) -> None:
     path = folder / "recipe.yaml"
     for optional, code in (("false", 2), ("true", 0)):
         path.write_text(
-            f"{HEAD}stages: [{{onnx: {{target: tensorrt}}}}, {{tensorrt: {{}}, optional: {optional}}}]\n"
+            f"{RECIPE_HEAD}stages:\n  - onnx: {{target: tensorrt}}\n"
+            f"  - {{tensorrt: {{}}, optional: {optional}}}\n"
         )
         done = harness.smelt("plan", path)
         assert done.exit_code == code

@@ -5,37 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planning import plan
-from refusals import refused
+from expected_errors import raises_code
+from stage_stand_ins import plan_stages
 
 from smelt.core.errors import MissingDependencyError
-from smelt.look import machine
+from smelt.inspect import machine
 
-pytest_plugins = ["planning"]
+pytest_plugins = ["stage_stand_ins"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Path) -> None:
     stages = "\n  - onnx: {target: tensorrt}\n  - tensorrt: {}\n"
-    made = plan(folder, stages)
-    with refused("step-unavailable", MissingDependencyError) as caught:
+    made = plan_stages(folder, stages)
+    with raises_code("step-unavailable", MissingDependencyError) as caught:
         made.require_runnable()
     assert caught.value.exit_code == 2
     [found] = caught.value.found
     assert (found.file, found.line) == (str(folder / "recipe.yaml"), 6)
     assert f"'tensorrt' cannot run here: {made.step('tensorrt').unavailable}" in found.message
-    plan(folder, stages, "tensorrt.optional=true").require_runnable()
-    plan(folder, stages, until="onnx").require_runnable()
+    plan_stages(folder, stages, "tensorrt.optional=true").require_runnable()
+    plan_stages(folder, stages, until="onnx").require_runnable()
 
 
 def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
-    made = plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
+    made = plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
     assert made.step("tensorrt").unavailable is not None
     assert made.step("tensorrt").unscored is not None
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    assert plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
+    assert plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
 
 
 def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
@@ -43,9 +43,9 @@ def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
-    monkeypatch.setattr(machine, "builds_ahead_of_time", lambda: True)
+    monkeypatch.setattr(machine, "can_build_without_gpu", lambda: True)
     stages = "[{onnx: {target: tensorrt}}, tensorrt]"
-    made = plan(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
+    made = plan_stages(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
     step = made.step("tensorrt")
     assert step.unavailable is None
     assert step.unscored is not None
@@ -64,8 +64,8 @@ def test_builder_without_a_gpu_is_tried_in_a_process_of_its_own(
     def answer(builder: str) -> bool:
         text = f"class Logger:\n    ERROR = 1\n    def __init__(self, level): pass\n{builder}\n"
         (tmp_path / "tensorrt.py").write_text(text)
-        machine.builds_ahead_of_time.cache_clear()
-        return machine.builds_ahead_of_time()
+        machine.can_build_without_gpu.cache_clear()
+        return machine.can_build_without_gpu()
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -75,4 +75,4 @@ def test_builder_without_a_gpu_is_tried_in_a_process_of_its_own(
         assert not answer("def Builder(logger): raise TypeError('factory function returned nullptr')")
         assert not answer("import os; os.abort()")
     finally:
-        machine.builds_ahead_of_time.cache_clear()
+        machine.can_build_without_gpu.cache_clear()

@@ -2,12 +2,12 @@
 
 import json
 
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.planning.text_rules import text_rules
+from smelt.planning.text_rules import resolve_text_rules
 from smelt.recipe.recipe import parse_recipe
-from smelt.runtime.text.rules import TextRules
+from smelt.runtime.text.text_preprocessing import TextRules
 
 T5 = {
     "summarization": {"prefix": "summarize: ", "num_beams": 4},
@@ -20,7 +20,7 @@ def rules(tmp_path, task="summarization", data="", kind="t5", params=T5):
     config = {"model_type": kind, "task_specific_params": params}
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = f"model: m\ntask: {task}\ndata: {{test: x.jsonl{data}}}\nstages: []\n"
-    return text_rules(parse_recipe(text, tmp_path / "r.yaml"), tmp_path)
+    return resolve_text_rules(parse_recipe(text, tmp_path / "r.yaml"), tmp_path)
 
 
 def test_the_model_s_prefix_is_taken_and_said(tmp_path):
@@ -40,7 +40,7 @@ def test_languages_choose_among_the_model_s_prefixes(tmp_path):
     none, said = rules(tmp_path, "translation")
     assert none == TextRules()
     assert "translation_en_to_de, translation_en_to_fr" in said[0]
-    with refused("unknown-language", InputError) as caught:
+    with raises_code("unknown-language", InputError) as caught:
         rules(tmp_path, "translation", ", source_language: en, target_language: xx")
     assert all(name in str(caught.value) for name in ("translation_en_to_xx", "translation_en_to_de"))
 
@@ -51,7 +51,7 @@ def test_what_smelt_wrote_beside_a_model_wins_over_its_config(tmp_path):
 
 
 def test_a_multilingual_model_has_to_be_told_its_languages(tmp_path):
-    with refused("missing-languages", InputError) as caught:
+    with raises_code("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="mbart", params=None)
     assert "source_language: en_XX" in str(caught.value)
     found, said = rules(
@@ -70,13 +70,13 @@ def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp
         return rules(tmp_path, "translation", languages, kind="m2m_100", params=None)[1]
 
     assert said("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
-    with refused("unknown-language", InputError) as caught:
+    with raises_code("unknown-language", InputError) as caught:
         said("eng_Latin", "old_XX")
     assert all(name in str(caught.value) for name in ("'eng_Latin'", "'eng_Latn'?"))
-    with refused("unknown-language", InputError) as caught:
+    with raises_code("unknown-language", InputError) as caught:
         said("eng_Latn", "de_DE")
     assert "'de_DE'" in str(caught.value)
-    with refused("missing-languages", InputError) as caught:
+    with raises_code("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="m2m_100", params=None)
     assert "source_language: eng_Latn, target_language: deu_Latn" in str(caught.value)
     words["model"]["vocab"] = [["<s>", 0.0], ["deu_Latn", -1.0]]
@@ -94,6 +94,6 @@ def test_a_model_without_anything_gets_nothing(tmp_path):
 
 
 def test_a_prefix_does_not_fit_a_classifier(tmp_path):
-    with refused("does-not-fit-task", InputError) as caught:
+    with raises_code("does-not-fit-task", InputError) as caught:
         rules(tmp_path, "text-classification", ', prefix: "x "')
     assert caught.value.setting == "data.prefix"

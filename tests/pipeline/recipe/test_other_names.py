@@ -1,10 +1,10 @@
 """What other tools call a setting is known, and what it is called here is said."""
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.stage import Settings
-from smelt.recipe.errors import Mistakes, check
+from smelt.recipe.mistakes import Mistakes, validate_settings
 from smelt.recipe.stage_table import load_stage
 from smelt.recipe.yaml_file import parse_yaml
 
@@ -24,7 +24,7 @@ def test_words_of_other_tools_are_told_by_their_names_here(stage: str, word: str
     kind: type[Settings] = load_stage(stage).settings_type
     assert here in kind.model_fields
     mistakes = Mistakes(parse_yaml("a: 1", "r.yaml"))
-    check(kind, {word: 0.5}, (), mistakes)
-    with refused("unknown-setting") as caught:
-        mistakes.raise_all()
+    validate_settings(kind, {word: 0.5}, (), mistakes)
+    with raises_code("unknown-setting") as caught:
+        mistakes.raise_if_any()
     assert f"'{here}'" in str(caught.value)

@@ -6,20 +6,20 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from expected_errors import message_locations, raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from refusals import places, refused
 
-from smelt.core.data import EVERY_TASK
+from smelt.core.data import ALL_TASKS
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.recipe import errors
+from smelt.recipe import mistakes as mistake_texts
 from smelt.recipe.recipe import (
-    METRICS,
-    Data,
-    Gate,
-    Recipe,
+    METRICS_BY_TASK,
+    DataSettings,
+    GateSettings,
+    ParsedRecipe,
     RecipeKeys,
     ScoreSettings,
     find_recipe,
@@ -42,7 +42,7 @@ stages:
 """
 
 
-def read(text: str, *overrides: str) -> Recipe:
+def read(text: str, *overrides: str) -> ParsedRecipe:
     return parse_recipe(text, Path("recipe.yaml"), overrides)
 
 
@@ -59,7 +59,7 @@ def test_words_for_mistakes_are_made_where_there_are_some_and_once(monkeypatch: 
     made: list[object] = []
     real = TypeAdapter.json_schema
     monkeypatch.setattr(TypeAdapter, "json_schema", lambda self: made.append(self) or real(self))
-    errors._schema_of.cache_clear()
+    mistake_texts._json_schema.cache_clear()
     read(GOOD)
     assert made == []
     wrong = GOOD + "score: {batch_size: many}\n"
@@ -72,14 +72,14 @@ def test_words_for_mistakes_are_made_where_there_are_some_and_once(monkeypatch: 
 
 def test_defaults() -> None:
     recipe = read(GOOD)
-    assert recipe.score.quality == METRICS["translation"]
+    assert recipe.score.quality == METRICS_BY_TASK["translation"]
     generation = recipe.score.generation.model_dump()
     assert {name for name, value in generation.items() if value is not None} == {"num_beams", "do_sample"}
     assert (generation["num_beams"], generation["do_sample"]) == (1, False)
     assert recipe.score.batch_size == 32
     assert recipe.score.latency is not None
     assert (recipe.baseline, recipe.seed, recipe.truncation, recipe.threads) == ("model", 0, "warn", None)
-    assert recipe.data.splits() == {"test": "t.jsonl"}
+    assert recipe.data.split_sources() == {"test": "t.jsonl"}
     assert recipe.base == Path()
 
 
@@ -99,8 +99,8 @@ def test_a_metric_may_have_settings() -> None:
 
 def test_stages_are_read_with_what_stands_beside_them() -> None:
     first, second, third = read(GOOD).stages
-    assert (first.word, first.name, first.settings, first.line) == ("prune", "small", {"keep_ratio": 0.5}, 5)
-    assert (second.word, second.name, second.settings, second.optional) == ("onnx", None, {}, False)
+    assert (first.stage, first.name, first.settings, first.line) == ("prune", "small", {"keep_ratio": 0.5}, 5)
+    assert (second.stage, second.name, second.settings, second.optional) == ("onnx", None, {}, False)
     assert (third.parent, third.optional) == ("small", True)
 
 
@@ -111,14 +111,14 @@ def test_latency_false_turns_it_off() -> None:
 def test_the_metrics_of_a_classifier_wait_for_its_model_and_data() -> None:
     recipe = read("model: m\ntask: text-classification\ndata: {test: t}\nstages: []\n")
     assert recipe.score.quality == ()
-    assert "mse" in METRICS["text-classification"]
+    assert "mse" in METRICS_BY_TASK["text-classification"]
 
 
 def test_files_without_a_name_are_told_so() -> None:
     splits = ("train", "unlabelled", "validation", "calibration", "test")
     data = ", ".join(f"{name}: ''" for name in splits)
     text = f"model: {{config: ''}}\ntask: language-modeling\ndata: {{{data}}}\nstages: []\n"
-    assert places(mistakes(text)) == [
+    assert message_locations(mistakes(text)) == [
         ("empty-text", key, line)
         for line, key in [(1, "model.config"), *((3, f"data.{name}") for name in splits)]
     ]
@@ -139,7 +139,7 @@ seed: yes
 threads: 0
 """
     found = mistakes(text)
-    assert places(found) == [
+    assert message_locations(found) == [
         ("unknown-setting", "taks", 2),
         ("wrong-value", "data.columns.source", 4),
         ("unknown-setting", "data.tets", 4),
@@ -230,14 +230,14 @@ threads: 0
 def test_wrong_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
     number = 11 + line.count("\n")
     [found] = mistakes(GOOD + line)
-    assert places([found]) == [(code, setting, number)]
+    assert message_locations([found]) == [(code, setting, number)]
     assert [value for value in named if value not in found.message] == []
 
 
 def test_gates_need_what_they_judge_to_be_measured() -> None:
     text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
     found = mistakes(GOOD + text)
-    assert places(found) == [
+    assert message_locations(found) == [
         ("settings-conflict", "gates.speedup", 13),
         ("metric-not-scored", "gates.chrf", 14),
     ]
@@ -261,20 +261,20 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
 def test_wrong_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
     text = f"model: m\ntask: translation\ndata: {{test: t}}\nstages:\n  - {stage}\n"
     [found] = mistakes(text)
-    assert places([found]) == [(code, setting, 5)]
+    assert message_locations([found]) == [(code, setting, 5)]
     assert read in found.message
 
 
 def test_tasks_that_are_not_supported() -> None:
     [found] = mistakes(GOOD.replace("translation", "translatoin"))
-    assert places([found]) == [("unknown-task", "task", 2)]
-    for value in ("'translatoin'", ", ".join(EVERY_TASK), "'translation'?"):
+    assert message_locations([found]) == [("unknown-task", "task", 2)]
+    for value in ("'translatoin'", ", ".join(ALL_TASKS), "'translation'?"):
         assert value in found.message
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", "an empty file"), ("- a", '["a"]'), ("hello", "'hello'")])
 def test_what_is_no_mapping_is_no_recipe(text: str, shown: str) -> None:
-    with refused("not-a-recipe", InputError) as caught:
+    with raises_code("not-a-recipe", InputError) as caught:
         read(text)
     assert (caught.value.file, caught.value.line) == ("recipe.yaml", 1)
     assert shown in str(caught.value)
@@ -325,7 +325,7 @@ def test_set_latency_false_and_back() -> None:
 )
 def test_wrong_overrides_are_explained(override: str, code: str, setting: str) -> None:
     [found] = mistakes(GOOD, override)
-    assert places([found]) == [(code, setting, None)]
+    assert message_locations([found]) == [(code, setting, None)]
     assert found.message.startswith(f"--set {override}:")
 
 
@@ -335,10 +335,10 @@ def test_a_number_that_is_none_is_said_once(written: str) -> None:
     text = GOOD + f"score: {{latency: {{rounds: {written}}}}}"
     code = "number-too-large" if written == "1e999" else "not-finite"
     [found] = mistakes(text)
-    assert places([found]) == [(code, "score.latency.rounds", 11)]
+    assert message_locations([found]) == [(code, "score.latency.rounds", 11)]
     assert written in found.message
     # one that is given in its place is judged as any other
-    assert places(mistakes(text, "score.latency.rounds=0")) == [
+    assert message_locations(mistakes(text, "score.latency.rounds=0")) == [
         (code, "score.latency.rounds", 11),
         ("wrong-value", "score.latency.rounds", None),
     ]
@@ -357,17 +357,17 @@ def test_read_recipe_reads_the_file(tmp_path: Path) -> None:
 def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:
     (tmp_path / "translate.yaml").touch()
     assert find_recipe(str(tmp_path / "translate.yaml")) == tmp_path / "translate.yaml"
-    with refused("unknown-recipe", InputError) as caught:
+    with raises_code("unknown-recipe", InputError) as caught:
         find_recipe(str(tmp_path / "transalte.yaml"))
     assert "'translate.yaml'?" in str(caught.value)
 
 
 def test_a_folder_is_no_recipe_and_one_with_a_model_gets_one(tmp_path: Path) -> None:
-    with refused("not-a-recipe", InputError) as caught:
+    with raises_code("not-a-recipe", InputError) as caught:
         find_recipe(str(tmp_path))
     assert "smelt init" not in str(caught.value)
     (tmp_path / "config.json").touch()
-    with refused("not-a-recipe", InputError) as caught:
+    with raises_code("not-a-recipe", InputError) as caught:
         find_recipe(str(tmp_path))
     assert f"`smelt init {tmp_path}`" in str(caught.value)
 
@@ -377,11 +377,16 @@ def test_a_folder_is_no_recipe_and_one_with_a_model_gets_one(tmp_path: Path) -> 
 def test_any_text_is_a_recipe_or_an_input_error(text: str, overrides: list[str]) -> None:
     # anything but an InputError ends the test
     with contextlib.suppress(InputError):
-        assert read(text, *overrides).task in METRICS
+        assert read(text, *overrides).task in METRICS_BY_TASK
 
 
 _BESIDE = "stages prune onnx name from optional batch_sizes beams bleu speedup keep"
-_KEYS = {**RecipeKeys.model_fields, **ScoreSettings.model_fields, **Data.model_fields, **Gate.model_fields}
+_KEYS = {
+    **RecipeKeys.model_fields,
+    **ScoreSettings.model_fields,
+    **DataSettings.model_fields,
+    **GateSettings.model_fields,
+}
 _WORDS = st.sampled_from([*_KEYS, *_BESIDE.split(" ")])
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _WORDS | st.text(max_size=5),

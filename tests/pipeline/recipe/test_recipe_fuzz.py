@@ -4,32 +4,46 @@ import contextlib
 
 import pytest
 import tiny
-from fuzz import RECIPE
+from fuzz import TEXT_RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
-from smelt.planning.load import load_plan
-from smelt.recipe.stage_table import TABLE
+from smelt.planning.load_plan import load_plan
+from smelt.recipe.stage_table import STAGE_CLASSES
 
 PIECES = [
-    *(*TABLE, *RECIPE.split(), "null", "-1", "1e9", "[]", "{}", ".nan", "&a", "*a", "<<: *a", "? ", "|"),
+    *(
+        *STAGE_CLASSES,
+        *TEXT_RECIPE.split(),
+        "null",
+        "-1",
+        "1e9",
+        "[]",
+        "{}",
+        ".nan",
+        "&a",
+        "*a",
+        "<<: *a",
+        "? ",
+        "|",
+    ),
     *("!!python/object:os.system", "'", '"', ":", "- ", "\n", "\t", "\0", "\u202e", "\ud800", "~"),
     *("%YAML 9", "---", "\\", "é", "9" * 400, "a" * 300),
 ]
 
 
 PIECE = st.sampled_from(PIECES)
-CHANGE = st.tuples(st.integers(0, len(RECIPE)), st.integers(0, 12), PIECE)
+CHANGE = st.tuples(st.integers(0, len(TEXT_RECIPE)), st.integers(0, 12), PIECE)
 ADDRESS = st.sampled_from(["small.keep", "seed", "x", "score.latency", "data.test", "onnx.from", "."])
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
-    tiny.bert(folder / "m")
-    tiny.labelled(folder / "data.jsonl", 4)
-    (folder / "recipe.yaml").write_text(RECIPE)
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 4)
+    (folder / "recipe.yaml").write_text(TEXT_RECIPE)
     return folder
 
 
@@ -49,7 +63,7 @@ def test_the_recipe_itself_is_a_plan(home):
 )
 @given(st.lists(CHANGE, min_size=1, max_size=4), st.lists(st.tuples(ADDRESS, PIECE), max_size=1))
 def test_a_changed_recipe_is_a_plan_or_an_input_error(home, changes, overrides):
-    text = RECIPE
+    text = TEXT_RECIPE
     for place, removed, piece in changes:
         text = text[:place] + piece + text[place + removed :]
     path = home / "changed.yaml"

@@ -7,16 +7,16 @@ import sys
 from typing import get_args
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.artifact import Format
 from smelt.core.data import Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Need, Settings
-from smelt.recipe.stage_table import TABLE, load_stage, stages
+from smelt.recipe.stage_table import STAGE_CLASSES, all_stages, load_stage
 
 
-@pytest.mark.parametrize("word", TABLE)
+@pytest.mark.parametrize("word", STAGE_CLASSES)
 def test_every_row_is_a_stage(word: str) -> None:
     stage = load_stage(word)
     assert stage.name == word
@@ -34,18 +34,18 @@ def test_every_row_is_a_stage(word: str) -> None:
 
 
 def test_stages_lists_all_in_the_order_of_the_table() -> None:
-    assert list(stages()) == list(TABLE)
+    assert list(all_stages()) == list(STAGE_CLASSES)
 
 
 def test_unknown_stage_names_the_nearest() -> None:
-    with refused("unknown-stage", InputError) as caught:
+    with raises_code("unknown-stage", InputError) as caught:
         load_stage("distil")
-    assert all(value in str(caught.value) for value in ("'distil'", ", ".join(TABLE), "'distill'?"))
+    assert all(value in str(caught.value) for value in ("'distil'", ", ".join(STAGE_CLASSES), "'distill'?"))
 
 
 def test_loading_the_stages_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from smelt.recipe.stage_table import stages; stages();"
+        "import sys; from smelt.recipe.stage_table import all_stages; all_stages();"
         "sys.exit(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime', 'tensorrt'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from expected_errors import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.recipe.yaml_file import MAX_BYTES, parse_yaml, read_yaml
@@ -102,7 +102,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_what_is_no_yaml_is_refused(text: str, code: str, line: int | None, named: str) -> None:
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         parse_yaml(text, "r")
     assert (caught.value.file, caught.value.line) == ("r", line)
     assert named in str(caught.value)
@@ -110,15 +110,15 @@ def test_what_is_no_yaml_is_refused(text: str, code: str, line: int | None, name
 
 def test_read_yaml_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    with refused("unreadable-file", InputError) as caught:
+    with raises_code("unreadable-file", InputError) as caught:
         read_yaml(path)
     assert caught.value.file == str(path)
     path.write_bytes(b"a: 1\nb: \xff\n")
-    with refused("not-utf8", InputError) as caught:
+    with raises_code("not-utf8", InputError) as caught:
         read_yaml(path)
     assert (caught.value.file, caught.value.line) == (str(path), 2)
     path.write_bytes(b"#" * (MAX_BYTES + 1))
-    with refused("recipe-too-large", InputError):
+    with raises_code("recipe-too-large", InputError):
         read_yaml(path)
     path.write_bytes(b"\xef\xbb\xbfa: 1\n")
     assert read_yaml(path).value == {"a": 1}

@@ -5,12 +5,12 @@ import shutil
 
 import harness
 import pytest
-from refusals import error_of
-from refused_recipes import RECIPE
+from expected_errors import command_error
+from invalid_recipes import RECIPE
 
 from smelt.core.files import sha256_of
 
-pytest_plugins = ["refused_recipes"]
+pytest_plugins = ["invalid_recipes"]
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +73,13 @@ def test_artifacts_that_are_none(finished, tmp_path, change, code, named, comman
     shutil.copytree(finished, folder)
     change(folder)
     data = ["--data", finished.parents[2] / "data.jsonl"]
-    error = error_of(harness.smelt(command, folder, *(["a cat"] if command == "predict" else data), code=2))
+    error = command_error(
+        harness.smelt(command, folder, *(["a cat"] if command == "predict" else data), code=2)
+    )
     assert error.code == code
     assert named in str(error)
 
 
 def test_what_is_no_folder_is_no_artifact(tmp_path):
-    assert error_of(harness.smelt("predict", tmp_path / "x", "a")).code == "missing-folder"
-    assert error_of(harness.smelt("report", tmp_path / "x")).code == "missing-file"
+    assert command_error(harness.smelt("predict", tmp_path / "x", "a")).code == "missing-folder"
+    assert command_error(harness.smelt("report", tmp_path / "x")).code == "missing-file"

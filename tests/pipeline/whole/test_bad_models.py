@@ -7,12 +7,12 @@ import struct
 import causal
 import harness
 import pytest
-from refusals import places
-from refused_recipes import RECIPE, TRANSLATE, refused_recipe
+from expected_errors import message_locations
+from invalid_recipes import RECIPE, TRANSLATION_RECIPE, assert_refused
 
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 
-pytest_plugins = ["refused_recipes"]
+pytest_plugins = ["invalid_recipes"]
 
 
 def _write(name, content):
@@ -79,7 +79,7 @@ def _no_offsets(header):
          "damaged-weights", ()),
         (_header(_no_offsets), "damaged-weights", ()),
         (_header(_wrong_bytes), "damaged-header", ("'classifier.weight'", "F32 [3, 32]")),
-        (_header(_swap_shape), "shape-mismatch", (f"'{EMBEDDING}' is [32,",)),
+        (_header(_swap_shape), "shape-mismatch", (f"'{EMBEDDING}'", "[32,")),
                 (_write("m/tokenizer_config.json", "{"), "invalid-json", ("tokenizer_config.json: ",)),
         (_write("m/vocab.txt", "\n".join(f"w{i}" for i in range(900))),
          "tokenizer-mismatch", ("up to 899,",)),
@@ -87,21 +87,21 @@ def _no_offsets(header):
 )  # fmt: skip
 def test_model_folders_that_are_none(home, change, code, named):
     change(home)
-    error = refused_recipe(home, None, code)
-    assert places(error.found) == [(code, "model", 1)]
+    error = assert_refused(home, None, code)
+    assert message_locations(error.found) == [(code, "model", 1)]
     assert [value for value in named if value not in str(error)] == []
 
 
 def test_a_config_with_another_vocabulary_fits_neither_weights_nor_tokenizer(home):
     _config(vocab_size=20)(home)
-    assert "[20, 32]" in str(refused_recipe(home, None, "shape-mismatch", "tokenizer-mismatch"))
+    assert "[20, 32]" in str(assert_refused(home, None, "shape-mismatch", "tokenizer-mismatch"))
 
 
 def test_a_marian_whose_vocabulary_is_larger_than_its_embedding_is_refused(home):
     path = home / "t" / "vocab.json"
     words = json.loads(path.read_text())
     path.write_text(json.dumps(words | {"one-more": len(words)}))
-    assert f"up to {len(words)}," in str(refused_recipe(home, TRANSLATE, "tokenizer-mismatch"))
+    assert f"up to {len(words)}," in str(assert_refused(home, TRANSLATION_RECIPE, "tokenizer-mismatch"))
 
 
 def test_a_tokenizer_that_knows_few_of_the_tokens_is_warned_about(home):
@@ -121,7 +121,7 @@ def test_a_shape_deep_inside_is_named_before_any_stage_works(home):
     name = "bert.encoder.layer.1.intermediate.dense.weight"
     tensors[name] = tensors[name][:-1].copy()
     save_file(tensors, path, metadata={"format": "pt"})
-    error = refused_recipe(home, None, "shape-mismatch", command="run")
+    error = assert_refused(home, None, "shape-mismatch", command="run")
     assert all(value in str(error) for value in (f"'{name}'", "[63, 32]", "[64, 32]"))
     assert not (home / "r" / "report.json").exists()
 
@@ -137,7 +137,7 @@ LANGUAGE = "model: l\ntask: language-modeling\ndata: {train: t.txt, test: t.txt}
         ("m", RECIPE, "bert.encoder.layer.1.intermediate.dense.weight"),
         (
             "t",
-            TRANSLATE.replace("prune: {keep_ratio: 0.5}", "quantize: {}"),
+            TRANSLATION_RECIPE.replace("prune: {keep_ratio: 0.5}", "quantize: {}"),
             "model.decoder.layers.0.fc1.weight",
         ),
     ],
@@ -145,13 +145,13 @@ LANGUAGE = "model: l\ntask: language-modeling\ndata: {train: t.txt, test: t.txt}
 def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, folder, recipe, name):
     from safetensors.torch import load_file, save_file
 
-    causal.model(home / "l", "llama")
-    causal.lines(home / "t.txt", 2)
+    causal.write_model(home / "l", "llama")
+    causal.write_lines(home / "t.txt", 2)
     path = home / folder / "model.safetensors"
     tensors = load_file(path)
     tensors[name][3, 2] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
-    said = str(refused_recipe(home, recipe, "non-finite-weights", command="run"))
+    said = str(assert_refused(home, recipe, "non-finite-weights", command="run"))
     assert all(value in said for value in (f"{path}: ", f"'{name}'", "1 NaN"))
     assert ".store" not in said
     assert not (home / "r" / "report.json").exists()
@@ -183,7 +183,7 @@ def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, 
     stages = f"stages:\n  - prune: {{}}\n  - distill: {{{setting}, max_steps: 1}}\n"
     recipe = RECIPE[: RECIPE.index("stages:")] + stages + "score: {latency: false}\n"
     line = recipe.splitlines().index(next(row for row in recipe.splitlines() if "distill" in row)) + 1
-    error = refused_recipe(home, recipe, "non-finite-weights", command="run")
+    error = assert_refused(home, recipe, "non-finite-weights", command="run")
     assert (error.file, error.line) == (str(home / "recipe.yaml"), line)
     assert all(value in str(error) for value in ("'distill': ", f"{path}: ", f"'{tensor}'", "1 NaN"))
     assert "others" not in str(error)
@@ -201,26 +201,26 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
     assert harness.smelt("plan", _written(home, _distilled(setting))).exit_code == 0
     weights = home / "stored" / "model.safetensors"
     weights.rename(home / "stored" / "encoder.onnx")
-    said = str(refused_recipe(home, _distilled(setting), "missing-weights"))
+    said = str(assert_refused(home, _distilled(setting), "missing-weights"))
     assert f"{home / 'other'}: " in said
     assert said.count("other") == 1
     assert "(encoder.onnx)" in said
     (home / "other").unlink()
     (home / "other").touch()
-    said = str(refused_recipe(home, _distilled(setting), "not-a-folder"))
+    said = str(assert_refused(home, _distilled(setting), "not-a-folder"))
     assert f"{home / 'other'}: " in said
     assert "hub" not in said  # from where only `model:` is fetched
 
 
 def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
     for teacher, place in (("m", ""), ("[model, m]", "[1]")):
-        error = refused_recipe(home, _distilled(f"teacher: {teacher}"), "unknown-step")
+        error = assert_refused(home, _distilled(f"teacher: {teacher}"), "unknown-step")
         assert [one.setting for one in error.found] == [f"stages[1].distill.teacher{place}"]
         assert "`{model: m}`" in str(error)
     (home / "graphs").mkdir()  # an artifact without weights for torch, which teaches nobody
     (home / "graphs" / "config.json").write_text((home / "m" / "config.json").read_text())
     for other in ("nobody", "data.jsonl", "graphs"):
-        told = str(refused_recipe(home, _distilled(f"teacher: {other}"), "unknown-step"))
+        told = str(assert_refused(home, _distilled(f"teacher: {other}"), "unknown-step"))
         assert f"'{other}'" in told
         assert "`{model: " not in told
 
@@ -234,11 +234,11 @@ def _written(home, recipe):
 @pytest.mark.parametrize("values", [{"num_attention_heads": 5}, {"hidden_size": "wide"}])
 def test_configs_that_transformers_makes_nothing_of(home, values):
     _config(**values)(home)
-    assert "config.json" in str(refused_recipe(home, None, "wrong-config", command="run"))
+    assert "config.json" in str(assert_refused(home, None, "wrong-config", command="run"))
 
 
 def test_a_config_that_names_no_class_of_models_is_refused(home):
     path = home / "t" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["pipeline"]}))
-    error = refused_recipe(home, TRANSLATE, "unknown-architecture", command="run")
+    error = assert_refused(home, TRANSLATION_RECIPE, "unknown-architecture", command="run")
     assert "['pipeline']" in str(error)

@@ -7,10 +7,10 @@ import time
 import every_family
 import harness
 import pytest
-from refusals import error_of, places
-from refused_recipes import HEAD, RECIPE, refused_recipe
+from expected_errors import command_error, message_locations
+from invalid_recipes import RECIPE, RECIPE_HEAD, assert_refused
 
-pytest_plugins = ["refused_recipes"]
+pytest_plugins = ["invalid_recipes"]
 
 # Nine lines that stand for a billion words.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -58,8 +58,8 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setting, named):
-    error = refused_recipe(home, f"{HEAD}stages: {stages}\n", code)
-    assert places(error.found) == [(code, setting, 4)]
+    error = assert_refused(home, f"{RECIPE_HEAD}stages: {stages}\n", code)
+    assert message_locations(error.found) == [(code, setting, 4)]
     assert [value for value in named if value not in str(error)] == []
 
 
@@ -84,10 +84,10 @@ def test_stages_that_cannot_be_or_do_not_fit_the_model(home, stages, code, setti
     ],
 )
 def test_stages_that_do_not_fit_the_family(home, family, stages, code, setting, named):
-    shutil.copytree(every_family.of_layers(family, 1 if family == "bert" else 2), home / "other")
-    recipe = f"{HEAD}stages: {stages}\n".replace("model: m", "model: other")
-    error = refused_recipe(home, recipe, code)
-    assert places(error.found) == [(code, setting, 4)]
+    shutil.copytree(every_family.model_with_layers(family, 1 if family == "bert" else 2), home / "other")
+    recipe = f"{RECIPE_HEAD}stages: {stages}\n".replace("model: m", "model: other")
+    error = assert_refused(home, recipe, code)
+    assert message_locations(error.found) == [(code, setting, 4)]
     assert [value for value in named if value not in str(error)] == []
 
 
@@ -109,7 +109,7 @@ def test_stages_that_do_not_fit_the_family(home, family, stages, code, setting, 
 )
 def test_recipes_that_are_none(home, recipe, codes, named):
     started = time.process_time()
-    error = refused_recipe(home, recipe, *codes)
+    error = assert_refused(home, recipe, *codes)
     assert [value for value in named if value not in str(error)] == []
     assert time.process_time() - started < 3
 
@@ -204,10 +204,10 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
     result = harness.smelt(
         "plan", home / "recipe.yaml", "--until", "nowhere", "--set", "prune.x", "--set", "nobody.keep_ratio=1"
     )  # fmt: skip
-    error = error_of(result)
+    error = command_error(result)
     assert (result.exit_code, error.code) == (2, "several-mistakes")
-    assert sorted(places(error.found), key=str) == sorted(ITS_MISTAKES, key=str)
-    lines = [line for _, _, line in places(error.found) if line is not None]
+    assert sorted(message_locations(error.found), key=str) == sorted(ITS_MISTAKES, key=str)
+    lines = [line for _, _, line in message_locations(error.found) if line is not None]
     assert lines == sorted(lines)
     said = result.output.removeprefix("error[several-mistakes]: ").splitlines()
     assert said == [str(found) for found in error.found]
@@ -234,7 +234,7 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
 def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home, stage, code, named):
     config = json.loads((home / "m" / "config.json").read_text())
     (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
-    error = refused_recipe(home, RECIPE.replace("prune: {keep_ratio: 0.5}", stage), code)
+    error = assert_refused(home, RECIPE.replace("prune: {keep_ratio: 0.5}", stage), code)
     [found] = error.found
     assert found.line == 4
     assert [value for value in named if value not in found.message] == []
@@ -265,11 +265,11 @@ gates: {accuracy: {max_drop: 1, at: small}, speedup: {min: 3}, size_bytes: {max:
 def test_broken_parts_do_not_hide_each_other(home):
     (home / "data.jsonl").write_text('{"text": "a", "label": 0}\n{"text": \n')
     (home / "m" / "model.safetensors").unlink()
-    refused_recipe(
+    assert_refused(
         home,
         RECIPE.replace("prune", "prnue").replace("test: data", "test: date") + "seed: -1\n",
         "missing-weights", "invalid-json", "missing-file", "unknown-stage", "wrong-value",
     )  # fmt: skip
     # without a task the rows cannot be read, but their files can be looked for
     broken = RECIPE.replace("text-cl", "txt-cl").replace("test: data", "test: date")
-    refused_recipe(home, broken, "missing-weights", "unknown-task", "missing-file")
+    assert_refused(home, broken, "missing-weights", "unknown-task", "missing-file")

@@ -5,14 +5,14 @@ import shutil
 
 import harness
 import pytest
-from refusals import error_of
-from refused_recipes import HEAD
+from expected_errors import command_error
+from invalid_recipes import RECIPE_HEAD
 
-from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core import packages
 
-pytest_plugins = ["refused_recipes"]
+pytest_plugins = ["invalid_recipes"]
 
 # by the name of a step: the stage, the code of its error, and what is named in it
 AT_WORK = {
@@ -41,7 +41,7 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
         f"  - {stage}\n    name: {name}\n    from: model\n" for name, (stage, *_) in AT_WORK.items()
     )
     data = "data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}\n"
-    text = HEAD.replace("data: {train: data.jsonl, test: data.jsonl}\n", data)
+    text = RECIPE_HEAD.replace("data: {train: data.jsonl, test: data.jsonl}\n", data)
     (home / "recipe.yaml").write_text(
         f"{text}score: {{latency: false}}\nstages:\n{steps}  - drop-layers: {{layers: 1, importance: last}}\n"
         "    from: model\n"
@@ -66,8 +66,8 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
 def test_an_older_package_is_named_before_any_work(home, monkeypatch, stage, package, there):
     found = packages.version
     monkeypatch.setattr(packages, "version", lambda name: there if name == package else found(name))
-    (home / "recipe.yaml").write_text(f"{HEAD}stages: [{{{stage}}}]\n")
-    error = error_of(harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=2))
+    (home / "recipe.yaml").write_text(f"{RECIPE_HEAD}stages: [{{{stage}}}]\n")
+    error = command_error(harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=2))
     assert error.code == "step-unavailable"
     assert all(value in str(error) for value in (there, f"pip install '{package}>="))
     assert not (home / "run").exists()

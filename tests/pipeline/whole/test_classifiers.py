@@ -6,11 +6,11 @@ import classifiers
 import harness
 import pytest
 import tiny
-from refusals import error_of
+from expected_errors import command_error
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from smelt.core.labels import MULTI, REGRESSION, SINGLE
-from smelt.recipe.problem import METRICS_OF
+from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.recipe.problem_type import METRICS_BY_PROBLEM
 
 CHAIN = """
 model: m
@@ -36,10 +36,10 @@ score: {latency: false}
 
 
 def home(folder, family, problem, recipe=CHAIN, pairs=True, **config):
-    names = {} if problem == REGRESSION else {"id2label": dict(enumerate(classifiers.NAMES))}
+    names = {} if problem == REGRESSION else {"id2label": dict(enumerate(classifiers.CLASS_NAMES))}
     outputs = {"labels": 1 if problem == REGRESSION else 3}
     classifiers.MAKERS[family](folder / "m", **(outputs | names | config))
-    classifiers.labelled(folder / "data.jsonl", problem, pairs=pairs)
+    classifiers.write_labelled_rows(folder / "data.jsonl", problem, pairs=pairs)
     (folder / "recipe.yaml").write_text(recipe)
     return folder
 
@@ -55,7 +55,7 @@ def steps_of(folder):
 
 @pytest.fixture(
     scope="module",
-    params=[("roberta", SINGLE), ("distilbert", MULTI), ("bert", REGRESSION)],
+    params=[("roberta", SINGLE_LABEL), ("distilbert", MULTI_LABEL), ("bert", REGRESSION)],
     ids="-".join,
 )
 def chain(request, tmp_path_factory):
@@ -72,15 +72,15 @@ def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
     steps = steps_of(folder)
     assert [s["status"] for s in steps.values()] == ["done"] * 7
     for step in steps.values():
-        assert tuple(step["quality"]) == METRICS_OF[problem]
+        assert tuple(step["quality"]) == METRICS_BY_PROBLEM[problem]
         assert all(score["n"] == 8 for score in step["quality"].values())
-    assert steps["onnx"]["against_baseline"].keys() == set(METRICS_OF[problem])
+    assert steps["onnx"]["against_baseline"].keys() == set(METRICS_BY_PROBLEM[problem])
     assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
         ["mse"] if problem == REGRESSION else []
     )
     config = json.loads((folder / "run" / "artifacts" / "onnx" / "config.json").read_text())
     # where the model did not say what it is, the data did, and the artifacts say it from then on
-    assert config.get("problem_type") in ((problem,) if problem != SINGLE else (SINGLE, None))
+    assert config.get("problem_type") in ((problem,) if problem != SINGLE_LABEL else (SINGLE_LABEL, None))
 
 
 def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(chain):
@@ -90,7 +90,7 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
     from smelt.core.artifact import read_artifact
     from smelt.core.data import Example
     from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.predict import class_logits
+    from smelt.runtime.predict_texts import class_logits
 
     folder, _ = chain
     texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES)]  # the last one is as long as the model takes
@@ -139,7 +139,9 @@ def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
         labels, numbers = line.split("\t")
         said = dict(zip(labels.split("|"), numbers.split("|"), strict=True)) if labels else {}
         best = max(chances, key=chances.get)
-        wanted = [best] if problem == SINGLE else [n for n in classifiers.NAMES if chances[n] > 0.5]
+        wanted = (
+            [best] if problem == SINGLE_LABEL else [n for n in classifiers.CLASS_NAMES if chances[n] > 0.5]
+        )
         assert said == {name: f"{chances[name]:.3f}" for name in wanted}
 
 
@@ -169,14 +171,14 @@ def test_a_bare_encoder_gets_the_outputs_that_the_labels_ask_for(tmp_path):
     """The names of all splits, in CSV with bars between them."""
     from transformers import BertModel
 
-    folder = home(tmp_path, "bert", MULTI, SHORT)
+    folder = home(tmp_path, "bert", MULTI_LABEL, SHORT)
     BertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
     (folder / "data.csv").write_text("text,label\na man,glad|calm\ntwo dogs,\nthe cat,angry\n")
     (folder / "recipe.yaml").write_text(SHORT.replace("jsonl", "csv"))
     result = run(folder)
     assert result.exit_code == 0, result.output
     config = json.loads((folder / "run" / "artifacts" / "quantize" / "config.json").read_text())
-    assert config["problem_type"] == MULTI
+    assert config["problem_type"] == MULTI_LABEL
     assert config["id2label"] == {"0": "angry", "1": "calm", "2": "glad"}
     [added] = [one for one in steps_of(folder)["model"]["warnings"] if one["code"] == "new-classifier"]
     assert "3 labels" in added["message"]
@@ -189,16 +191,16 @@ def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
     DistilBertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
     result = run(folder)
     assert result.exit_code == 0, result.output
-    assert tuple(steps_of(folder)["quantize"]["quality"]) == METRICS_OF[REGRESSION]
+    assert tuple(steps_of(folder)["quantize"]["quality"]) == METRICS_BY_PROBLEM[REGRESSION]
 
 
 def test_a_new_classifier_needs_two_labels(tmp_path):
     from transformers import BertModel
 
-    folder = home(tmp_path, "bert", SINGLE, SHORT)
+    folder = home(tmp_path, "bert", SINGLE_LABEL, SHORT)
     BertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
     (folder / "data.jsonl").write_text('{"text": "a man", "label": "calm"}\n')
-    assert error_of(harness.smelt("plan", folder / "recipe.yaml", code=2)).code == "one-label"
+    assert command_error(harness.smelt("plan", folder / "recipe.yaml", code=2)).code == "one-label"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
         (["0.5"], {}, "", "unknown-label", "data.test", ("data.jsonl:1: ", "0.5")),
         (
             ['["calm"]'],
-            {"problem_type": SINGLE},
+            {"problem_type": SINGLE_LABEL},
             "",
             "several-labels",
             "data.test",
@@ -253,11 +255,11 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
         recipe = recipe.replace("latency: false", f"latency: false, {score}")
     elif score:
         recipe += f"gates: {{{score.removeprefix('gate: ')}: {{max_drop: 1}}}}\n"
-    folder = home(tmp_path, "bert", SINGLE, recipe, **config)
+    folder = home(tmp_path, "bert", SINGLE_LABEL, recipe, **config)
     lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
     (folder / "data.jsonl").write_text("\n".join(lines))
     arguments = ["--out", folder / "run", "--quiet"] if command == "run" else []
-    error = error_of(harness.smelt(command, folder / "recipe.yaml", *arguments, code=2))
+    error = command_error(harness.smelt(command, folder / "recipe.yaml", *arguments, code=2))
     [found] = [one for one in error.found if one.code == code]
     assert found.setting == setting
     assert [value for value in named if value not in found.message] == []
@@ -266,16 +268,18 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
 
 def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_path, monkeypatch):
     """Large files are read only by the run; its labels and metrics are checked before the first step."""
-    monkeypatch.setattr("smelt.planning.inputs._READ_AT_ONCE_BYTES", 10)
-    folder = home(tmp_path, "bert", MULTI, SHORT.replace("latency: false", "latency: false, quality: [f1]"))
+    monkeypatch.setattr("smelt.planning.input_checks._EAGER_READ_BYTES", 10)
+    folder = home(
+        tmp_path, "bert", MULTI_LABEL, SHORT.replace("latency: false", "latency: false, quality: [f1]")
+    )
     assert harness.smelt("plan", folder / "recipe.yaml").exit_code == 0
     result = run(folder)
     assert result.exit_code == 2
-    assert error_of(result).code == "does-not-fit-labels"
-    assert all(value in str(error_of(result)) for value in ("score.quality: ", "'f1'"))
+    assert command_error(result).code == "does-not-fit-labels"
+    assert all(value in str(command_error(result)) for value in ("score.quality: ", "'f1'"))
     (folder / "recipe.yaml").write_text(SHORT)
     assert run(folder).exit_code == 0
-    assert tuple(steps_of(folder)["model"]["quality"]) == METRICS_OF[MULTI]
+    assert tuple(steps_of(folder)["model"]["quality"]) == METRICS_BY_PROBLEM[MULTI_LABEL]
 
 
 def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
@@ -284,10 +288,10 @@ def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
     wrong = "mse" if problem != REGRESSION else "accuracy"
     result = harness.smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong)
     assert result.exit_code == 2
-    assert error_of(result).code == "does-not-fit-labels"
-    assert f"'{wrong}'" in str(error_of(result))
+    assert command_error(result).code == "does-not-fit-labels"
+    assert f"'{wrong}'" in str(command_error(result))
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
     result = harness.smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
     assert result.exit_code == 2
-    assert error_of(result).code == ("non-finite-label" if problem == REGRESSION else "unknown-label")
-    assert all(value in str(error_of(result)) for value in ("x.jsonl:1: ", "'nobody'"))
+    assert command_error(result).code == ("non-finite-label" if problem == REGRESSION else "unknown-label")
+    assert all(value in str(command_error(result)) for value in ("x.jsonl:1: ", "'nobody'"))

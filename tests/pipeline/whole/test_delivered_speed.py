@@ -28,14 +28,14 @@ score: {{latency: false, generation: {{max_new_tokens: 6}}}}
 def _made(folder, task):
     """Return an ONNX artifact for `task`, and the file of its texts."""
     if task == "translation":
-        tiny.marian(folder / "m")
-        data = tiny.pairs(folder / "data.jsonl", 8)
+        tiny.write_marian(folder / "m")
+        data = tiny.write_pairs(folder / "data.jsonl", 8)
     elif task == "text-classification":
-        tiny.bert(folder / "m")
-        data = tiny.labelled(folder / "data.jsonl", 8)
+        tiny.write_bert(folder / "m")
+        data = tiny.write_labelled(folder / "data.jsonl", 8)
     else:
-        causal.model(folder / "m", "gpt2")
-        data = causal.lines(folder / "data.txt", 2)
+        causal.write_model(folder / "m", "gpt2")
+        data = causal.write_lines(folder / "data.txt", 2)
     (folder / "recipe.yaml").write_text(RECIPE.format(task=task, data=data.name))
     result = smelt.run(folder / "recipe.yaml", out=folder / "run", quiet=True)
     assert result.exit_code == 0, result.report

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import images
 import pytest
-from packaged import written
-from served import served
+from services import run_service
+from standalone_packages import standalone_package
 
 from smelt.export.package.standalone.parts import serve
 from smelt.export.package.standalone.parts.http_requests import PATHS
@@ -20,9 +20,9 @@ COMMANDS = re.findall(r"^curl .*", PAGE, flags=re.M)
 
 @pytest.mark.parametrize("kind", ["translator", "vit"])
 def test_its_commands_are_answered(kind, tmp_path):
-    images.picture(1).save(tmp_path / "photo.jpg")
+    images.make_image(1).save(tmp_path / "photo.jpg")
     mine = [line for line in COMMANDS if ("photo.jpg" in line) == (kind == "vit")]
-    with served("serve.py", "--port", "0", folder=written(kind)) as service:
+    with run_service("serve.py", "--port", "0", folder=standalone_package(kind)) as service:
         for line in mine:
             command = line.replace(":8000", f":{service.port}")
             done = subprocess.run(
@@ -38,7 +38,7 @@ def test_its_commands_are_answered(kind, tmp_path):
 
 def test_its_table_has_every_option_and_path(monkeypatch, tmp_path):
     (tmp_path / "infer.json").write_text('{"task": "translation"}')
-    monkeypatch.setattr(serve, "FOLDER", tmp_path)
+    monkeypatch.setattr(serve, "MODEL_FOLDER", tmp_path)
     seen = []
     add = argparse.ArgumentParser.add_argument
 
@@ -47,7 +47,7 @@ def test_its_table_has_every_option_and_path(monkeypatch, tmp_path):
         return add(parser, *names, **more)
 
     monkeypatch.setattr(argparse.ArgumentParser, "add_argument", spy)
-    serve.options_of([])
+    serve.parse_options([])
     options = {name: default for name, default in seen if name not in ("-h", "--health")}
     rows = dict(re.findall(r"^\|`(--[\w-]+)`, `\w+`\|([^|;]+)(?:;[^|]*)?\|", PAGE, flags=re.M))
     assert rows.keys() == options.keys()

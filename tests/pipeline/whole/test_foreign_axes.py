@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-import foreign_graphs as graphs
 import forked_workers
 import harness
 import numpy as np
 import pytest
+import third_party_graphs as graphs
 
 import smelt
 from smelt import InputError
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 NAMELESS = ([None, None, 4], [1, None, 8], [1, None, 8])
@@ -28,8 +28,8 @@ QUICK = "{batch_sizes: [1, 3], rounds: 3, texts: 3, min_round_ms: 1, seconds: 0.
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    graphs.recurrent_rows(tmp_path / "test.npz")
-    graphs.recurrent_rows(tmp_path / "calibration.npz", 9, seed=2)
+    graphs.gru_rows(tmp_path / "test.npz")
+    graphs.gru_rows(tmp_path / "calibration.npz", 9, seed=2)
     return tmp_path
 
 
@@ -43,7 +43,7 @@ def test_a_state_is_scored_timed_and_used_on_its_axis(
     here: Path, shapes: tuple[list[object], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked_workers.install(monkeypatch)
-    graphs.save(graphs.recurrent(*shapes), here / "m.onnx")
+    graphs.save_model(graphs.gru_model(*shapes), here / "m.onnx")
     axes = "" if shapes is NAMED else ", axes: {state: 1}"
     harness.smelt("run", recipe(axes, QUICK if shapes is NAMED else "false"), code=0)
     steps = json.loads((here / "runs/r/report.json").read_text())["steps"]
@@ -54,7 +54,7 @@ def test_a_state_is_scored_timed_and_used_on_its_axis(
     place = "runs/r/artifacts/model"
     harness.smelt("predict", place, "--data", "test.npz", "--out", "p.npz", code=0)
     with np.load("test.npz") as fed, np.load("p.npz") as got, smelt.load(place) as model:
-        wanted = graphs.by_hand(Path(place, "model.onnx"), fed)
+        wanted = graphs.run_directly(Path(place, "model.onnx"), fed)
         for found in (got, model.run(dict(fed), batch_size=11)):
             for name, value in wanted.items():
                 np.testing.assert_allclose(found[name], value, atol=1e-5)
@@ -66,11 +66,11 @@ def test_a_state_is_scored_timed_and_used_on_its_axis(
 
 
 def test_axes_that_are_not_clear_or_wrong_are_told_by_the_plan(here: Path) -> None:
-    graphs.save(graphs.recurrent([None, None, 4], [2, None, 8], [2, None, 8]), here / "m.onnx")
+    graphs.save_model(graphs.gru_model([None, None, 4], [2, None, 8], [2, None, 8]), here / "m.onnx")
     with pytest.raises(InputError) as raised:
         load_plan(recipe())
     assert raised.value.code == "unclear-axes"
-    graphs.save(graphs.recurrent(*NAMELESS), here / "m.onnx")
+    graphs.save_model(graphs.gru_model(*NAMELESS), here / "m.onnx")
     for axes, said in (
         (", axes: {stat: 1}", "Did you mean 'state'"),
         (", axes: {state: 3}", "its axes are 0 to 2"),
@@ -81,22 +81,22 @@ def test_axes_that_are_not_clear_or_wrong_are_told_by_the_plan(here: Path) -> No
 
 
 def test_init_finds_the_axis_by_the_sizes_of_the_arrays(here: Path) -> None:
-    graphs.save(graphs.recurrent(*NAMELESS), here / "m.onnx")
+    graphs.save_model(graphs.gru_model(*NAMELESS), here / "m.onnx")
     harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
     assert load_plan("m.yaml").recipe.data.axes == {"x": 0, "state": 1}
 
 
 def test_an_array_that_is_the_same_in_every_call_has_no_axis(here: Path) -> None:
-    model = graphs.two_layers()
+    model = graphs.two_layer_classifier()
     model.graph.initializer.remove(next(t for t in model.graph.initializer if t.name == "w2"))
-    model.graph.input.append(graphs.value("w2", [16, 4]))
-    graphs.save(model, here / "m.onnx")
+    model.graph.input.append(graphs.value_info("w2", [16, 4]))
+    graphs.save_model(model, here / "m.onnx")
     weights = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     for name in ("test", "calibration"):
-        graphs.rows(here / f"{name}.npz", 10, w2=weights)
+        graphs.write_rows(here / f"{name}.npz", 10, w2=weights)
     assert "w2" in harness.smelt("plan", recipe(), code=2).output
     harness.smelt("run", recipe(", axes: {w2: null}"), code=0)
     with np.load("test.npz") as fed, smelt.load("runs/r/artifacts/model") as model:
         got = model.run(dict(fed), batch_size=3)["logits"]
-        wanted = graphs.by_hand(Path("runs/r/artifacts/model/model.onnx"), fed)["logits"]
+        wanted = graphs.run_directly(Path("runs/r/artifacts/model/model.onnx"), fed)["logits"]
         np.testing.assert_allclose(got, wanted, rtol=1e-5)

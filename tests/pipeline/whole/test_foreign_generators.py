@@ -5,22 +5,22 @@ import shutil
 from pathlib import Path
 
 import causal
-import exported
+import embedders
+import exported_artifacts
 import harness
 import numpy as np
-import once
 import onnx
 import pytest
-import sentences
+import shared_folders
 import tiny
-from refusals import error_of
+from expected_errors import command_error
 
 import smelt
 from smelt.core.artifact import read_artifact
-from smelt.core.messages import codes
-from smelt.export.package.form import Origin
-from smelt.export.package.optimum import Optimum
-from smelt.export.package.write import write_package
+from smelt.core.messages import message_codes
+from smelt.export.package.optimum import OptimumFormat
+from smelt.export.package.package_format import PackageOrigin
+from smelt.export.package.write_package import write_package
 
 TEXTS = tiny.SENTENCES[:4]
 RECIPE = """
@@ -36,10 +36,19 @@ def write(here: Path, kind: str, task: str, stages: str = "[]") -> Path:
     """Put the package of a model and rows into `here`; return a recipe that starts from it."""
 
     def make(home: Path) -> None:
-        write_package(Optimum(), read_artifact(exported.artifact(kind)), Origin(generation={}), home)
+        write_package(
+            OptimumFormat(),
+            read_artifact(exported_artifacts.exported_artifact(kind)),
+            PackageOrigin(generation={}),
+            home,
+        )
 
-    shutil.copytree(once.made_once(f"taken-{kind}", make), here / "p")
-    data = causal.lines(here / "d.txt", 1) if task == "language-modeling" else tiny.pairs(here / "d.jsonl", 6)
+    shutil.copytree(shared_folders.make_once(f"taken-{kind}", make), here / "p")
+    data = (
+        causal.write_lines(here / "d.txt", 1)
+        if task == "language-modeling"
+        else tiny.write_pairs(here / "d.jsonl", 6)
+    )
     text = RECIPE.replace("MODEL", "p").replace("TASK", task).replace("STAGES", stages)
     (here / "r.yaml").write_text(text.replace("DATA", data.name))
     return here / "r.yaml"
@@ -66,11 +75,11 @@ def test_it_writes_what_the_artifact_wrote_and_is_scored_and_made_smaller(
     metric = "perplexity" if task == "language-modeling" else "chrf"
     assert all(metric in step["quality"] for step in steps.values())
     assert steps["quantize"]["size_bytes"] < 0.6 * steps["simplify"]["size_bytes"]
-    wanted = generated(exported.artifact(kind))
+    wanted = generated(exported_artifacts.exported_artifact(kind))
     assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == wanted
     assert len(generated("runs/r/artifacts/quantize")) == len(TEXTS)
     harness.smelt("package", "runs/r/artifacts/model", "--format", "optimum", "--out", "again", code=0)
-    error = error_of(harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2))
+    error = command_error(harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2))
     assert error.code == "missing-graph"
 
 
@@ -97,7 +106,7 @@ def test_what_is_missing_is_said_before_any_work(
     for name in remove:
         (tmp_path / "p" / name).unlink()
     recipe.write_text(recipe.read_text().replace("task: translation", f"task: {task}"))
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    error = command_error(harness.smelt("plan", recipe, code=2))
     found = [one for one in error.found if one.code == code]
     assert len(found) == 1, str(error)
     assert named in found[0].message
@@ -106,33 +115,33 @@ def test_what_is_missing_is_said_before_any_work(
 def test_one_graph_of_several_is_no_model(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation")
     recipe.write_text(recipe.read_text().replace("model: p", "model: p/encoder_model.onnx"))
-    error = error_of(harness.smelt("plan", recipe, code=2))
-    assert "part-of-generator" in codes(error.found)
+    error = command_error(harness.smelt("plan", recipe, code=2))
+    assert "part-of-generator" in message_codes(error.found)
     assert f"model: {tmp_path / 'p'}." in str(error)
 
 
 def test_no_engine_is_promised(tmp_path: Path) -> None:
     recipe = write(tmp_path, "translator", "translation", "[simplify, tensorrt]")
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    error = command_error(harness.smelt("plan", recipe, code=2))
     assert [(one.code, one.setting) for one in error.found] == [("unsupported-graph", "stages[1].tensorrt")]
 
 
 def test_hidden_states_are_pooled_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimum's feature extraction gives no vectors; smelt's package for it gives both."""
     monkeypatch.chdir(tmp_path)
-    source = exported.artifact("embedder")
-    write_package(Optimum(), read_artifact(source), Origin(generation={}), tmp_path / "p")
+    source = exported_artifacts.exported_artifact("embedder")
+    write_package(OptimumFormat(), read_artifact(source), PackageOrigin(generation={}), tmp_path / "p")
     model = onnx.load(tmp_path / "p/model.onnx")
     del model.graph.output[0]
     assert [output.name for output in model.graph.output] == ["last_hidden_state"]
     onnx.save(model, tmp_path / "p/model.onnx")
     shutil.rmtree(tmp_path / "p/1_Pooling")
     (tmp_path / "p/modules.json").unlink()
-    data = sentences.rows(tmp_path / "d.jsonl", 6)
-    text = RECIPE.replace("MODEL", "p").replace("TASK", sentences.TASK).replace("STAGES", "[]")
+    data = embedders.write_rows(tmp_path / "d.jsonl", 6)
+    text = RECIPE.replace("MODEL", "p").replace("TASK", embedders.TASK).replace("STAGES", "[]")
     text = text.replace("DATA", data.name).replace(", generation: {max_new_tokens: 6}", "")
     (tmp_path / "r.yaml").write_text(text)
-    error = error_of(harness.smelt("plan", tmp_path / "r.yaml", code=2))
+    error = command_error(harness.smelt("plan", tmp_path / "r.yaml", code=2))
     assert error.code == "missing-pooling"
     assert "embedding: {pooling: mean | cls | max}" in str(error)
     (tmp_path / "r.yaml").write_text(f"{text}embedding: {{pooling: mean, normalize: true}}\n")

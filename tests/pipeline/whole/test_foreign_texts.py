@@ -7,11 +7,11 @@ from typing import Any
 
 import harness
 import numpy as np
-import once
 import onnx
 import pytest
+import shared_folders
 import tiny
-from refusals import error_of
+from expected_errors import command_error
 
 import smelt
 
@@ -30,7 +30,7 @@ def make(folder: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    tiny.bert(folder / "hub")
+    tiny.write_bert(folder / "hub")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "hub").eval()
     names = ["input_ids", "attention_mask", "token_type_ids"]
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -45,7 +45,7 @@ def make(folder: Path) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model, a graph exported from it, and rows."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(once.made_once("foreign-bert", make), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(shared_folders.make_once("foreign-bert", make), tmp_path, dirs_exist_ok=True)
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -113,12 +113,12 @@ def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> No
     [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")],
 )
 def test_what_is_missing_is_said(here: Path, model: str, setting: str) -> None:
-    error = error_of(harness.smelt("plan", write(here, model), code=2))
+    error = command_error(harness.smelt("plan", write(here, model), code=2))
     assert ("missing-config", setting) in [(one.code, one.setting) for one in error.found]
 
 
 def test_graphs_of_another_kind_are_refused_with_the_way_out(here: Path) -> None:
     recipe = write(here, "exported.onnx\ntokenizer: hub")
     recipe.write_text(recipe.read_text().replace("text-classification", "language-modeling"))
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    error = command_error(harness.smelt("plan", recipe, code=2))
     assert {one.code for one in error.found} >= {"unsupported-graph", "unsupported-task"}

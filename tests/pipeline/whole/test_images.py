@@ -6,8 +6,8 @@ from pathlib import Path
 import harness
 import images
 import pytest
+from expected_errors import command_error, message_locations, raises_code
 from PIL import Image
-from refusals import error_of, places, refused
 
 import smelt
 from smelt.core.errors import InputError
@@ -26,9 +26,9 @@ CODED = {
 
 
 def recipe(folder: Path, stages: list[str], family: str = "vit", score: str = "latency: false") -> Path:
-    images.model(folder / "model", family)
-    images.rows(folder / "train.jsonl")
-    images.classes(folder / "test")
+    images.write_model(folder / "model", family)
+    images.write_rows(folder / "train.jsonl")
+    images.write_class_folders(folder / "test")
     path = folder / "recipe.yaml"
     path.write_text(
         f'model: "model"\ntask: {images.TASK}\nthreads: 1\nscore: {{{score}}}\n'
@@ -59,7 +59,7 @@ def test_a_vision_transformer_is_cut_coded_and_exported(coded, tmp_path):
         found = model.classify([picture, Image.open(picture)])
         assert found[0].label in images.LABELS
         assert found[0].probabilities == pytest.approx(dict(found[1].probabilities))
-        with refused("does-not-fit-task", InputError):
+        with raises_code("does-not-fit-task", InputError):
             model.predict(["text"])
     line = json.loads(harness.smelt("predict", folder, picture, "--json", code=0).output)
     assert line["image"] == str(picture)
@@ -79,8 +79,8 @@ def test_a_residual_network_is_trained_and_exported(target, tmp_path):
     assert "BatchNormalization" not in onnx["details"]["graphs"]["model"]["operators"]
     assert onnx["details"]["graphs"]["model"]["operators"]["Conv"] == 6
     if target == "tensorrt":
-        said = harness.smelt("tensorrt-check", tmp_path / "run" / onnx["artifact"]).output
-        assert "nothing found that TensorRT would reject" in said
+        checked = harness.smelt("tensorrt-check", "--json", tmp_path / "run" / onnx["artifact"]).output
+        assert [graph["problems"] for graph in json.loads(checked)] == [[]]
 
 
 def test_an_untrained_model_learns_and_says_how_large_its_images_are(tmp_path):
@@ -93,8 +93,8 @@ def test_an_untrained_model_learns_and_says_how_large_its_images_are(tmp_path):
     config.write_text(json.dumps({"model_type": "resnet"} | images.CONFIGS["resnet"]))
     text = path.read_text()
     path.write_text(text.replace('model: "model"', "model: {config: small.json}"))
-    error = error_of(harness.smelt("plan", path, code=2))
-    assert places(error.found) == [("missing-setting", "model.image_size", 1)]
+    error = command_error(harness.smelt("plan", path, code=2))
+    assert message_locations(error.found) == [("missing-setting", "model.image_size", 1)]
     path.write_text(text.replace('model: "model"', "model: {config: small.json, image_size: 16}"))
     steps = finished(path)
     row = steps["finetune"]["latency"][0]
@@ -127,7 +127,7 @@ REFUSED = pytest.mark.parametrize(
 
 def refusal(path: Path, at: int) -> list[tuple[str, str | None]]:
     """Return code and place of what the plan has against the step `at`."""
-    error = error_of(harness.smelt("plan", path, code=2))
+    error = command_error(harness.smelt("plan", path, code=2))
     start = f"stages[{at}]."
     return [(one.code, (one.setting or "").removeprefix(start)) for one in error.found]
 

@@ -5,13 +5,13 @@ import json
 import harness
 import pytest
 import tiny
-from sample_report import message
+from sample_report import make_message
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from smelt.core.errors import RunError
 from smelt.evaluate import frontier
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.table import table
+from smelt.evaluate.report.terminal_table import render_table
 from smelt.execute import run
 
 RECIPE = """
@@ -34,8 +34,8 @@ score: {{quality: [chrf], generation: {{max_new_tokens: 6}}, latency: false}}
 def home(tmp_path_factory):
     """A model that says of validation what is expected there, and nothing of the kind on test."""
     folder = tmp_path_factory.mktemp("home")
-    tiny.marian(folder / "m")
-    tiny.pairs(folder / "test.jsonl", 8)
+    tiny.write_marian(folder / "m")
+    tiny.write_pairs(folder / "test.jsonl", 8)
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
     model, tokenizer = (
         AutoModelForSeq2SeqLM.from_pretrained(folder / "m"),
@@ -52,7 +52,9 @@ def home(tmp_path_factory):
 
 
 def _report(home, on, out, code, monkeypatch):
-    monkeypatch.setattr(frontier, "is_chance", lambda *_: False)  # random models are no better than none
+    monkeypatch.setattr(
+        frontier, "is_chance_level", lambda *_: False
+    )  # random models are no better than none
     result = harness.smelt("run", home / f"{on}.yaml", "--quiet", "--out", out, "--store", home / "s")
     assert result.exit_code == code, result.output
     report = json.loads((out / "report.json").read_text())
@@ -75,7 +77,7 @@ def test_validation_judges_and_what_is_chosen_is_scored_on_test(home, tmp_path, 
     values = [tested[name]["quality"]["chrf"]["value"] for name in ("small", "model")]
     assert lost == pytest.approx(values[0] - values[1])
     assert [gate["passed"] for gate in tested["small"]["gates"]] == [False]
-    text = " ".join(table(report).split())
+    text = " ".join(render_table(report).split())
     assert "'small': gate chrF min 30.00, kept on validation, is not on test" in text
     assert "On test" in (tmp_path / "v/report.md").read_text()
     assert validate_report(report).judged_on == "validation"
@@ -124,14 +126,14 @@ def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeyp
 
 def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monkeypatch):
     """The others keep what they have, and the report says that not all is there."""
-    own = run._Run._score
+    own = run._PlanRunner._score
 
     def failing(self, name, artifact, on_test=False):
         if on_test and name == "small":
             raise RunError("no score today", code="made-up")
         return own(self, name, artifact, on_test)
 
-    monkeypatch.setattr(run._Run, "_score", failing)
+    monkeypatch.setattr(run._PlanRunner, "_score", failing)
     report, steps = _report(home, "validation", tmp_path / "v", 1, monkeypatch)
     assert report["status"] == "error"
     assert steps["small"]["error"]["code"] == "made-up"
@@ -142,20 +144,20 @@ def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monke
 
 
 def test_what_scoring_on_test_says_is_a_warning_of_the_step(home, tmp_path, monkeypatch):
-    own = run._Run._score
+    own = run._PlanRunner._score
 
     def told(self, name, artifact, on_test=False):
         found = own(self, name, artifact, on_test)
-        return found | {"warnings": [message("one was cut")]} if on_test else found
+        return found | {"warnings": [make_message("one was cut")]} if on_test else found
 
-    monkeypatch.setattr(run._Run, "_score", told)
+    monkeypatch.setattr(run._PlanRunner, "_score", told)
     _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
-    assert message("on test: one was cut") in steps["small"]["warnings"]
+    assert make_message("on test: one was cut") in steps["small"]["warnings"]
 
 
 def test_the_terminal_tells_what_was_chosen_scores_on_test(home, tmp_path, monkeypatch):
     report, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
-    text = " ".join(table(report).split())
+    text = " ".join(render_table(report).split())
     value = steps["small"]["test"]["quality"]["chrf"]["value"]
     assert f"chrF on test: model {steps['model']['test']['quality']['chrf']['value']:.2f}" in text
     assert f"small {value:.2f}" in text

@@ -8,7 +8,7 @@ import fake_workers
 import forked_workers
 import harness
 import pytest
-from refusals import error_of
+from expected_errors import command_error
 
 RECIPE = """
 model: m
@@ -31,8 +31,8 @@ gates:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    causal.model(home / "m", "gpt2")
-    causal.lines(home / "t.txt", 2)
+    causal.write_model(home / "m", "gpt2")
+    causal.write_lines(home / "t.txt", 2)
     (home / "recipe.yaml").write_text(RECIPE)
     return home
 
@@ -40,7 +40,7 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report(home):
     with pytest.MonkeyPatch.context() as patch:
-        fake_workers.calm(patch)
+        fake_workers.ignore_disturbance(patch)
         forked_workers.install(patch)
         result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 3, result.output  # the gate of 1.5 cannot hold
@@ -94,7 +94,7 @@ def test_random_weights_are_never_worth_having(report):
 
 def test_pages_say_that_less_is_better(home, report):
     page = (home / "run" / "report.html").read_text()
-    assert "Perplexity (less is better)" in page
+    assert "Perplexity (lower is better)" in page
     assert "tokens/s" in page
     text = (home / "run" / "report.md").read_text()
     bits = report["steps"][1]["quality"]["bits_per_byte"]["value"]
@@ -116,13 +116,13 @@ def test_eval_scores_as_the_run_did_unless_it_is_told_otherwise(home, report):
     for step in report["steps"]:
         folder = home / "run" / step["artifact"]
         result = harness.smelt("eval", folder, "--data", home / "t.txt", "--json")
-        assert "as in the run that made it: window 32, stride 16" in result.stderr
+        assert "window 32, stride 16" in result.stderr
         assert json.loads(result.stdout) == step["quality"]
     other = harness.smelt("eval", folder, "--data", home / "t.txt", "--window", 8)
-    assert "as in the run" not in other.output
+    assert "window 32" not in other.output
     assert "window:8|stride:8" in other.output
     part = harness.smelt("eval", folder, "--data", home / "t.txt", "--stride", 4)
-    assert "as in the run that made it: window 32\n" in part.stderr
+    assert "window 32\n" in part.stderr
     assert "window:32|stride:4" in part.output
 
 
@@ -149,8 +149,8 @@ def test_eval_cuts_the_text_as_it_is_told(home, report):
     assert apart["signature"] != sliding["signature"]
     result = harness.smelt("eval", folder, *rows, "--window", 4, "--stride", 5)
     assert result.exit_code == 2
-    assert error_of(result).code == "settings-conflict"
-    assert all(value in str(error_of(result)) for value in ("--stride 5", "4 tokens"))
+    assert command_error(result).code == "settings-conflict"
+    assert all(value in str(command_error(result)) for value in ("--stride 5", "4 tokens"))
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_recipe_is_refused_when_it_does_not_fit(home, change, code, setting, nam
         text = text.replace("score:", f"score:\n  quality: [{change['metric']}]").split("gates:")[0]
     path = home / "bad.yaml"
     path.write_text(text)
-    error = error_of(harness.smelt("plan", path, code=2))
+    error = command_error(harness.smelt("plan", path, code=2))
     found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
     assert len(found) == 1, str(error)
     assert [value for value in named if value not in found[0].message] == []
 
 
 def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tmp_path):
-    causal.model(tmp_path / "m", "llama", num_hidden_layers=1)
+    causal.write_model(tmp_path / "m", "llama", num_hidden_layers=1)
     path = tmp_path / "m" / "config.json"
     config = json.loads(path.read_text())
     config |= {
@@ -187,8 +187,8 @@ def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tm
         "architectures": ["LlamaModel"],
     }
     path.write_text(json.dumps(config))
-    causal.lines(tmp_path / "t.txt", 1)
+    causal.write_lines(tmp_path / "t.txt", 1)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    error = error_of(harness.smelt("plan", tmp_path / "recipe.yaml", code=2))
+    error = command_error(harness.smelt("plan", tmp_path / "recipe.yaml", code=2))
     assert {one.code for one in error.found} >= {"unsupported-config", "unsupported-architecture"}
     assert "'yarn'" in str(error)

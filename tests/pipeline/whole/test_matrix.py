@@ -11,56 +11,56 @@ from functools import partial
 
 import causal
 import classifiers
+import embedders
 import every_family
 import images
 import matrix
 import pytest
-import sentences
 import seq2seq
 import tiny
-from ort import LACKS_VNNI
+from ort_sessions import HAS_NO_VNNI
 
 import smelt
-from smelt.core.data import TEXT_TO_TEXT
+from smelt.core.data import TEXT_TO_TEXT_TASKS
 from smelt.families.registry import FAMILIES
-from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, lack_of
-from smelt.runtime.backends.ort_tensorrt.told import read_told
+from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, missing_requirement
+from smelt.runtime.backends.ort_tensorrt.provider_options import read_provider_options
 
 MODELS = {
-    "marian": ("translation", tiny.marian),
-    "t5": ("summarization", seq2seq.t5),
-    "t5-gated": ("summarization", lambda folder: seq2seq.t5(folder, gated=True)),
-    "bart": ("summarization", seq2seq.bart),
-    "mbart": ("translation", lambda folder: seq2seq.bart(folder, kind="mbart")),
-    "bert": ("text-classification", tiny.bert),
+    "marian": ("translation", tiny.write_marian),
+    "t5": ("summarization", seq2seq.write_t5),
+    "t5-gated": ("summarization", lambda folder: seq2seq.write_t5(folder, gated=True)),
+    "bart": ("summarization", seq2seq.write_bart),
+    "mbart": ("translation", lambda folder: seq2seq.write_bart(folder, kind="mbart")),
+    "bert": ("text-classification", tiny.write_bert),
     "distilbert": ("text-classification", classifiers.distilbert),
     "roberta": ("text-classification", classifiers.roberta),
-    "gpt2": ("language-modeling", lambda folder: causal.model(folder, "gpt2")),
-    "llama": ("language-modeling", lambda folder: causal.model(folder, "llama")),
-    "qwen2": ("language-modeling", lambda folder: causal.model(folder, "qwen2")),
+    "gpt2": ("language-modeling", lambda folder: causal.write_model(folder, "gpt2")),
+    "llama": ("language-modeling", lambda folder: causal.write_model(folder, "llama")),
+    "qwen2": ("language-modeling", lambda folder: causal.write_model(folder, "qwen2")),
     **{
-        f"{name}-embedder": (sentences.TASK, partial(sentences.embedder, family=name))
-        for name in sentences.FAMILIES
+        f"{name}-embedder": (embedders.TASK, partial(embedders.write_embedder, family=name))
+        for name in embedders.FAMILIES
     },
     **{
-        name: (FAMILIES[name].tasks[0], partial(every_family.make, family=name))
+        name: (FAMILIES[name].tasks[0], partial(every_family.write_model, family=name))
         for name in every_family.CONFIGS
     },
-    "vit": (images.TASK, images.model),
-    "resnet": (images.TASK, partial(images.model, family="resnet")),
+    "vit": (images.TASK, images.write_model),
+    "resnet": (images.TASK, partial(images.write_model, family="resnet")),
 }
 LANGUAGES = {
     "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
     "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
 }
-FAMILY = {"t5-gated": "t5"} | {f"{name}-embedder": name for name in sentences.FAMILIES}  # others by their own
+FAMILY = {"t5-gated": "t5"} | {f"{name}-embedder": name for name in embedders.FAMILIES}  # others by their own
 DATA = {
-    "translation": tiny.pairs,
-    "summarization": tiny.pairs,
-    "text-classification": tiny.labelled,
-    images.TASK: images.rows,
-    "language-modeling": lambda path: causal.lines(path, 1),
-    sentences.TASK: sentences.rows,
+    "translation": tiny.write_pairs,
+    "summarization": tiny.write_pairs,
+    "text-classification": tiny.write_labelled,
+    images.TASK: images.write_rows,
+    "language-modeling": lambda path: causal.write_lines(path, 1),
+    embedders.TASK: embedders.write_rows,
 }
 TRAIN = "max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32"
 STAGES = {
@@ -198,25 +198,25 @@ OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sp
 # what else it cannot do, tests/.../test_images.py says
 OF_CONVOLUTIONS = {"prune-channels", "chain-channels", "chain-convolutions"}
 THESE = {"vit": OF_IMAGES, "resnet": OF_CONVOLUTIONS | {"finetune", "int8-static"}}
-POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
+POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT_TASKS]
 POSSIBLE = [(m, s) for m, s in POSSIBLE if s in THESE.get(m, STAGES.keys() - OF_CONVOLUTIONS)]
 # an embedder's vectors are its hidden states
 NARROW = {"prune-width", "chain-narrow"}
 POSSIBLE = [(m, s) for m, s in POSSIBLE if not (m.endswith("-embedder") and s in NARROW)]
-CELLS = sorted(POSSIBLE) if matrix.whole() else sorted(FAST)
+CELLS = sorted(POSSIBLE) if matrix.is_full_matrix() else sorted(FAST)
 # what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
 STAGES_OPENVINO = ["prune", "int8-static", "int8-smooth"]
 FAST_OPENVINO = {("marian", "int8-static"), ("qwen2", "prune"), ("bert-embedder", "int8-static")}
 FAST_OPENVINO |= {("llama", "int8-smooth"), ("resnet", "int8-static")}
 WHOLE_OPENVINO = sorted((m, s) for m, s in POSSIBLE if s in STAGES_OPENVINO)
-CELLS_OPENVINO = WHOLE_OPENVINO if matrix.whole() else sorted(FAST_OPENVINO)
+CELLS_OPENVINO = WHOLE_OPENVINO if matrix.is_full_matrix() else sorted(FAST_OPENVINO)
 # TensorRT's graphs with the sizes of engines, for ONNX Runtime's providers of it, in float32 and int8
 STAGES_PROVIDERS = ["prune", "int8-static"]
 FAST_PROVIDERS = {("bart", "int8-static", "ort-tensorrt"), ("qwen2", "prune", "ort-tensorrt-rtx")}
 FAST_PROVIDERS |= {("vit", "int8-static", "ort-tensorrt")}
 WHOLE_PROVIDERS = sorted((m, s, t) for m, s in POSSIBLE if s in STAGES_PROVIDERS for t in PROVIDERS)
 WHOLE_PROVIDERS = [cell for cell in WHOLE_PROVIDERS if cell[:2] != ("resnet", "int8-static")]  # refused
-CELLS_PROVIDERS = WHOLE_PROVIDERS if matrix.whole() else sorted(FAST_PROVIDERS)
+CELLS_PROVIDERS = WHOLE_PROVIDERS if matrix.is_full_matrix() else sorted(FAST_PROVIDERS)
 
 
 def _recipe(folder, kind, task, stages, target="ort-cpu"):
@@ -226,7 +226,7 @@ def _recipe(folder, kind, task, stages, target="ort-cpu"):
     data = {"train": name, "validation": name, "test": name}
     if task == "language-modeling":
         data["windows"] = {"length": 32}
-    if FAMILIES[kind].languages == "codes":
+    if FAMILIES[kind].language_selection == "codes":
         data |= LANGUAGES[kind]
     lines = [line.replace("STUDENT", f"{{{layers}: 1}}") for line in stages]
     if target is not None:
@@ -241,7 +241,7 @@ def _recipe(folder, kind, task, stages, target="ort-cpu"):
 
 @pytest.mark.parametrize(("family", "stage"), CELLS)
 def test_a_family_goes_through_a_stage_and_its_graph_agrees(family, stage, tmp_path):
-    if LACKS_VNNI and stage == "chain-shared":
+    if HAS_NO_VNNI and stage == "chain-shared":
         pytest.skip("without VNNI ONNX Runtime opens no graph in which two int8 products share a matrix")
     _check(family, stage, None if stage in UNEXPORTED else "ort-cpu", tmp_path)
 
@@ -249,7 +249,7 @@ def test_a_family_goes_through_a_stage_and_its_graph_agrees(family, stage, tmp_p
 @pytest.mark.parametrize(("family", "stage"), CELLS_OPENVINO)
 def test_a_family_goes_through_a_stage_and_openvino_runs_its_graph(family, stage, tmp_path):
     pytest.importorskip("openvino")
-    if LACKS_VNNI and stage.startswith("int8"):
+    if HAS_NO_VNNI and stage.startswith("int8"):
         pytest.skip("without VNNI OpenVINO adds pairs of int8 products in 16 bits")
     _check(family, stage, "openvino", tmp_path)
 
@@ -261,12 +261,14 @@ def test_a_family_goes_through_a_stage_and_tensorrts_providers_are_told_its_size
     """Without a GPU the step is made and not scored; its graph agrees with its parent in any case."""
     last = _check(family, stage, target, tmp_path)
     folder = tmp_path / "run" / last["artifact"]
-    told = read_told(folder, PROVIDERS[target].name)
+    told = read_provider_options(folder, PROVIDERS[target].name)
     assert set(told) == set(last["details"]["graphs"]) == {path.stem for path in folder.glob("*.onnx")}
     for graph in told.values():
         assert (
-            "pixel_values" if FAMILIES.get(family) and FAMILIES[family].reads == "images" else "input_ids"
-        ) in graph.most
+            "pixel_values"
+            if FAMILIES.get(family) and FAMILIES[family].input_kind == "images"
+            else "input_ids"
+        ) in graph.max_shapes
         if target == "ort-tensorrt":
             assert graph.options["trt_int8_enable"] == str(stage == "int8-static")
 
@@ -279,7 +281,7 @@ def _check(family, stage, target, tmp_path):
     steps = result.report["steps"]
     assert [s["status"] for s in steps] == ["done"] * len(steps), [s["error"] for s in steps]
     assert result.exit_code == 0
-    unscored = target in PROVIDERS and lack_of(target) is not None
+    unscored = target in PROVIDERS and missing_requirement(target) is not None
     assert all(s["quality"] for s in (steps[:-1] if unscored else steps))
     assert steps[-1]["target"] == target
     if target is None:

@@ -3,21 +3,21 @@
 import json
 import shutil
 
+import embedders
 import harness
 import images
 import pytest
-import sentences
 import tiny
-from refusals import error_of, places
+from expected_errors import command_error, message_locations
 from safetensors.torch import load_file, save_file
 
 import smelt
 
 TASKS = {
-    "image-classification": (images.model, images.rows),
-    "sentence-similarity": (sentences.embedder, sentences.rows),
-    "text-classification": (tiny.bert, lambda path: tiny.labelled(path, 8)),
-    "translation": (tiny.marian, lambda path: tiny.pairs(path, 8)),
+    "image-classification": (images.write_model, images.write_rows),
+    "sentence-similarity": (embedders.write_embedder, embedders.write_rows),
+    "text-classification": (tiny.write_bert, lambda path: tiny.write_labelled(path, 8)),
+    "translation": (tiny.write_marian, lambda path: tiny.write_pairs(path, 8)),
 }
 
 
@@ -53,7 +53,7 @@ def test_of_models_of_images_nobody_asks_for_a_processor_but_of_the_first(settin
 def test_a_teacher_of_vectors_makes_them_as_its_own_folder_says(tmp_path):
     recipe = home(tmp_path, "sentence-similarity", "teacher: {model: other}")
     shutil.rmtree(tmp_path / "other")
-    sentences.embedder(tmp_path / "other", rules=False)  # then as the model's
+    embedders.write_embedder(tmp_path / "other", rules=False)  # then as the model's
     assert smelt.run(recipe, out=tmp_path / "run").exit_code == 0
 
 
@@ -61,7 +61,7 @@ def test_a_bare_encoder_teaches_no_classifier(tmp_path):
     recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
     config = tmp_path / "other" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["BertModel"]}))
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    error = command_error(harness.smelt("plan", recipe, code=2))
     assert error.code == "no-classifier"
     assert str(tmp_path / "other") in str(error)
 
@@ -69,8 +69,8 @@ def test_a_bare_encoder_teaches_no_classifier(tmp_path):
 def test_a_student_of_another_family_is_refused_once(tmp_path):
     recipe = home(tmp_path, "text-classification", "student: {model: other}")
     shutil.rmtree(tmp_path / "other")
-    tiny.marian(tmp_path / "other")
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    tiny.write_marian(tmp_path / "other")
+    error = command_error(harness.smelt("plan", recipe, code=2))
     assert [one.line for one in error.found] == [4]
 
 
@@ -83,7 +83,7 @@ def test_a_student_of_another_family_is_refused_once(tmp_path):
     ],
 )
 def test_a_name_that_names_nothing_is_no_folder(setting, code, place, tmp_path):
-    error = error_of(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
+    error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
     assert (code, f"stages[0].distill.{place}") in [(one.code, one.setting) for one in error.found]
 
 
@@ -107,7 +107,7 @@ def changed(folder, **values):
 def test_models_that_take_other_images_are_refused_before_any_work(who, place, tmp_path):
     recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
     changed(tmp_path / "other", image_size=64)
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    error = command_error(harness.smelt("plan", recipe, code=2))
     assert [(one.code, one.setting) for one in error.found] == [
         ("image-size-mismatch", f"stages[0].distill.{place}")
     ]
@@ -117,8 +117,8 @@ def test_models_that_take_other_images_are_refused_before_any_work(who, place, t
 def test_a_teacher_of_fewer_positions_wants_texts_that_are_cut(tmp_path):
     recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
     shutil.rmtree(tmp_path / "other")
-    tiny.bert(tmp_path / "other", max_position_embeddings=8)
-    error = error_of(harness.smelt("plan", recipe, code=2))
+    tiny.write_bert(tmp_path / "other", max_position_embeddings=8)
+    error = command_error(harness.smelt("plan", recipe, code=2))
     assert [(one.code, one.setting) for one in error.found] == [
         ("longer-than-model", "stages[0].distill.teacher")
     ]
@@ -158,5 +158,5 @@ LONG = "x" * 300
     ],
 )
 def test_names_that_no_folder_can_have_are_told_with_their_place(setting, code, place, tmp_path):
-    error = error_of(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
-    assert places(error.found) == [(code, f"stages[0].distill.{place}", 4)]
+    error = command_error(harness.smelt("plan", home(tmp_path, "translation", setting), code=2))
+    assert message_locations(error.found) == [(code, f"stages[0].distill.{place}", 4)]

@@ -8,11 +8,11 @@ import every_family
 import harness
 import pytest
 import torch
-from refused_recipes import refused_recipe
+from invalid_recipes import assert_refused
 from transformers import AutoModelForCausalLM
 
 import smelt
-from smelt.core.files import read_json
+from smelt.core.files import read_json_object
 from smelt.runtime.models.checkpoint import load_model
 
 HEAD = """model: m
@@ -35,16 +35,16 @@ WITHOUT = {
 
 @pytest.fixture
 def home(tmp_path):
-    causal.lines(tmp_path / "t.txt", 2)
+    causal.write_lines(tmp_path / "t.txt", 2)
     return tmp_path
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_words_of_another_width_than_the_states_are_refused_with_both_numbers(home, command):
-    every_family.make(home / "m", "opt")
+    every_family.write_model(home / "m", "opt")
     path = home / "m" / "config.json"
-    path.write_text(json.dumps(read_json(path) | {"word_embed_proj_dim": 32}))
-    error = refused_recipe(home, HEAD + STAGES + SCORE, "unsupported-config", command=command)
+    path.write_text(json.dumps(read_json_object(path) | {"word_embed_proj_dim": 32}))
+    error = assert_refused(home, HEAD + STAGES + SCORE, "unsupported-config", command=command)
     assert all(
         value in str(error) for value in (f"{path}: ", "word_embed_proj_dim is 32", "hidden_size is 64")
     )
@@ -52,8 +52,8 @@ def test_words_of_another_width_than_the_states_are_refused_with_both_numbers(ho
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_stages(name, home):
-    every_family.make(home / "m", "opt", **WITHOUT[name])
-    said = read_json(home / "m" / "config.json")
+    every_family.write_model(home / "m", "opt", **WITHOUT[name])
+    said = read_json_object(home / "m" / "config.json")
     assert said | WITHOUT[name] == said
     (home / "recipe.yaml").write_text(HEAD + STAGES + SCORE)
     steps = smelt.run(home / "recipe.yaml", out=home / "run").report["steps"]
@@ -64,7 +64,7 @@ def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_s
 
 
 def test_transformers_opens_what_training_and_a_pruned_feed_forward_part_leave(home):
-    every_family.make(home / "m", "opt")
+    every_family.write_model(home / "m", "opt")
     stages = (
         "stages:\n  - prune: {targets: [ffn], keep_ratio: 0.5, calibration_samples: 4}\n"
         "  - finetune: {max_steps: 2, batch_size: 4}\n"

@@ -1,19 +1,20 @@
 """Two techniques one behind the other: each stage on each family, each technique once first and once second.
 
-The plan takes a pair, or says why not; a pair that it takes is done as a run does it, and both techniques
-keep what they promise (tests/support/pairs/promises.py). All pairs, and graphs of a part: `make matrix`.
+The plan accepts a pair, or refuses it with a reason. An accepted pair runs as in a run, and both techniques
+keep what they promise (tests/support/pairs/technique_checks.py). `make matrix` runs all pairs, and graphs of
+a part of them.
 """
 
-import every_pair
 import pytest
-from bench import Bench, refused
-from cells import every_cell, few_cells, refused_pairs
-from paired_techniques import MODELS, TECHNIQUES, chain
+import run_all_pairs
+from pair_cases import all_pairs, covering_pairs, impossible_pairs
+from pair_runner import PairRunner, plan_errors
+from paired_techniques import MODELS, TECHNIQUES, with_prerequisite
 
-from smelt.core.errors import UNNAMED
-from smelt.core.messages import codes
+from smelt.core.errors import DEFAULT_CODE
+from smelt.core.messages import message_codes
 from smelt.families.registry import FAMILIES
-from smelt.recipe.stage_table import stages
+from smelt.recipe.stage_table import all_stages
 from smelt.runtime.schemes.registry import SCHEMES
 
 SMALL = "bert"
@@ -27,42 +28,42 @@ def bench(tmp_path_factory):
     def bench(model):
         if model not in made:
             made.clear()
-            made[model] = Bench(model, tmp_path_factory.mktemp(model))
+            made[model] = PairRunner(model, tmp_path_factory.mktemp(model))
         return made[model]
 
     return bench
 
 
-@pytest.mark.parametrize(("model", "first", "second"), few_cells())
+@pytest.mark.parametrize(("model", "first", "second"), covering_pairs())
 def test_two_techniques_follow_each_other_and_both_keep_what_they_promise(bench, model, first, second):
-    bench(model).do(first, second)
+    bench(model).run(first, second)
 
 
 def test_what_the_plan_refuses_it_refuses_in_words_and_nothing_else(bench):
     """Of all pairs on one model; `make matrix` asks it of all models."""
-    never = set(refused_pairs())
+    never = set(impossible_pairs())
     for first, second in sorted(never):
-        found = refused(bench(SMALL), first, second)
+        found = plan_errors(bench(SMALL), first, second)
         assert found, (first, second)
-        steps = tuple(f"stages[{place}]" for place in range(len(chain(first, second))))
+        steps = tuple(f"stages[{place}]" for place in range(len(with_prerequisite(first, second))))
         assert any((one.setting or "").startswith(steps) for one in found), found
-        assert UNNAMED not in codes(found)
-    taken = {(a, b) for model, a, b in every_cell() if model == SMALL}
+        assert DEFAULT_CODE not in message_codes(found)
+    taken = {(a, b) for model, a, b in all_pairs() if model == SMALL}
     for first, second in sorted(taken)[:: len(taken) // 20]:
-        assert refused(bench(SMALL), first, second) == []
+        assert plan_errors(bench(SMALL), first, second) == []
 
 
 def test_the_command_takes_all_models_where_none_is_named_and_names_those_that_it_knows(capsys):
-    assert every_pair.parsed([]).models == list(MODELS)
-    assert every_pair.parsed(["bert", "t5"]).models == ["bert", "t5"]
+    assert run_all_pairs.parse_arguments([]).models == list(MODELS)
+    assert run_all_pairs.parse_arguments(["bert", "t5"]).models == ["bert", "t5"]
     with pytest.raises(SystemExit):
-        every_pair.parsed(["brt"])
+        run_all_pairs.parse_arguments(["brt"])
     assert all(name in capsys.readouterr().err for name in ("'brt'",))
 
 
 def test_each_stage_each_family_and_each_scheme_has_its_line():
-    torch = {word for word, stage in stages().items() if stage.produces == "torch"}
-    assert torch == {technique.word for technique in TECHNIQUES.values()}
+    torch = {word for word, stage in all_stages().items() if stage.produces == "torch"}
+    assert torch == {technique.stage for technique in TECHNIQUES.values()}
     assert set(FAMILIES) == {model.kind for model in MODELS.values()}
     assert set(SCHEMES) == {t.settings["scheme"] for t in TECHNIQUES.values() if "scheme" in t.settings}
 
@@ -78,14 +79,14 @@ def test_what_is_lost_on_the_way_is_seen(bench, monkeypatch):
         copy(src, out)
         (out / checkpoint.SHORTLIST).unlink(missing_ok=True)
 
-    model.do("shortlist")
+    model.run("shortlist")
     monkeypatch.setattr(checkpoint, "copy_tokenizer", forget)
     with pytest.raises(AssertionError) as caught:
-        model.do("shortlist", "depth")
+        model.run("shortlist", "depth")
     assert "the shortlist is gone" in str(caught.value)
     monkeypatch.undo()
-    model.do("sparsify")
-    monkeypatch.setattr(checkpoint, "with_masks", lambda model, edits: [])
+    model.run("sparsify")
+    monkeypatch.setattr(checkpoint, "add_mask_edits", lambda model, edits: [])
     with pytest.raises(AssertionError) as caught:
-        model.do("sparsify", "vocabulary")
+        model.run("sparsify", "vocabulary")
     assert "zeros may be filled" in str(caught.value)

@@ -21,10 +21,10 @@ stages:
   - onnx: {{target: ort-cpu}}
 """
 MODELS = {
-    "translation": (tiny.marian, lambda folder: tiny.pairs(folder / "data.jsonl"), "data.jsonl"),
+    "translation": (tiny.write_marian, lambda folder: tiny.write_pairs(folder / "data.jsonl"), "data.jsonl"),
     "language-modeling": (
-        lambda folder: causal.model(folder, "llama"),
-        lambda folder: causal.lines(folder / "data.txt", 1),
+        lambda folder: causal.write_model(folder, "llama"),
+        lambda folder: causal.write_lines(folder / "data.txt", 1),
         "data.txt",
     ),
 }

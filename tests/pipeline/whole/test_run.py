@@ -28,8 +28,8 @@ score: {quality: [bleu, chrf], generation: {max_new_tokens: 6}, latency: false}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    tiny.marian(folder / "m")
-    tiny.pairs(folder / "data.jsonl", 8)
+    tiny.write_marian(folder / "m")
+    tiny.write_pairs(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 

@@ -5,7 +5,7 @@ import json
 import harness
 import tiny
 
-from smelt.core.artifact import LATENTS
+from smelt.core.artifact import MASTER_WEIGHTS_FILE
 
 RECIPE = """
 model: m
@@ -23,8 +23,8 @@ score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
 
 
 def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp_path):
-    tiny.marian(tmp_path / "m")
-    tiny.pairs(tmp_path / "data.jsonl", 8)
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     assert parameters[1] == parameters[2]
     assert 1 <= parameters[1] / parameters[0] < 1.05
     artifacts = tmp_path / "run" / "artifacts"
-    there = {name: (artifacts / name / LATENTS) for name in (*details, "onnx")}
+    there = {name: (artifacts / name / MASTER_WEIGHTS_FILE) for name in (*details, "onnx")}
     assert [name for name, path in there.items() if path.exists()] == ["distill", "again"]
     assert (
         details["distill"]["latent_bytes"] == there["distill"].stat().st_size > steps["distill"]["size_bytes"]
@@ -54,7 +54,7 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     there["distill"].write_bytes(there["distill"].read_bytes()[:-1])
     result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "--until", "distill")
     assert result.exit_code == 1
-    assert LATENTS in result.output
+    assert MASTER_WEIGHTS_FILE in result.output
     assert "--rebuild distill" in result.output
 
 
@@ -72,8 +72,8 @@ score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
 
 
 def test_what_was_quantized_is_pruned_trained_and_exported(tmp_path):
-    tiny.marian(tmp_path / "m")
-    tiny.pairs(tmp_path / "data.jsonl", 8)
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(PRUNED)
     result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output

@@ -3,16 +3,16 @@
 import json
 import math
 
+import embedders
 import forked_workers
 import harness
 import numpy as np
 import pytest
-import sentences
 import tiny
-from refusals import error_of, refused
+from expected_errors import command_error, raises_code
 
 import smelt
-from smelt.planning.load import load_plan
+from smelt.planning.load_plan import load_plan
 
 CHAIN = """
 model: m
@@ -42,8 +42,8 @@ def words(result):
 
 
 def home(folder, recipe=CHAIN, scores=True, paired=True, **said):
-    sentences.embedder(folder / "m", **said)
-    sentences.rows(folder / "data.jsonl", scores=scores, paired=paired)
+    embedders.write_embedder(folder / "m", **said)
+    embedders.write_rows(folder / "data.jsonl", scores=scores, paired=paired)
     (folder / "recipe.yaml").write_text(recipe)
     return folder
 
@@ -86,7 +86,9 @@ def test_eval_gives_the_scores_of_the_report(chain):
         ("agreement", "missing-data", "--baseline ARTIFACT"),
         ("accuracy", "unknown-metric", "accuracy"),
     ):
-        error = error_of(harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric, code=2))
+        error = command_error(
+            harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric, code=2)
+        )
         assert (error.code, named in str(error)) == (code, True)
 
 
@@ -99,13 +101,13 @@ def test_load_embeds_texts_in_their_order(chain):
         assert f"1 of {len(texts)} texts" in str(warned[0].message)
         assert (found.dtype, found.shape) == (np.float32, (len(texts), 32))
         assert model.embed([]).shape == (0, 32)
-        expected = sentences.by_hand(chain / "run" / "artifacts" / "model", texts)
+        expected = embedders.expected_vectors(chain / "run" / "artifacts" / "model", texts)
         assert np.abs(found - expected).max() < 2e-6
-        with refused("does-not-fit-task", smelt.InputError):
+        with raises_code("does-not-fit-task", smelt.InputError):
             model.generate(texts)
-        with refused("does-not-fit-task", smelt.InputError):
+        with raises_code("does-not-fit-task", smelt.InputError):
             model.predict(texts)
-        with refused("pairs-not-taken", smelt.InputError) as caught:
+        with raises_code("pairs-not-taken", smelt.InputError) as caught:
             model.embed([("a", "b")])
         assert caught.value.setting == "texts[0]"
 
@@ -113,7 +115,7 @@ def test_load_embeds_texts_in_their_order(chain):
 def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
     artifact = chain / "run" / "artifacts" / "model"
     first, second = "a man walks", "she sings a song"
-    a, b = sentences.by_hand(artifact, [first, second])
+    a, b = embedders.expected_vectors(artifact, [first, second])
     lines = harness.smelt("predict", artifact, first, f"{first}\t{second}").output.splitlines()
     assert np.abs(np.array(json.loads(lines[0])) - a).max() < 2e-6
     assert float(lines[1]) == pytest.approx(a @ b, abs=1e-4)
@@ -185,7 +187,7 @@ def test_a_plain_encoder_makes_vectors_as_the_recipe_says(tmp_path):
     with smelt.load(folder / "run" / "artifacts" / "onnx") as model, pytest.warns(smelt.TruncationWarning):
         found = model.embed(["a man " * 20])
     artifact = folder / "run" / "artifacts" / "model"
-    expected = sentences.by_hand(artifact, ["a man " * 20], "cls", normalize=False)
+    expected = embedders.expected_vectors(artifact, ["a man " * 20], "cls", normalize=False)
     assert math.isclose(float(np.linalg.norm(found)), float(np.linalg.norm(expected)), rel_tol=0.1)
     with smelt.load(artifact) as model, pytest.warns(smelt.TruncationWarning):
         assert np.abs(model.embed(["a man " * 20]) - expected).max() < 1e-4
@@ -201,7 +203,7 @@ def test_a_plain_encoder_without_a_word_is_pooled_by_the_mean_and_the_plan_warns
 
 def test_init_writes_a_recipe_that_runs(tmp_path):
     folder = home(tmp_path, SHORT)
-    sentences.rows(folder / "train.jsonl", count=40, scores=False)
+    embedders.write_rows(folder / "train.jsonl", count=40, scores=False)
     made = harness.smelt(
         "init", folder / "m", "--data", folder / "train.jsonl", "--out", folder / "made.yaml"
     )
@@ -241,7 +243,7 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
             },
             "missing-scores",
             "score.quality[0]",
-            ("'spearman'", "test rows", "'label'", "agreement"),
+            ("'spearman'", "'label'", "agreement"),
         ),
         (
             {"recipe": SHORT + "gates: {pearson: {min: 50}}\n", "scores": False},
@@ -273,7 +275,7 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
 )
 def test_a_mistake_is_named_before_any_work(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
-    error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
     found = [one for one in error.found if (one.code, one.setting) == (code, setting)]
     assert len(found) == 1, [(one.code, one.setting) for one in error.found]
     assert [value for value in named if value not in found[0].message] == []
@@ -281,8 +283,8 @@ def test_a_mistake_is_named_before_any_work(change, code, setting, named, tmp_pa
 
 def test_a_classifier_is_refused_before_its_head_is_lost(tmp_path):
     folder = home(tmp_path, SHORT)
-    tiny.bert(folder / "m")
-    error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    tiny.write_bert(folder / "m")
+    error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
     assert error.code == "unsupported-architecture"
     assert "['BertForSequenceClassification']" in str(error)
 
@@ -297,7 +299,7 @@ def test_rows_are_all_of_one_kind(tmp_path):
         ('{"text": "a", "text_b": "b", "label": "x"}', "wrong-column-type", ("data.jsonl:9: ", "'label'")),
     ):
         (folder / "data.jsonl").write_text(f"{rows}{line}\n")
-        error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+        error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
         assert error.code == code
         assert [value for value in named if value not in str(error)] == []
 
@@ -306,14 +308,14 @@ def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
     folder = home(tmp_path, SHORT)
     said = {"prompts": {"q": "a red "}, "default_prompt_name": "q"}
     (folder / "m" / "config_sentence_transformers.json").write_text(json.dumps(said))
-    error = error_of(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
     assert (error.code, "'a red '" in str(error)) == ("missing-prompt", True)
     recipe = SHORT.replace("test: data.jsonl", 'test: data.jsonl, prefix: "a red "')
     (folder / "recipe.yaml").write_text(recipe)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
     artifact = folder / "run" / "artifacts" / "model"
     with smelt.load(artifact) as model:
-        assert np.abs(model.embed(["man"]) - sentences.by_hand(artifact, ["a red man"])).max() < 2e-6
+        assert np.abs(model.embed(["man"]) - embedders.expected_vectors(artifact, ["a red man"])).max() < 2e-6
 
 
 def test_texts_are_lowercased_where_the_model_says_so(tmp_path):

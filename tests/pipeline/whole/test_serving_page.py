@@ -5,11 +5,11 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import exported
+import exported_artifacts
 import pytest
 import tiny
-from packaged import written
-from served import served
+from services import run_service
+from standalone_packages import standalone_package
 
 import smelt
 
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serve.md").re
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("service")
-    shutil.copy(written("translator") / "serve.py", made)
+    shutil.copy(standalone_package("translator") / "serve.py", made)
     [code] = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     (made / "infer.py").write_text(code)
     [settings] = re.findall(r"^echo '(.*)' > infer.json$", PAGE, flags=re.M)
@@ -30,15 +30,15 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("step", ["onnx", "model"])
 def test_requests_at_once_get_what_they_would_get_alone(step, folder):
     requests = [[tiny.SENTENCES[i % len(tiny.SENTENCES)]] * (1 + i % 2) for i in range(24)]
-    artifact = exported.artifact("translator", step)
+    artifact = exported_artifacts.exported_artifact("translator", step)
     with smelt.load(artifact, threads=1) as model:
         expected = [(200, model.generate(texts, max_new_tokens=64)) for texts in requests]
     words = ("serve.py", "--port", "0", "--workers", "2")
     with (
-        served(*words, folder=folder, environment={"ARTIFACT": str(artifact)}) as service,
+        run_service(*words, folder=folder, environment={"ARTIFACT": str(artifact)}) as service,
         ThreadPoolExecutor(8) as pool,
     ):
         assert list(pool.map(lambda texts: service.predict(*texts), requests)) == expected
-        assert service.measured("smelt_inputs_cut_total") == 0
+        assert service.metric("smelt_inputs_cut_total") == 0
         service.predict(" ".join(tiny.SENTENCES * 3))
-        assert service.measured("smelt_inputs_cut_total") == 1
+        assert service.metric("smelt_inputs_cut_total") == 1

@@ -32,7 +32,7 @@ gates: {rouge1: {max_drop: 100}}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("t5")
-    seq2seq.t5(home / "m", gated=True)
+    seq2seq.write_t5(home / "m", gated=True)
     config = json.loads((home / "m" / "config.json").read_text())
     config["task_specific_params"] = {"summarization": {"prefix": seq2seq.PREFIX, "max_length": 20}}
     (home / "m" / "config.json").write_text(json.dumps(config))
@@ -69,10 +69,10 @@ def test_predict_puts_the_prefix_before_the_words(home):
     """The same words with the prefix written out, on a copy that has none, give the same."""
     from smelt.core.artifact import read_artifact
     from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.generate.settings import Generation
-    from smelt.runtime.predict import generate_texts
-    from smelt.runtime.text.rules import TextRules
-    from smelt.runtime.text.write_rules import write_text_rules
+    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.runtime.predict_texts import generate_texts
+    from smelt.runtime.text.text_preprocessing import TextRules
+    from smelt.runtime.text.write_text_rules import write_text_rules
 
     folder = home / "run" / "artifacts" / "onnx"
     said = harness.smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
@@ -81,7 +81,7 @@ def test_predict_puts_the_prefix_before_the_words(home):
     with open_runner(read_artifact(folder), 1) as runner:
         try:
             write_text_rules(folder, TextRules())
-            by_hand = generate_texts(runner, [seq2seq.PREFIX + tiny.SENTENCES[0]], Generation())
+            by_hand = generate_texts(runner, [seq2seq.PREFIX + tiny.SENTENCES[0]], GenerationSettings())
         finally:
             (folder / "text.json").write_text(text)
     assert said == by_hand[0].strip()
@@ -89,15 +89,15 @@ def test_predict_puts_the_prefix_before_the_words(home):
 
 
 def test_what_is_timed_is_read_behind_the_prefix(home):
-    from smelt.evaluate.latency.worker import Worker
+    from smelt.evaluate.latency.worker import TimingWorker
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     folder = home / "run" / "artifacts" / "onnx"
-    worker, text = Worker(), tiny.SENTENCES[0]
+    worker, text = TimingWorker(), tiny.SENTENCES[0]
     request = {"op": "load", "artifact": str(folder), "threads": 1, "task": "summarization"}
-    assert "onnxruntime" in worker.answer(request)["runner"]
+    assert "onnxruntime" in worker.handle_request(request)["runner"]
     request = {"op": "prepare", "texts": [text], "pairs": None, "batch_size": 1, "limit_ms": 1}
-    answer = worker.answer({**request, "generation": {"max_new_tokens": 2}})
+    answer = worker.handle_request({**request, "generation": {"max_new_tokens": 2}})
     assert answer["input_tokens"] == len(load_tokenizer(folder)(seq2seq.PREFIX + text)["input_ids"])
 
 

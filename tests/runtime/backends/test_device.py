@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
-from smelt.look import machine
+from smelt.inspect import machine
 from smelt.runtime.backends import device as places
 from smelt.runtime.backends.device import onnx_device, torch_device
-from smelt.runtime.backends.onnx_session import open_session
+from smelt.runtime.backends.onnx_session import open_onnx_session
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
 
@@ -25,7 +25,7 @@ def gpu(monkeypatch):
     import onnxruntime
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(places, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(places, "cuda_device_count", lambda: 1)
     monkeypatch.setattr(places, "cuda_provider_loads", lambda: True)
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
@@ -42,7 +42,7 @@ def test_auto_takes_cuda_where_torch_sees_one(gpu):
 
 def test_auto_takes_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(no_gpu):
     assert torch_device("auto") == torch_device("cpu") == "cpu"
-    with refused("no-gpu", InputError):
+    with raises_code("no-gpu", InputError):
         torch_device("cuda")
 
 
@@ -54,9 +54,9 @@ def test_only_graphs_for_ort_cuda_leave_the_cpu(gpu):
 
 
 def test_graphs_for_cuda_stay_on_the_cpu_where_the_driver_sees_no_device(gpu, monkeypatch):
-    monkeypatch.setattr(places, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(places, "cuda_device_count", lambda: 0)
     assert onnx_device("auto", "ort-cuda") == "cpu"
-    with refused("no-cuda-provider", MissingDependencyError):
+    with raises_code("no-cuda-provider", MissingDependencyError):
         onnx_device("cuda", "ort-cuda")
 
 
@@ -75,7 +75,7 @@ def test_devices_are_those_that_the_driver_counts(monkeypatch, init, asked, expe
 
     monkeypatch.setattr(places.sys, "platform", "linux")
     monkeypatch.setattr(places.ctypes, "CDLL", Driver)
-    assert places.cuda_devices() == expected
+    assert places.cuda_device_count() == expected
 
 
 def test_there_is_no_device_where_there_is_no_driver(monkeypatch):
@@ -83,7 +83,7 @@ def test_there_is_no_device_where_there_is_no_driver(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(places.ctypes, "CDLL", missing)
-    assert places.cuda_devices() == 0
+    assert places.cuda_device_count() == 0
 
 
 def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     assert onnx_device("auto", "ort-cuda") == "cpu"
-    with refused("no-cuda-provider", MissingDependencyError):
+    with raises_code("no-cuda-provider", MissingDependencyError):
         onnx_device("cuda", "ort-cuda")
 
 
@@ -105,7 +105,7 @@ def test_a_gpu_without_cuda_libraries_means_the_cpu_and_says_why(gpu, monkeypatc
 
 def test_the_cuda_provider_is_tried_on_a_graph():
     """No CUDA here, so the provider that is listed does not load; ONNX Runtime goes on without it."""
-    assert places.cuda_provider_loads() is (places.cuda_devices() > 0)
+    assert places.cuda_provider_loads() is (places.cuda_device_count() > 0)
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -122,7 +122,7 @@ def test_products_are_in_tf32_only_where_that_is_asked_for(monkeypatch, tmp_path
             return ["CUDAExecutionProvider"]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
-    open_session(tmp_path / "model.onnx", device="cuda", **({"tf32": True} if tf32 else {}))
+    open_onnx_session(tmp_path / "model.onnx", device="cuda", **({"tf32": True} if tf32 else {}))
     assert seen["providers"][0] == ("CUDAExecutionProvider", {"use_tf32": "1" if tf32 else "0"})
 
 
@@ -138,8 +138,8 @@ def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
             return ["CPUExecutionProvider"]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
-    with refused("no-cuda-provider", MissingDependencyError):
-        open_session(tmp_path / "model.onnx", device="cuda")
+    with raises_code("no-cuda-provider", MissingDependencyError):
+        open_onnx_session(tmp_path / "model.onnx", device="cuda")
 
 
 def test_torch_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_torch_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
         return SimpleNamespace(logits=torch.ones(2, 2))
 
     ids = np.ones((2, 5), dtype=np.int64)
-    with open_runner(tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")) as runner:
+    with open_runner(tiny.as_artifact(tiny.write_bert(tmp_path / "b"), "text-classification")) as runner:
         assert {p.device.type for p in runner.backend.model.parameters()} == {"meta"}
         runner.backend.model = model
         assert runner.forward(Batch(ids, ids, np.zeros_like(ids))).shape == (2, 2)
@@ -168,24 +168,24 @@ def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
 
     quantize = load_stage("quantize")
 
-    src = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
-    ctx = harness.context(tmp_path / "q", "text-classification")
+    src = tiny.as_artifact(tiny.write_bert(tmp_path / "b"), "text-classification")
+    ctx = harness.make_context(tmp_path / "q", "text-classification")
     quantize()(src, quantize.settings_type(), ctx)
-    with open_runner(tiny.artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
+    with open_runner(tiny.as_artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
         assert runner.device == "cpu"
 
 
 def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch):
-    from smelt.planning.load import load_plan
+    from smelt.planning.load_plan import load_plan
 
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
-    tiny.bert(tmp_path / "m")
-    tiny.labelled(tmp_path / "d.jsonl")
+    tiny.write_bert(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "d.jsonl")
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: []\ndevice: cuda\n"
     )
-    with refused("no-gpu", InputError) as caught:
+    with raises_code("no-gpu", InputError) as caught:
         load_plan(recipe)
     assert [(one.setting, one.line) for one in caught.value.found] == [("device", 5)]
 
@@ -193,30 +193,30 @@ def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, mo
 def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")
-    assert "2.13.0+cpu" in (machine.cuda_lacks() or "")
+    assert "2.13.0+cpu" in (machine.cuda_missing_reason() or "")
     monkeypatch.setattr(machine, "version", lambda name: "2.13.0")
-    assert machine.cuda_lacks() is None
+    assert machine.cuda_missing_reason() is None
 
 
 def test_training_is_told_the_device(tmp_path):
-    from smelt.compress.train.loop import _arguments
+    from smelt.compress.train.planned_trainer import _training_arguments
     from smelt.compress.train.settings import TrainingSettings
 
     def device_for(word):
-        ctx = harness.context(tmp_path, device=word)
-        return _arguments(TrainingSettings(), str(tmp_path), ctx)
+        ctx = harness.make_context(tmp_path, device=word)
+        return _training_arguments(TrainingSettings(), str(tmp_path), ctx)
 
     assert device_for("cpu").use_cpu
     assert not device_for("auto").use_cpu
     if not torch.cuda.is_available():
-        with refused("no-gpu", InputError):
+        with raises_code("no-gpu", InputError):
             device_for("cuda")
 
 
 def test_the_report_and_the_signatures_name_the_device(tmp_path):
 
-    tiny.bert(tmp_path / "m")
-    tiny.labelled(tmp_path / "d.jsonl")
+    tiny.write_bert(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "d.jsonl")
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: [quantize]\ndevice: cpu\n"
@@ -237,11 +237,11 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
     from smelt.core.artifact import Manifest
     from smelt.core.store.store import Store
 
-    tiny.labelled(tmp_path / "d.jsonl")
+    tiny.write_labelled(tmp_path / "d.jsonl")
     monkeypatch.chdir(tmp_path)
     store = Store(tmp_path / "s")
     with store.workspace() as space:
-        folder = tiny.bert(space / "out")
+        folder = tiny.write_bert(space / "out")
         values = {
             "format": "torch",
             "task": "text-classification",
@@ -259,15 +259,15 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
-    from smelt.runtime.generate.settings import Generation
-    from smelt.runtime.predict import generate_texts
+    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.runtime.predict_texts import generate_texts
 
-    src = tiny.artifact(tiny.marian(tmp_path / "m"))
+    src = tiny.as_artifact(tiny.write_marian(tmp_path / "m"))
     results = []
     for device in ("cpu", "cuda"):
         with open_runner(src, device=device) as runner:
             assert runner.device == device
-            results.append(generate_texts(runner, tiny.SENTENCES, Generation(max_new_tokens=12)))
+            results.append(generate_texts(runner, tiny.SENTENCES, GenerationSettings(max_new_tokens=12)))
     assert results[0] == results[1]
 
 
@@ -279,10 +279,10 @@ def test_bf16_is_worth_what_a_trial_says(monkeypatch, code, out, gain):
     monkeypatch.setattr(
         places.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code, stdout=out)
     )
-    assert places.bf16_gain.__wrapped__() == gain
+    assert places.bf16_speedup.__wrapped__() == gain
 
 
 def test_the_trial_of_bf16_prints_a_ratio(monkeypatch):
     """With fp32 beside fp32, which all processors can."""
     monkeypatch.setattr(places, "_BF16_PROBE", places._BF16_PROBE.replace("least(True)", "least(False)"))
-    assert 0.2 < places.bf16_gain.__wrapped__() < 5
+    assert 0.2 < places.bf16_speedup.__wrapped__() < 5

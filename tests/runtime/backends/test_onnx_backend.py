@@ -7,28 +7,28 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import causal
-import counting as graphs
-import exported
+import counting_graphs as graphs
+import exported_artifacts
 import harness
 import numpy as np
 import pytest
-from counting import (
+from counting_graphs import (
     BATCH,
-    explains_broken_graphs,
+    assert_explains_broken_graph,
+    assert_rejects_other_encoder,
     language_model,
-    refuses_another_encoder,
 )
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
+from smelt.export.onnx_export.settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends import onnx_backend
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate import in_graph
-from smelt.runtime.generate.decoding import settle
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate import graph_generation
+from smelt.runtime.generate.generation_config import resolve_generation
+from smelt.runtime.generate.settings import GenerationSettings
 
 
 def opened(folder):
@@ -37,7 +37,7 @@ def opened(folder):
 
 @pytest.fixture
 def counting(tmp_path):
-    return graphs.counting(tmp_path)
+    return graphs.token_sum_decoder(tmp_path)
 
 
 def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
@@ -55,13 +55,13 @@ def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
     with opened(counting) as runner:
         state = runner.encode(BATCH)
         runner.decode_step(state, np.array([1, 10]))
-        state = runner.reorder(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
+        state = runner.reorder_cache(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
         first = runner.decode_step(state, np.array([1, 2, 3, 4]))
-        shared = dict(state.held.shared)
-        state = runner.reorder(state, np.array([1, 1, 3, 2]))
-        assert all(state.held.shared[name] is value for name, value in shared.items())
+        shared = dict(state.backend_state.shared)
+        state = runner.reorder_cache(state, np.array([1, 1, 3, 2]))
+        assert all(state.backend_state.shared[name] is value for name, value in shared.items())
         second = runner.decode_step(state, np.array([5, 6, 7, 8]))
-        state = runner.reorder(state, np.array([3, 0]))  # beams and sentences are dropped
+        state = runner.reorder_cache(state, np.array([3, 0]))  # beams and sentences are dropped
         third = runner.decode_step(state, np.array([0, 0]))
     assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
     assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
@@ -72,42 +72,42 @@ def test_reorder_that_changes_nothing_copies_nothing(counting):
     with opened(counting) as runner:
         state = runner.encode(BATCH)
         runner.decode_step(state, np.array([1, 10]))
-        before = list(state.held.caches)
-        state = runner.reorder(state, np.arange(2))
+        before = list(state.backend_state.caches)
+        state = runner.reorder_cache(state, np.arange(2))
         assert before
-        assert all(after is value for after, value in zip(state.held.caches, before, strict=True))
+        assert all(after is value for after, value in zip(state.backend_state.caches, before, strict=True))
 
 
 def test_a_text_generator_does_not_classify(counting):
-    with opened(counting) as runner, refused("does-not-classify", InputError):
+    with opened(counting) as runner, raises_code("does-not-classify", InputError):
         runner.forward(BATCH)
 
 
 def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
-    explains_broken_graphs(counting, opened, "ONNX Runtime")
+    assert_explains_broken_graph(counting, opened, "ONNX Runtime")
 
 
 def test_an_encoder_of_another_model_is_refused(counting):
-    refuses_another_encoder(counting, opened)
+    assert_rejects_other_encoder(counting, opened)
 
 
 def test_a_closed_model_says_so(counting):
     with opened(counting) as runner:
         state = runner.encode(BATCH)
-    with refused("closed-model", InputError):
+    with raises_code("closed-model", InputError):
         runner.decode_step(state, np.array([0] * len(BATCH.input_ids)))
-    with refused("closed-model", InputError):
+    with raises_code("closed-model", InputError):
         runner.encode(BATCH)
-    with refused("closed-model", InputError):
+    with raises_code("closed-model", InputError):
         runner.encoder_outputs(BATCH)
 
 
 def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
-    with refused("missing-cache", InputError) as caught:
+    with raises_code("missing-cache", InputError) as caught:
         opened(language_model(tmp_path, []))
     assert "model.onnx" in str(caught.value)
     key, other = ("past_key_values.0.key", "present.0.key"), ("past_key_values.1.key", "present.2.key")
-    with refused("mismatched-graphs", InputError) as caught:
+    with raises_code("mismatched-graphs", InputError) as caught:
         opened(language_model(tmp_path, [key, other]))
     assert "past_key_values.1.key, past_key_values.2.key" in str(caught.value)
     with opened(language_model(tmp_path, [key])) as runner:
@@ -119,7 +119,7 @@ def test_several_tokens_on_a_past_are_refused_for_several_rows(tmp_path):
     with opened(folder) as runner:
         state = runner.start(2)
         assert runner.extend(state, ids, ids).shape == (2, 2, 1)
-        with refused("unsupported-batch", InputError):
+        with raises_code("unsupported-batch", InputError):
             runner.extend(state, ids, ids)
         alone = runner.start(1)
         for _ in range(2):
@@ -135,12 +135,14 @@ PROMPT = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
 
 
 def search(runner, kind):
-    return runner.generator(runner, PROMPT, settle(Generation(max_new_tokens=6, **SEARCHES[kind]), runner))
+    return runner.generator(
+        runner, PROMPT, resolve_generation(GenerationSettings(max_new_tokens=6, **SEARCHES[kind]), runner)
+    )
 
 
 @pytest.fixture
 def writer():
-    with opened(exported.artifact("writer")) as runner:
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
         yield runner
 
 
@@ -152,15 +154,15 @@ def test_small_models_have_a_graph_open_for_each_search(writer):
 
 @pytest.mark.parametrize("first", SEARCHES)
 def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_of_a_step(first, monkeypatch):
-    with opened(exported.artifact("writer")) as runner:
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
         expected = {kind: search(runner, kind) for kind in SEARCHES}
-    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
-    with opened(exported.artifact("writer")) as runner:
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
         assert search(runner, first) == expected[first]
         one = {"greedy": "generate", "num_beams": "generate_beams", "sampling": "model"}[first]
         assert list(runner.backend._sessions) == [one]
         for graph in ("generate", "generate_beams"):
-            with runner.backend.using(graph) as promised:
+            with runner.backend.acquire_graph(graph) as promised:
                 assert promised == (graph == one)
         for kind in (*SEARCHES, first):
             assert search(runner, kind) == expected[kind]
@@ -168,8 +170,8 @@ def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_o
 
 
 def test_a_graph_of_large_weights_that_is_asked_for_by_name_stays_for_that_call_alone(monkeypatch):
-    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
-    with opened(exported.artifact("writer")) as runner:
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
         greedy, ids = search(runner, "greedy"), {"input_ids": PROMPT.input_ids}
         feeds = {**ids, "attention_mask": PROMPT.attention_mask, "max_new_tokens": np.array(6)}
         for opens_steps in (False, True):
@@ -203,10 +205,10 @@ class Alive:
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their_own(warm, monkeypatch):
-    with opened(exported.artifact("writer")) as runner:
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
         expected = {kind: search(runner, kind) for kind in SEARCHES}
-    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
-    with opened(exported.artifact("writer")) as runner, ThreadPoolExecutor(9) as pool:
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner, ThreadPoolExecutor(9) as pool:
         slow = ["model"] if warm else ["generate", "generate_beams", "model"]
         alive = Alive(runner.backend, dict.fromkeys(slow, 0.2))
         kinds = [*SEARCHES] * 3
@@ -223,13 +225,15 @@ def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their
 
 
 def test_a_graph_that_was_promised_stays_until_its_call_has_ended_and_no_longer(monkeypatch):
-    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
-    with opened(exported.artifact("writer")) as runner:
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
         alive = Alive(runner.backend, {})
-        with runner.backend.using("generate") as promised:
+        with runner.backend.acquire_graph("generate") as promised:
             sampled = search(runner, "sampling")
             assert list(runner.backend._sessions) == ["model"]
-            greedy = in_graph.run_graph(runner, PROMPT, settle(Generation(max_new_tokens=6), runner))
+            greedy = graph_generation.run_generation_graph(
+                runner, PROMPT, resolve_generation(GenerationSettings(max_new_tokens=6), runner)
+            )
         assert promised
         assert alive.opened == {"generate": 1, "model": 1}
         assert +alive.now == {"model": 1}
@@ -243,8 +247,8 @@ from pathlib import Path
 import numpy as np
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.decoding import settle
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.generation_config import resolve_generation
+from smelt.runtime.generate.settings import GenerationSettings
 
 def anonymous():
     return int(re.search(r"Anonymous: +(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
@@ -253,7 +257,8 @@ prompt = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
 with open_folder(Path(sys.argv[1]), "onnx", "ort-cpu", 1) as runner:
     before = anonymous()
     for wishes in ({}, {"num_beams": 3}, {"do_sample": True}):
-        runner.generator(runner, prompt, settle(Generation(max_new_tokens=2, **wishes), runner))
+        settings = GenerationSettings(max_new_tokens=2, **wishes)
+        runner.generator(runner, prompt, resolve_generation(settings, runner))
     print(anonymous() - before)
 """
 
@@ -261,8 +266,8 @@ with open_folder(Path(sys.argv[1]), "onnx", "ort-cpu", 1) as runner:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says how much memory is anonymous")
 def test_all_searches_of_a_large_model_together_hold_one_copy_of_its_weights(tmp_path):
     shape = {"hidden_size": 512, "intermediate_size": 2816, "num_hidden_layers": 2}
-    folder = causal.model(tmp_path / "m", "llama", **shape)
-    ctx = harness.run(Onnx(), OnnxSettings(), folder, tmp_path / "out", "language-modeling")
+    folder = causal.write_model(tmp_path / "m", "llama", **shape)
+    ctx = harness.run_stage(Onnx(), OnnxSettings(), folder, tmp_path / "out", "language-modeling")
     weights = (ctx.out / "model.onnx_data").stat().st_size
     assert weights > 40 * 2**20
     ran = [sys.executable, "-c", MEMORY, str(ctx.out)]

@@ -2,39 +2,39 @@
 
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.runtime.backends.open_runner import open_folder, open_runner, runner_for
+from smelt.runtime.backends.open_runner import open_folder, open_runner, runner_class_for
 from smelt.runtime.backends.torch_backend import TorchBackend
-from smelt.runtime.classifier import Classifier
-from smelt.runtime.generate.decoder_only import DecoderOnly
-from smelt.runtime.generate.encoder_decoder import EncoderDecoder
+from smelt.runtime.classifier import ClassifierRunner
+from smelt.runtime.generate.decoder_only_runner import DecoderOnlyRunner
+from smelt.runtime.generate.encoder_decoder_runner import EncoderDecoderRunner
 
 
 @pytest.mark.parametrize(
     ("kind", "architecture", "more", "expected"),
     [
-        ("llama", "LlamaForCausalLM", {}, DecoderOnly),
-        ("gpt2", "GPT2LMHeadModel", {}, DecoderOnly),
-        ("llama", "LlamaForSequenceClassification", {}, Classifier),
-        ("marian", "MarianMTModel", {"is_encoder_decoder": True}, EncoderDecoder),
-        ("t5", "T5ForConditionalGeneration", {"is_encoder_decoder": True}, EncoderDecoder),
-        ("bart", "BartForSequenceClassification", {"is_encoder_decoder": True}, Classifier),
-        ("bert", "BertForSequenceClassification", {}, Classifier),
+        ("llama", "LlamaForCausalLM", {}, DecoderOnlyRunner),
+        ("gpt2", "GPT2LMHeadModel", {}, DecoderOnlyRunner),
+        ("llama", "LlamaForSequenceClassification", {}, ClassifierRunner),
+        ("marian", "MarianMTModel", {"is_encoder_decoder": True}, EncoderDecoderRunner),
+        ("t5", "T5ForConditionalGeneration", {"is_encoder_decoder": True}, EncoderDecoderRunner),
+        ("bart", "BartForSequenceClassification", {"is_encoder_decoder": True}, ClassifierRunner),
+        ("bert", "BertForSequenceClassification", {}, ClassifierRunner),
     ],
 )
 def test_config_says_how_a_model_is_fed(kind, architecture, more, expected):
-    assert runner_for({"model_type": kind, "architectures": [architecture], **more}) is expected
+    assert runner_class_for({"model_type": kind, "architectures": [architecture], **more}) is expected
 
 
 def test_config_without_a_word_is_a_classifiers():
-    assert runner_for({}) is Classifier
+    assert runner_class_for({}) is ClassifierRunner
 
 
 def test_artifact_opens_in_its_runtime(tmp_path):
-    with open_runner(tiny.artifact(tiny.bert(tmp_path), "text-classification"), 1, "cpu") as runner:
-        assert isinstance(runner, Classifier)
+    with open_runner(tiny.as_artifact(tiny.write_bert(tmp_path), "text-classification"), 1, "cpu") as runner:
+        assert isinstance(runner, ClassifierRunner)
         assert isinstance(runner.backend, TorchBackend)
         assert (runner.name, runner.device, runner.folder) == ("torch", "cpu", tmp_path)
 
@@ -49,14 +49,14 @@ def test_threads_are_the_users_then_the_artifacts(monkeypatch, named, given, exp
 
     asked = []
     monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: asked.append(arguments[3]))
-    artifact = tiny.artifact("/nowhere", "translation")
+    artifact = tiny.as_artifact("/nowhere", "translation")
     artifact.manifest.details["threads"] = named
     open_runner(artifact, given)
     assert asked == [expected]
 
 
 def test_format_that_nothing_runs_is_told_with_the_folder(tmp_path):
-    with refused("unknown-format", InputError) as caught:
+    with raises_code("unknown-format", InputError) as caught:
         open_folder(tmp_path, "gguf")
     assert all(part in str(caught.value) for part in (tmp_path.name, "'gguf'"))
 
@@ -64,6 +64,6 @@ def test_format_that_nothing_runs_is_told_with_the_folder(tmp_path):
 def test_config_that_cannot_be_read_is_told_before_anything_is_opened(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text("{")
-    with refused("invalid-json", InputError) as caught:
+    with raises_code("invalid-json", InputError) as caught:
         open_folder(tmp_path, "onnx", "ort-cpu")
     assert "generation_config.json" in str(caught.value)

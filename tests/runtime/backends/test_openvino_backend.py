@@ -3,30 +3,30 @@
 import threading
 from pathlib import Path
 
-import counting as graphs
-import exports
-import generating
+import counting_graphs as graphs
+import generation_models
+import graph_exports
 import matrix
 import numpy as np
 import pytest
-from counting import (
+from counting_graphs import (
     BATCH,
     FLOAT,
-    explains_broken_graphs,
+    assert_explains_broken_graph,
+    assert_rejects_other_encoder,
     language_model,
-    refuses_another_encoder,
     write,
 )
+from expected_errors import raises_code
 from onnx import helper
-from refusals import refused
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.runtime.backends import openvino_module
 from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.backends.openvino_module import compile_graph, import_openvino, options_of
+from smelt.runtime.backends.openvino_module import compile_graph, cpu_plugin_options, import_openvino
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.loop import generate
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.generation_loop import generate
+from smelt.runtime.generate.settings import GenerationSettings
 from smelt.runtime.models.checkpoint import load_model
 
 
@@ -36,17 +36,17 @@ def opened(folder, dtype="fp32"):
 
 @pytest.fixture
 def counting(tmp_path):
-    return graphs.counting(tmp_path)
+    return graphs.token_sum_decoder(tmp_path)
 
 
-@pytest.mark.parametrize(("family", "beams"), matrix.cells(["marian", "t5", "gpt2", "llama"], [1, 3]))
+@pytest.mark.parametrize(("family", "beams"), matrix.matrix_cells(["marian", "t5", "gpt2", "llama"], [1, 3]))
 def test_tokens_equal_those_of_transformers_and_of_onnx_runtime(family, beams):
-    made = exports.exported(family, "fp32", "openvino")
+    made = graph_exports.exported_graphs(family, "fp32", "openvino")
     batch = made.reference.batch
     wishes = {"num_beams": beams, "max_new_tokens": 8}
     model, _ = load_model(made.folder.parent / "model")  # the one that was exported was changed for that
-    expected = generating.theirs(model, batch, do_sample=False, **wishes)
-    settings = Generation(num_beams=beams, max_new_tokens=8)
+    expected = generation_models.transformers_tokens(model, batch, do_sample=False, **wishes)
+    settings = GenerationSettings(num_beams=beams, max_new_tokens=8)
     with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
         assert (runner.name, runner.device) == ("openvino", "cpu")
         assert generate(runner, batch, settings) == generate(other, batch, settings) == expected
@@ -56,7 +56,7 @@ def test_tokens_equal_those_of_transformers_and_of_onnx_runtime(family, beams):
 
 @pytest.mark.parametrize("family", ["roberta", "embedder"])
 def test_classes_and_vectors_equal_those_of_onnx_runtime(family):
-    made = exports.exported(family, "fp32", "openvino")
+    made = graph_exports.exported_graphs(family, "fp32", "openvino")
     batch = made.reference.batch
     with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
         found = runner.forward(batch)
@@ -66,7 +66,7 @@ def test_classes_and_vectors_equal_those_of_onnx_runtime(family):
 
 
 def test_logits_of_a_whole_text_equal_those_of_onnx_runtime():
-    made = exports.exported("gpt2", "fp32", "openvino")
+    made = graph_exports.exported_graphs("gpt2", "fp32", "openvino")
     batch = made.reference.batch
     with opened(made.folder) as runner, open_folder(made.folder, "onnx", "tensorrt", 1) as other:
         found = runner.forward(batch)
@@ -74,10 +74,10 @@ def test_logits_of_a_whole_text_equal_those_of_onnx_runtime():
     assert found.shape[:2] == batch.input_ids.shape
 
 
-@pytest.mark.parametrize(("family", "dtype"), matrix.cells(["marian", "gpt2"], ["fp32", "bf16"]))
+@pytest.mark.parametrize(("family", "dtype"), matrix.matrix_cells(["marian", "gpt2"], ["fp32", "bf16"]))
 def test_logits_stay_right_while_a_cache_grows_from_nothing(family, dtype):
     """Attention of OpenVINO's own making is wrong from 16 keys on if its first call had one."""
-    made = exports.exported(family, "fp32", "openvino")
+    made = graph_exports.exported_graphs(family, "fp32", "openvino")
     whole = made.reference.batch
     batch = Batch(whole.input_ids[:, -1:], whole.attention_mask[:, -1:])  # a language model then begins empty
     batch = batch if family == "gpt2" else whole
@@ -92,7 +92,7 @@ def test_logits_stay_right_while_a_cache_grows_from_nothing(family, dtype):
 
 
 def test_precision_is_what_was_said_and_never_openvinos_default():
-    made = exports.exported("bert", "fp32", "openvino")
+    made = graph_exports.exported_graphs("bert", "fp32", "openvino")
     batch, found = made.reference.batch, {}
     for dtype in (None, "fp32", "bf16"):
         with opened(made.folder, dtype) as runner:
@@ -114,7 +114,7 @@ def test_threads_and_pinning_are_as_asked_and_no_cache_is_written(counting, tmp_
         assert model.get_property("INFERENCE_NUM_THREADS") == threads
         assert model.get_property("ENABLE_CPU_PINNING") is False
         assert model.get_property("NUM_STREAMS") == 1
-    assert "INFERENCE_NUM_THREADS" not in options_of("fp32", None)
+    assert "INFERENCE_NUM_THREADS" not in cpu_plugin_options("fp32", None)
     assert sorted(counting.iterdir()) == before
     assert not list(Path.cwd().iterdir())
 
@@ -134,17 +134,17 @@ def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
 
 def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
     with opened(counting) as runner:
-        state = runner.reorder(runner.encode(BATCH), np.array([0, 1, 1]))  # before anything was fed
+        state = runner.reorder_cache(runner.encode(BATCH), np.array([0, 1, 1]))  # before anything was fed
         assert runner.decode_step(state, np.array([1, 2, 3])).tolist() == [[1, 6], [2, 9], [3, 9]]
         state = runner.encode(BATCH)
         runner.decode_step(state, np.array([1, 10]))
-        state = runner.reorder(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
+        state = runner.reorder_cache(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
         first = runner.decode_step(state, np.array([1, 2, 3, 4]))
-        shared = dict(state.held.shared)
-        state = runner.reorder(state, np.array([1, 1, 3, 2]))
-        assert all(state.held.shared[name] is value for name, value in shared.items())
+        shared = dict(state.backend_state.shared)
+        state = runner.reorder_cache(state, np.array([1, 1, 3, 2]))
+        assert all(state.backend_state.shared[name] is value for name, value in shared.items())
         second = runner.decode_step(state, np.array([5, 6, 7, 8]))
-        state = runner.reorder(state, np.array([3, 0]))  # beams and sentences are dropped
+        state = runner.reorder_cache(state, np.array([3, 0]))  # beams and sentences are dropped
         third = runner.decode_step(state, np.array([0, 0]))
     assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
     assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
@@ -152,8 +152,8 @@ def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
 
 
 def test_several_threads_get_what_each_would_get_alone():
-    made = exports.exported("marian", "fp32", "openvino")
-    settings = Generation(max_new_tokens=8)
+    made = graph_exports.exported_graphs("marian", "fp32", "openvino")
+    settings = GenerationSettings(max_new_tokens=8)
     ids, mask = made.reference.batch.input_ids, made.reference.batch.attention_mask
     batches = [Batch(ids[at : at + 1], mask[at : at + 1]) for at in range(4)]
     with opened(made.folder) as runner:
@@ -180,20 +180,20 @@ def test_a_closed_model_says_so(counting):
         lambda: runner.encoder_outputs(BATCH),
         lambda: runner.decode_step(state, np.array([1, 2])),
     ):
-        with refused("closed-model", InputError):
+        with raises_code("closed-model", InputError):
             ask()
 
 
 def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
-    explains_broken_graphs(counting, opened, "OpenVINO")
+    assert_explains_broken_graph(counting, opened, "OpenVINO")
 
 
 def test_an_encoder_of_another_model_is_refused(counting):
-    refuses_another_encoder(counting, opened)
+    assert_rejects_other_encoder(counting, opened)
 
 
 def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
-    with refused("missing-cache", InputError) as caught:
+    with raises_code("missing-cache", InputError) as caught:
         opened(language_model(tmp_path, []))
     assert "model.onnx" in str(caught.value)
 
@@ -202,16 +202,16 @@ def test_an_operator_that_openvino_does_not_know_is_named(tmp_path):
     path = tmp_path / "model.onnx"
     node = helper.make_node("SparseAttention", ["x"], ["y"], domain="com.microsoft")
     write(path, [node], [("x", FLOAT, [1])], [("y", FLOAT, [1])])
-    with refused("unopened-graph", InputError) as caught:
+    with raises_code("unopened-graph", InputError) as caught:
         compile_graph(path, "fp32", 1)
     assert all(part in str(caught.value) for part in ("model.onnx", "SparseAttention"))
 
 
 def test_a_missing_package_and_an_old_one_say_how_to_get_it(monkeypatch):
     monkeypatch.setattr(import_openvino(), "__version__", "2025.4.0-1-abc")
-    with refused("outdated-package", InputError) as caught:
+    with raises_code("outdated-package", InputError) as caught:
         import_openvino()
     assert "2025.4.0" in str(caught.value)
     monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
-    with refused("not-installed", MissingDependencyError):
+    with raises_code("not-installed", MissingDependencyError):
         import_openvino()

@@ -4,33 +4,33 @@ import contextlib
 from types import SimpleNamespace
 
 import fake_tensorrt
-import foreign_graphs
 import numpy as np
 import onnx
 import pytest
 import tensorrt_graphs
+import third_party_graphs
 import tiny
 import torch
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from refusals import refused
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
+from smelt.export.tensorrt.optimization_profile import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
-from smelt.export.tensorrt.profile import Range, causal_ranges, shapes_of
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.runtime.backends import tensorrt_backend, tensorrt_engine
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.backends.tensorrt_module import find_tensorrt
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.loop import generate
-from smelt.runtime.generate.settings import Generation
-from smelt.runtime.predict import class_logits, encode_texts, pack
+from smelt.runtime.generate.generation_loop import generate
+from smelt.runtime.generate.settings import GenerationSettings
+from smelt.runtime.predict_texts import class_logits, encode_texts, pad_batch
 
 # two rows and four tokens at once, sixteen in all
-CAUSAL = {"batch": Range(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)
-RANGES = {"batch": Range(1, 1, 2), "input": Range(1, 6, 16), "past": Range(0, 4, 11)}
+CAUSAL = {"batch": SizeRange(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)
+RANGES = {"batch": SizeRange(1, 1, 2), "input": SizeRange(1, 6, 16), "past": SizeRange(0, 4, 11)}
 
 
 def artifact(folder, kind, task):
@@ -45,9 +45,9 @@ def artifact(folder, kind, task):
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
     """A tiny Marian exported for TensorRT in fp16, with a stand-in's plan beside each graph."""
-    folder = tensorrt_graphs.copy("marian", tmp_path_factory.mktemp("marian") / "fp16", half=True)
+    folder = tensorrt_graphs.copy_graphs("marian", tmp_path_factory.mktemp("marian") / "fp16", half=True)
     for path in folder.glob("*.onnx"):
-        shapes = shapes_of(load_graph(path), RANGES, path.name)
+        shapes = profile_shapes(load_graph(path), RANGES, path.name)
         fake_tensorrt.write_plan(path, shapes, path.with_suffix(".plan"))
     return folder
 
@@ -55,7 +55,7 @@ def translator(tmp_path_factory):
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
     """A classifier of one table: the logits of a text are the sum of its tokens' rows."""
-    folder = tiny.bert(tmp_path_factory.mktemp("bert"))
+    folder = tiny.write_bert(tmp_path_factory.mktemp("bert"))
     table = np.random.default_rng(0).standard_normal((100, 2)).astype(np.float32)
     names = ("input_ids", "attention_mask", "token_type_ids")
     nodes = [
@@ -77,16 +77,16 @@ def classifier(tmp_path_factory):
     )
     path = folder / "model.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
-    fake_tensorrt.write_plan(path, shapes_of(load_graph(path), RANGES, path.name), folder / "model.plan")
+    fake_tensorrt.write_plan(path, profile_shapes(load_graph(path), RANGES, path.name), folder / "model.plan")
     return folder
 
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
     """A tiny Llama exported for TensorRT, with a stand-in's plan beside the graph."""
-    folder = tensorrt_graphs.copy("llama", tmp_path_factory.mktemp("llama") / "onnx")
+    folder = tensorrt_graphs.copy_graphs("llama", tmp_path_factory.mktemp("llama") / "onnx")
     path = folder / "model.onnx"
-    fake_tensorrt.write_plan(path, shapes_of(load_graph(path), CAUSAL, path.name), folder / "model.plan")
+    fake_tensorrt.write_plan(path, profile_shapes(load_graph(path), CAUSAL, path.name), folder / "model.plan")
     return folder
 
 
@@ -96,8 +96,8 @@ def trt(monkeypatch):
     module = fake_tensorrt.Module()
     stream = SimpleNamespace(cuda_stream=fake_tensorrt.STREAM, synchronize=lambda: None)
     monkeypatch.setattr(tensorrt_backend, "import_tensorrt", lambda: module)
-    monkeypatch.setattr(tensorrt_backend, "DEVICE", "cpu")
-    monkeypatch.setattr(tensorrt_engine, "DEVICE", "cpu")
+    monkeypatch.setattr(tensorrt_backend, "CUDA_DEVICE", "cpu")
+    monkeypatch.setattr(tensorrt_engine, "CUDA_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -109,13 +109,13 @@ def batch_of(runner, rows):
 
     tokenizer = load_tokenizer(runner.folder)
     encoded = encode_texts(tiny.SENTENCES[:rows], tokenizer, 16)
-    return pack(encoded, range(rows), tokenizer.pad_token_id)
+    return pad_batch(encoded, range(rows), tokenizer.pad_token_id)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_translations_equal_onnx_runtimes_also_where_a_batch_is_split(trt, translator, beams):
     """Five sentences on an engine that takes two rows: three parts, and with beams eight."""
-    generation = Generation(num_beams=beams, max_new_tokens=10)
+    generation = GenerationSettings(num_beams=beams, max_new_tokens=10)
     with open_folder(translator, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, batch_of(runner, 5), generation)
     with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
@@ -147,7 +147,7 @@ def test_output_longer_than_the_engine_says_which_setting(trt, translator):
         state = runner.encode(batch_of(runner, 1))
         for _ in range(RANGES["past"].max + 1):
             runner.decode_step(state, np.array([5]))
-        with refused("engine-limit", RunError) as caught:
+        with raises_code("engine-limit", RunError) as caught:
             runner.decode_step(state, np.array([5]))
         assert all(part in str(caught.value) for part in ("decoder_with_past_model.plan", "max_new_tokens"))
 
@@ -158,20 +158,20 @@ def test_class_logits_equal_onnx_runtimes(trt, classifier):
     with open_runner(artifact(classifier, "tensorrt", "text-classification"), 1) as runner:
         got = class_logits(runner, tensorrt_graphs.ROWS, 5)
         np.testing.assert_allclose(got, expected, atol=1e-6)
-        assert runner.text.limit == 16  # what the engine takes, not the model's 32
-        with refused("does-not-generate", InputError):
+        assert runner.text.max_input_length == 16  # what the engine takes, not the model's 32
+        with raises_code("does-not-generate", InputError):
             runner.encode(batch_of(runner, 1))
-    with refused("closed-model", InputError):
+    with raises_code("closed-model", InputError):
         runner.forward(batch_of(runner, 1))
 
 
 def test_folder_without_plans_and_machine_without_a_gpu_are_refused(trt, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    with refused("missing-engine", InputError) as caught:
+    with raises_code("missing-engine", InputError) as caught:
         open_runner(artifact(tmp_path, "tensorrt", "translation"))
     assert "model.plan" in str(caught.value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused("no-gpu", InputError):
+    with raises_code("no-gpu", InputError):
         open_runner(artifact(tmp_path, "tensorrt", "translation"))
 
 
@@ -183,7 +183,7 @@ def prompts():
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_continuations_equal_onnx_runtimes_though_rows_and_prompts_are_split(trt, writer, beams):
-    generation = Generation(num_beams=beams, max_new_tokens=8)
+    generation = GenerationSettings(num_beams=beams, max_new_tokens=8)
     with open_folder(writer, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, prompts(), generation)
     with open_runner(artifact(writer, "tensorrt", "language-modeling")) as runner:
@@ -211,7 +211,7 @@ def test_text_beyond_the_engine_says_which_setting(trt, writer):
         assert runner.config["max_position_embeddings"] == most
         state = runner.start(1)
         ids = np.full((1, most + 5), 7)
-        with refused("engine-limit", RunError) as caught:
+        with raises_code("engine-limit", RunError) as caught:
             runner.extend(state, ids, np.ones_like(ids))
         assert all(part in str(caught.value) for part in ("model.plan", "max_new_tokens"))
 
@@ -219,11 +219,11 @@ def test_text_beyond_the_engine_says_which_setting(trt, writer):
 def test_closed_language_model_and_an_engine_without_a_cache_are_refused(trt, writer, classifier, tmp_path):
     with open_runner(artifact(writer, "tensorrt", "language-modeling"), 1) as runner:
         pass
-    with refused("closed-model", InputError):
+    with raises_code("closed-model", InputError):
         runner.start(1)
     (tmp_path / "config.json").write_bytes((writer / "config.json").read_bytes())
     (tmp_path / "model.plan").write_bytes((classifier / "model.plan").read_bytes())
-    with refused("no-cache", InputError) as caught:
+    with raises_code("no-cache", InputError) as caught:
         open_runner(artifact(tmp_path, "tensorrt", "language-modeling"))
     assert "model.plan" in str(caught.value)
 
@@ -241,9 +241,9 @@ def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
     TensorrtStage()(
         artifact(translator, "onnx", "translation"),
         settings,
-        tensorrt_graphs.context(tmp_path, "translation"),
+        tensorrt_graphs.make_context(tmp_path, "translation"),
     )
-    generation = Generation(max_new_tokens=10)
+    generation = GenerationSettings(max_new_tokens=10)
     with open_folder(translator, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, batch_of(runner, 5), generation)
     with open_runner(artifact(tmp_path, "tensorrt", "translation")) as runner:
@@ -257,7 +257,7 @@ def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
 def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
     settings = TensorrtSettings(max_batch_size=2, timing_cache=False, tf32=False)
     source = artifact(classifier, "onnx", "text-classification")
-    TensorrtStage()(source, settings, tensorrt_graphs.context(tmp_path, "text-classification"))
+    TensorrtStage()(source, settings, tensorrt_graphs.make_context(tmp_path, "text-classification"))
     with open_folder(classifier, "onnx", "tensorrt", 1) as runner:
         expected = class_logits(runner, tensorrt_graphs.ROWS, 5)
     with open_runner(artifact(tmp_path, "tensorrt", "text-classification")) as runner:
@@ -267,15 +267,15 @@ def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
 def test_arrays_are_cut_on_the_axis_that_holds_their_rows(trt, tmp_path):
     """Five rows on an engine that takes two, the state's on axis 1, as the output's that is like it."""
     shapes = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
-    source = foreign_graphs.artifact(tmp_path / "a", foreign_graphs.recurrent(*shapes))
-    rows = foreign_graphs.recurrent_rows(tmp_path / "r.npz", 5)
+    source = third_party_graphs.make_artifact(tmp_path / "a", third_party_graphs.gru_model(*shapes))
+    rows = third_party_graphs.gru_rows(tmp_path / "r.npz", 5)
     path = source.path / "model.onnx"
     most = {"x": (2, 6, 4), "state": (1, 2, 8)}
     least = {"x": (1, 6, 4), "state": (1, 1, 8)}
     fake_tensorrt.write_plan(
         path, {n: (least[n], least[n], most[n]) for n in most}, source.path / "model.plan"
     )
-    wanted = foreign_graphs.by_hand(path, rows)
+    wanted = third_party_graphs.run_directly(path, rows)
     with open_runner(artifact(source.path, "tensorrt", "custom"), 1) as runner:
         found = runner.run(rows)
     for name, value in wanted.items():

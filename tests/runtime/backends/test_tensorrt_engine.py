@@ -16,13 +16,13 @@ import onnx
 import pytest
 import tensorrt_rig
 import torch
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from refusals import refused
 
 from smelt.core.errors import InputError, RunError
 from smelt.runtime.backends import tensorrt_engine
-from smelt.runtime.backends.tensorrt_engine import Engine
-from smelt.runtime.backends.tensorrt_sidecar import Sidecar, hash_of_graph, write_sidecar
+from smelt.runtime.backends.tensorrt_engine import TensorrtEngine
+from smelt.runtime.backends.tensorrt_sidecar import EngineSidecar, graph_hash, write_sidecar
 
 SHAPES = {"x": [[1, 4], [2, 4], [8, 4]]}
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -30,7 +30,7 @@ W = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(tensorrt_engine, "DEVICE", "cpu")
+    monkeypatch.setattr(tensorrt_engine, "CUDA_DEVICE", "cpu")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def stream(calls=None):
 
 
 def test_calls_come_in_the_order_that_the_api_wants(trt, tmp_path):
-    engine = Engine(trt, graph(tmp_path), stream(trt.calls))
+    engine = TensorrtEngine(trt, graph(tmp_path), stream(trt.calls))
     assert trt.calls == [
         ("deserialize_cuda_engine",),
         ("set_optimization_profile_async", 0, fake_tensorrt.STREAM),
@@ -82,7 +82,7 @@ def test_calls_come_in_the_order_that_the_api_wants(trt, tmp_path):
 
 
 def test_inputs_take_the_type_and_layout_of_the_engine(trt, tmp_path):
-    engine = Engine(trt, graph(tmp_path, TensorProto.FLOAT16), stream())
+    engine = TensorrtEngine(trt, graph(tmp_path, TensorProto.FLOAT16), stream())
     x = torch.tensor([[1.0, 0], [0, 0], [0, 0], [0, 2]], dtype=torch.float64).T  # neither half nor contiguous
     out = engine({"x": x})["y"]
     assert out.dtype is torch.float16
@@ -91,15 +91,15 @@ def test_inputs_take_the_type_and_layout_of_the_engine(trt, tmp_path):
 
 def test_outputs_on_the_host_are_waited_for(trt, tmp_path):
     trt.answers["location"] = trt.TensorLocation.HOST
-    engine = Engine(trt, graph(tmp_path), stream(trt.calls))
+    engine = TensorrtEngine(trt, graph(tmp_path), stream(trt.calls))
     trt.calls.clear()
     engine({"x": torch.ones(1, 4)})
     assert trt.calls[-2:] == [("execute_async_v3", fake_tensorrt.STREAM), ("synchronize",)]
 
 
 def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
-    engine = Engine(trt, graph(tmp_path), stream())
-    assert (engine.longest("x", 0), engine.longest("x", 1)) == (8, 4)
+    engine = TensorrtEngine(trt, graph(tmp_path), stream())
+    assert (engine.max_dimension("x", 0), engine.max_dimension("x", 1)) == (8, 4)
 
 
 @pytest.mark.parametrize(
@@ -113,28 +113,28 @@ def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
     ],
 )
 def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, code, values):
-    engine = Engine(trt, graph(tmp_path), stream())
+    engine = TensorrtEngine(trt, graph(tmp_path), stream())
     trt.answers[method] = answer
-    with refused(code, RunError) as caught:
+    with raises_code(code, RunError) as caught:
         engine({"x": torch.ones(1, 4)})
     assert all(value in str(caught.value) for value in ("model.plan", *values))
 
 
 def test_shape_outside_of_the_profile_names_both_and_the_setting(trt, tmp_path):
-    engine = Engine(trt, graph(tmp_path), stream())
-    with refused("engine-limit", RunError) as caught:
+    engine = TensorrtEngine(trt, graph(tmp_path), stream())
+    with raises_code("engine-limit", RunError) as caught:
         engine({"x": torch.ones(9, 4)})
     assert all(part in str(caught.value) for part in ("'x'", "(9, 4)", "(1, 4)", "(8, 4)", "max_batch_size"))
-    fixed = Engine(trt, graph(tmp_path, rows=2), stream())
+    fixed = TensorrtEngine(trt, graph(tmp_path, rows=2), stream())
     trt.answers["set_input_shape"] = False
-    with refused("engine-limit", RunError) as caught:
+    with raises_code("engine-limit", RunError) as caught:
         fixed({"x": torch.ones(3, 4)})
     assert "(2, 4)" in str(caught.value)
 
 
 def test_missing_input_is_named(trt, tmp_path):
-    engine = Engine(trt, graph(tmp_path), stream())
-    with refused("missing-input", RunError) as caught:
+    engine = TensorrtEngine(trt, graph(tmp_path), stream())
+    with raises_code("missing-input", RunError) as caught:
         engine({"input_ids": torch.ones(1, 4)})
     assert all(part in str(caught.value) for part in ("'x'", "input_ids"))
 
@@ -142,8 +142,8 @@ def test_missing_input_is_named(trt, tmp_path):
 def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
     path = graph(tmp_path)
     path.write_bytes(b"another version's")
-    with refused("unopened-engine", RunError) as caught:
-        Engine(trt, path, stream())
+    with raises_code("unopened-engine", RunError) as caught:
+        TensorrtEngine(trt, path, stream())
     assert "Serialization" in str(caught.value)
 
 
@@ -156,13 +156,13 @@ def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
 )
 def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, code):
     trt.answers[method] = answer
-    with refused(code, RunError):
-        Engine(trt, graph(tmp_path), stream())
+    with raises_code(code, RunError):
+        TensorrtEngine(trt, graph(tmp_path), stream())
 
 
 def test_type_that_torch_does_not_know_is_refused(trt, tmp_path):
-    with refused("unsupported-dtype", RunError) as caught:
-        Engine(trt, graph(tmp_path, TensorProto.DOUBLE), stream())
+    with raises_code("unsupported-dtype", RunError) as caught:
+        TensorrtEngine(trt, graph(tmp_path, TensorProto.DOUBLE), stream())
     assert all(part in str(caught.value) for part in ("'x'", "DOUBLE"))
 
 
@@ -196,7 +196,7 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
     }
     done = subprocess.run(
         [sys.executable, "-c", f"fake = {methods!r}{SURFACE}"],
-        env=tensorrt_rig.require(),
+        env=tensorrt_rig.rig_environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -213,7 +213,7 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
                 assert f"{argument}: " in real[f"{kind}.{name}"], (kind, name, argument)
     assert "Buffer" in real["Runtime.deserialize_cuda_engine"]
     assert real["places"] == ["HOST", "INPUT"]
-    assert set(tensorrt_engine._TYPES) <= set(real["types"])
+    assert set(tensorrt_engine._TORCH_DTYPES) <= set(real["types"])
     assert real["attributes"] == [True, True]
     assert {"REFIT", "STRIP_PLAN", "REFIT_IDENTICAL", "VERSION_COMPATIBLE", "TF32"} <= set(real["flags"])
 
@@ -222,11 +222,11 @@ def beside(plan, **other):
     """Write a sidecar beside `plan`, as the stage does, with `other` fields."""
     said = {
         "package": "tensorrt", "version": "11.4.0", "gpu": None, "graph": "model.onnx",
-        "graph_sha256": hash_of_graph(plan.with_suffix(".onnx")), "size_bytes": plan.stat().st_size,
+        "graph_sha256": graph_hash(plan.with_suffix(".onnx")), "size_bytes": plan.stat().st_size,
         "weights": "embedded", "version_compatible": False, "hardware_compatibility": "none", "flags": {},
         "profiles": [],
     }  # fmt: skip
-    write_sidecar(plan, Sidecar(**(said | other)))
+    write_sidecar(plan, EngineSidecar(**(said | other)))
     return plan
 
 
@@ -238,39 +238,39 @@ def test_each_call_takes_the_smallest_profile_that_fits(trt, tmp_path):
         {"x": [[2, 4], [2, 4], [4, 4]]},
     ]
     fake_tensorrt.write_plan(tmp_path / "model.onnx", shapes, plan)
-    engine = Engine(trt, plan, stream())
-    assert engine.longest("x", 0) == 8
+    engine = TensorrtEngine(trt, plan, stream())
+    assert engine.max_dimension("x", 0) == 8
     trt.calls.clear()
     for rows in (1, 1, 3, 5, 3, 8):
         assert engine({"x": torch.ones(rows, 4)})["y"].shape == (rows, 3)
     chosen = [call[1] for call in trt.calls if call[0] == "set_optimization_profile_async"]
     assert chosen == [1, 2, 0, 2, 0]  # only where it changes
-    with refused("engine-limit", RunError) as caught:
+    with raises_code("engine-limit", RunError) as caught:
         engine({"x": torch.ones(9, 4)})
     assert all(part in str(caught.value) for part in ("(9, 4)", "(1, 4)", "(8, 4)"))
 
 
 def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_path):
     plan = beside(graph(tmp_path), weights="stripped")
-    Engine(trt, plan, stream())
+    TensorrtEngine(trt, plan, stream())
     names = [call[0] for call in trt.calls]
     assert names[:3] == ["deserialize_cuda_engine", "refit_from_file", "refit_cuda_engine"]
     assert ("refit_from_file", "model.onnx") in trt.calls
     trt.answers["refit_from_file"] = False
-    with refused("refit-failed", RunError) as caught:
-        Engine(trt, plan, stream())
+    with raises_code("refit-failed", RunError) as caught:
+        TensorrtEngine(trt, plan, stream())
     assert all(part in str(caught.value) for part in ("model.plan", "model.onnx"))
 
 
 @pytest.mark.parametrize("compatible", [True, False])
 def test_runtime_that_a_plan_brings_along_is_allowed_for_such_plans_only(trt, tmp_path, compatible):
-    Engine(trt, beside(graph(tmp_path), version_compatible=compatible), stream())
+    TensorrtEngine(trt, beside(graph(tmp_path), version_compatible=compatible), stream())
     assert trt.runtime.engine_host_code_allowed is compatible
 
 
 def test_engine_of_another_version_is_refused_before_it_is_read(trt, tmp_path):
     plan = beside(graph(tmp_path), version="11.3.0")
-    with refused("wrong-engine-version", InputError) as caught:
-        Engine(trt, plan, stream())
+    with raises_code("wrong-engine-version", InputError) as caught:
+        TensorrtEngine(trt, plan, stream())
     assert all(part in str(caught.value) for part in ("11.3.0", "11.4.0"))
     assert trt.calls == []

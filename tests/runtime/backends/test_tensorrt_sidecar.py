@@ -4,21 +4,21 @@ import json
 
 import pytest
 import tiny
-from refusals import refused
+from expected_errors import raises_code
 
 import smelt
+from smelt.api.predictor import Predictor
 from smelt.core.errors import InputError
 from smelt.runtime.backends.tensorrt_sidecar import (
-    Sidecar,
+    EngineSidecar,
     check_sidecar,
-    note_built,
     read_sidecar,
-    require_trusted,
+    record_built_engine,
+    require_trusted_engines,
     sidecar_path,
     write_sidecar,
 )
-from smelt.runtime.foreign import tried
-from smelt.use.predict import Predictor
+from smelt.runtime.third_party import artifact_safety
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
 A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
@@ -33,7 +33,7 @@ def engine(folder, **other):
         "graph_sha256": "0" * 64, "size_bytes": 4, "weights": "embedded", "version_compatible": False,
         "hardware_compatibility": "none", "flags": {"tf32": True}, "profiles": [{"x": [[1], [2], [3]]}],
     }  # fmt: skip
-    write_sidecar(plan, Sidecar(**(said | other)))
+    write_sidecar(plan, EngineSidecar(**(said | other)))
     return plan
 
 
@@ -63,7 +63,7 @@ def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path
     ],
 )  # fmt: skip
 def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, code, values):
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         check(engine(tmp_path, **built), **here)
     assert all(value in str(caught.value) for value in values)
 
@@ -87,7 +87,7 @@ def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
     from onnx import helper, save
 
     save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "model.onnx")
-    with refused("changed-file", InputError) as caught:
+    with raises_code("changed-file", InputError) as caught:
         check(engine(tmp_path, weights="stripped"))
     assert all(part in str(caught.value) for part in ("model.onnx", "model.plan"))
 
@@ -105,7 +105,7 @@ def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
 def test_damaged_sidecar_is_named(tmp_path, text, code):
     plan = engine(tmp_path)
     sidecar_path(plan).write_text(text)
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         read_sidecar(plan)
     assert "model.plan.json" in str(caught.value)
 
@@ -120,26 +120,28 @@ def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "artifact"
     folder.mkdir()
-    require_trusted(folder, False)  # no engine in it
+    require_trusted_engines(folder, False)  # no engine in it
     (folder / "model.plan").write_bytes(b"an engine")
-    with refused("untrusted-engine", InputError):
-        require_trusted(folder, False)
-    require_trusted(folder, True)
-    note_built(folder / "model.plan")
-    require_trusted(folder, False)
+    with raises_code("untrusted-engine", InputError):
+        require_trusted_engines(folder, False)
+    require_trusted_engines(folder, True)
+    record_built_engine(folder / "model.plan")
+    require_trusted_engines(folder, False)
     (folder / "model.plan").write_bytes(b"another one in its place")
-    with refused("untrusted-engine", InputError):
-        require_trusted(folder, False)
+    with raises_code("untrusted-engine", InputError):
+        require_trusted_engines(folder, False)
 
 
 def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = []
-    monkeypatch.setattr(tried, "require_trusted", lambda folder, trusted: asked.append(trusted))
-    folder = tiny.bert(tmp_path / "model")
-    made = tiny.artifact(folder, "text-classification")
-    monkeypatch.setattr("smelt.use.loaded.read_artifact", lambda path: made)
-    monkeypatch.setattr("smelt.use.predict.read_artifact", lambda path: made)
+    monkeypatch.setattr(
+        artifact_safety, "require_trusted_engines", lambda folder, trusted: asked.append(trusted)
+    )
+    folder = tiny.write_bert(tmp_path / "model")
+    made = tiny.as_artifact(folder, "text-classification")
+    monkeypatch.setattr("smelt.api.loaded_model.read_artifact", lambda path: made)
+    monkeypatch.setattr("smelt.api.predictor.read_artifact", lambda path: made)
     monkeypatch.setattr(type(made), "verify", lambda self: None)
     with smelt.load(folder, trust_engine=True):
         Predictor(folder, {})

@@ -6,7 +6,7 @@ import threading
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends import torch_threads
@@ -29,11 +29,11 @@ def three():
 def test_callers_number_is_back_when_all_have_let_go(order):
     held = [TorchThreads(1), TorchThreads(2)]
     assert torch.get_num_threads() == 2
-    held[order[0]].give_back()
+    held[order[0]].release()
     assert torch.get_num_threads() == (2 if order[0] == 0 else 1)
-    held[order[1]].give_back()
+    held[order[1]].release()
     assert torch.get_num_threads() == 3
-    held[0].give_back()
+    held[0].release()
     assert torch.get_num_threads() == 3
 
 
@@ -41,29 +41,29 @@ def test_nothing_changes_when_no_number_is_given():
     held = TorchThreads(None)
     assert torch.get_num_threads() == 3
     torch.set_num_threads(2)  # the caller changes it meanwhile
-    held.give_back()
+    held.release()
     assert torch.get_num_threads() == 2
 
 
 def test_a_runner_gives_back_what_it_took(tmp_path):
-    artifact = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
+    artifact = tiny.as_artifact(tiny.write_bert(tmp_path / "b"), "text-classification")
     with open_runner(artifact, threads=1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
 
 
 def test_a_model_that_does_not_load_changes_nothing(tmp_path):
-    folder = tiny.bert(tmp_path / "b")
+    folder = tiny.write_bert(tmp_path / "b")
     (folder / "model.safetensors").unlink()
-    with refused("missing-weights", InputError):
-        open_runner(tiny.artifact(folder, "text-classification"), threads=1)
+    with raises_code("missing-weights", InputError):
+        open_runner(tiny.as_artifact(folder, "text-classification"), threads=1)
     assert torch.get_num_threads() == 3
 
 
 def test_many_threads_take_and_give_back_without_losing_the_callers_number():
     def work():
         for count in (1, 2, 4) * 30:
-            TorchThreads(count).give_back()
+            TorchThreads(count).release()
 
     crowd = [threading.Thread(target=work) for _ in range(6)]
     for one in crowd:
@@ -72,12 +72,12 @@ def test_many_threads_take_and_give_back_without_losing_the_callers_number():
         one.join()
     held = TorchThreads(5)
     assert torch_threads._callers == [3]  # the number that a new one finds is the caller's
-    held.give_back()
+    held.release()
     assert torch.get_num_threads() == 3
 
 
 def test_a_runner_that_nobody_closed_lets_go_when_it_is_collected(tmp_path):
-    artifact = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
+    artifact = tiny.as_artifact(tiny.write_bert(tmp_path / "b"), "text-classification")
     runner = open_runner(artifact, threads=1)
     assert torch.get_num_threads() == 1
     del runner

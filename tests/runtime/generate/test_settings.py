@@ -1,9 +1,9 @@
 """Settings of generation: what contradicts itself, and what it is called."""
 
 import pytest
-from refusals import invalid
+from expected_errors import raises_setting_codes
 
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.settings import GenerationSettings
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ from smelt.runtime.generate.settings import Generation
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wishes, code, name):
-    with invalid(code) as caught:
-        Generation(**wishes)
+    with raises_setting_codes(code) as caught:
+        GenerationSettings(**wishes)
     assert name in str(caught.value.errors()[0]["msg"])
 
 
 def test_summary_names_the_search():
-    assert Generation(max_new_tokens=9).summary() == "greedy, at most 9 new tokens"
-    assert Generation(num_beams=4).summary() == "beam 4, to the model's longest output"
-    assert Generation(do_sample=True).summary().startswith("sampled")
+    assert GenerationSettings(max_new_tokens=9).summary() == "greedy, at most 9 new tokens"
+    assert GenerationSettings(num_beams=4).summary() == "beam 4, to the model's longest output"
+    assert GenerationSettings(do_sample=True).summary().startswith("sampled")

@@ -6,13 +6,13 @@ import shutil
 import images
 import pytest
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.train.keeper import Keeper
+from smelt.compress.train.checkpoint_selector import CheckpointSelector
 from smelt.core.errors import InputError
-from smelt.runtime.models.axes import hidden_axes
 from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.hidden_axes import hidden_axes
 from smelt.runtime.models.import_model import import_model
 
 OLDER = {
@@ -29,7 +29,7 @@ OLDER = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
-    return {family: images.model(home / family, family) for family in images.CONFIGS}
+    return {family: images.write_model(home / family, family) for family in images.CONFIGS}
 
 
 def older(name):
@@ -54,21 +54,21 @@ def test_a_batch_norm_without_its_statistics_is_told(folders, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["resnet.embedder.embedder.normalization.running_mean"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with refused("missing-tensor", InputError) as caught:
+    with raises_code("missing-tensor", InputError) as caught:
         load_model(folder)
     assert "resnet.embedder.embedder.normalization.running_mean" in str(caught.value)
 
 
 def test_the_best_weights_come_back_with_their_statistics(folders):
     model, _ = load_model(folders["resnet"])
-    keeper = Keeper(model, None, lambda *_: None)
+    keeper = CheckpointSelector(model, None, lambda *_: None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    keeper.best_weights = keeper._copy()
+    keeper.best_weights = keeper._copy_weights()
     model.train()
     model(torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)))
     name = "resnet.embedder.embedder.normalization.running_var"
     assert not torch.equal(model.state_dict()[name], before[name])
-    keeper.finish()
+    keeper.load_best()
     assert torch.equal(model.state_dict()[name], before[name])
 
 

@@ -1,21 +1,21 @@
 import pytest
 import schemes
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from torch import nn
 
 from smelt.core.errors import InputError
 from smelt.runtime.layers.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
+    concat_quantized,
     empty_quantized,
-    joined,
-    matrix_bytes,
-    matrix_types,
-    scheme_of,
+    layer_scheme,
+    quantized_bytes,
+    quantized_dtypes,
 )
-from smelt.runtime.models.edits.apply import apply_edits
-from smelt.runtime.schemes.registry import defaults, find
+from smelt.runtime.models.edits.apply_edits import apply_edits
+from smelt.runtime.schemes.registry import default_options, find_scheme
 
 
 def test_edits_make_room_on_the_meta_device_and_share_codes():
@@ -35,49 +35,49 @@ def test_edits_make_room_on_the_meta_device_and_share_codes():
 
 
 def test_unknown_scheme_and_module_are_refused():
-    with refused("unknown-scheme", InputError) as caught:
+    with raises_code("unknown-scheme", InputError) as caught:
         empty_quantized(nn.Linear(2, 2), "int7", {})
     assert "'int7'" in str(caught.value)
-    with refused("unsupported-layer", InputError) as caught:
+    with raises_code("unsupported-layer", InputError) as caught:
         empty_quantized(nn.LayerNorm(2), "int8-dynamic", {})
     assert "LayerNorm" in str(caught.value)
 
 
 def test_scheme_of_tells_quantized_layers_from_others():
     quantized = empty_quantized(nn.Linear(2, 2), "int8-dynamic", {"granularity": "channel"})
-    assert scheme_of(quantized) == "int8-dynamic"
-    assert scheme_of(nn.Linear(2, 2)) is None
+    assert layer_scheme(quantized) == "int8-dynamic"
+    assert layer_scheme(nn.Linear(2, 2)) is None
 
 
 def test_what_was_computed_from_codes_is_forgotten_with_them():
-    matrix = schemes.filled("int8-dynamic", torch.rand(3, 4))
-    first = matrix.values()
-    assert matrix.values() is first
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
+    first = matrix.dequantized()
+    assert matrix.dequantized() is first
     matrix.prepare_export("product")
     assert matrix.has("columns")
-    matrix.set_(schemes.filled("int8-dynamic", -torch.rand(3, 4)).decided())
-    assert (matrix.values() <= 0).all()
+    matrix.set_weight_(schemes.rounded_matrix("int8-dynamic", -torch.rand(3, 4)).unpack())
+    assert (matrix.dequantized() <= 0).all()
     assert not matrix.has("columns")
 
 
 def test_codes_that_were_changed_in_place_and_handed_back_are_seen():
-    matrix = schemes.filled("int8-dynamic", torch.rand(3, 4))
-    before, decided = matrix.values(), matrix.decided()
-    decided.codes.neg_()
-    matrix.set_(decided)
-    assert matrix.values().equal(-before)
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
+    before, decided = matrix.dequantized(), matrix.unpack()
+    decided.q_weight.neg_()
+    matrix.set_weight_(decided)
+    assert matrix.dequantized().equal(-before)
 
 
 def test_loaded_codes_take_the_place_of_what_was_computed():
-    matrix, other = (schemes.filled("int4", torch.randn(3, 64)) for _ in range(2))
-    matrix.values()
+    matrix, other = (schemes.rounded_matrix("int4", torch.randn(3, 64)) for _ in range(2))
+    matrix.dequantized()
     matrix.load_state_dict(other.state_dict(), assign=True)
-    assert matrix.values().equal(other.values())
+    assert matrix.dequantized().equal(other.dequantized())
 
 
 @pytest.mark.parametrize("first", ["product", "lookup"])
 def test_the_graphs_constants_are_in_one_order_whoever_asks_first(first):
-    matrix = schemes.filled("int8-dynamic", torch.rand(3, 4))
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
     for use in (first, "product", "lookup"):
         matrix.prepare_export(use)
     assert [name for name, _ in matrix.named_buffers()] == ["columns", "lookup"]
@@ -85,41 +85,41 @@ def test_the_graphs_constants_are_in_one_order_whoever_asks_first(first):
 
 def test_types_in_files_are_those_of_the_scheme():
     model = nn.ModuleDict(
-        {name: schemes.filled(name, torch.randn(4, 128)) for name in ("int8-dynamic", "int4")}
+        {name: schemes.rounded_matrix(name, torch.randn(4, 128)) for name in ("int8-dynamic", "int4")}
     )
-    assert matrix_types(model) == {
+    assert quantized_dtypes(model) == {
         "int8-dynamic.codes": torch.int8,
         "int8-dynamic.scales": torch.float32,
         "int4.codes": torch.uint8,
         "int4.scales": torch.float16,
     }
-    assert matrix_bytes(model) == 4 * 128 + 4 * 4 + 4 * 64 + 4 * 2 * 2
+    assert quantized_bytes(model) == 4 * 128 + 4 * 4 + 4 * 64 + 4 * 2 * 2
 
 
 def test_matrices_with_something_that_is_not_by_row_are_joined_where_it_is_equal():
     weight = torch.randn(4, 8)
     one, equal, other = (schemes.per_tensor(w) for w in (weight, weight.flip(0), 2 * weight))
-    assert not one.matrix.decided_by_row()
+    assert not one.matrix.is_row_independent()
     x = torch.randn(3, 8)
-    whole = joined([one, equal])
+    whole = concat_quantized([one, equal])
     assert whole(x).allclose(torch.cat([one(x), equal(x)], dim=1), atol=1e-5)
-    assert joined([one, other]) is None
+    assert concat_quantized([one, other]) is None
 
 
 def test_layers_of_different_options_or_schemes_are_not_joined():
     def layer(scheme, **options):
-        return empty_quantized(nn.Linear(64, 8), scheme, defaults(find(scheme)) | options)
+        return empty_quantized(nn.Linear(64, 8), scheme, default_options(find_scheme(scheme)) | options)
 
-    assert joined([layer("int4"), layer("int4")]) is not None
-    assert joined([layer("int4"), layer("int4", symmetric=False)]) is None
-    assert joined([layer("int4"), layer("binary")]) is None
-    assert joined([layer("int4"), nn.Linear(64, 8)]) is None
+    assert concat_quantized([layer("int4"), layer("int4")]) is not None
+    assert concat_quantized([layer("int4"), layer("int4", symmetric=False)]) is None
+    assert concat_quantized([layer("int4"), layer("binary")]) is None
+    assert concat_quantized([layer("int4"), nn.Linear(64, 8)]) is None
 
 
-@pytest.mark.parametrize(("scheme", "options"), schemes.ALL, ids=schemes.IDS)
+@pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
 def test_the_gradient_through_a_product_is_that_of_the_dequantized_layer(scheme, options):
     torch.manual_seed(0)
-    layer = schemes.observing(nn.Linear(200, 24), scheme, options)
+    layer = schemes.with_activation_range(nn.Linear(200, 24), scheme, options)
     whole = nn.Linear(200, 24)
     whole.weight.data, whole.bias.data = layer.matrix.dequantize(), layer.bias.data.clone()
     layer.bias.requires_grad_(True)
@@ -137,7 +137,7 @@ def test_the_gradient_through_a_product_is_that_of_the_dequantized_layer(scheme,
 @pytest.mark.parametrize("scheme", ["int4", "int8-dynamic", "bnb-nf4", "bnb-int8"])
 def test_a_product_under_autocast_has_a_gradient_in_the_type_of_its_input(scheme):
     torch.manual_seed(0)
-    layer = schemes.observing(nn.Linear(128, 24), scheme)
+    layer = schemes.with_activation_range(nn.Linear(128, 24), scheme)
     x = torch.randn(4, 128, dtype=torch.bfloat16).requires_grad_(True)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)

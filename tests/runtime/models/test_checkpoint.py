@@ -7,21 +7,21 @@ import sys
 import harness
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertModel, MarianMTModel
 
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
+from smelt.core.messages import message_codes
 from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.models.edits.apply_edits import apply_edits
 from smelt.runtime.models.import_model import import_model
-from smelt.runtime.models.places.parameters import count_parameters
+from smelt.runtime.models.weights.count_parameters import count_parameters
 
 
 def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     model, edits = load_model(folder)
     assert edits == []
     torch.testing.assert_close(
@@ -31,7 +31,7 @@ def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
 
 
 def test_saved_model_is_readable_by_from_pretrained_and_has_no_duplicates(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     model, _ = load_model(folder)
     out = tmp_path / "out"
     out.mkdir()
@@ -47,7 +47,7 @@ def test_saved_model_is_readable_by_from_pretrained_and_has_no_duplicates(tmp_pa
 
 
 def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     model, _ = load_model(folder)
     edits = [
         {"op": "low_rank", "module": "model.encoder.layers.0.fc1", "rank": 3},
@@ -64,24 +64,24 @@ def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
 
 
 def test_damaged_or_missing_weights_are_explained(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     shape = {**tensors, "model.encoder.layers.0.fc1.weight": torch.zeros(3, 3)}
     save_file(shape, folder / "model.safetensors")
-    with refused("shape-mismatch", InputError) as caught:
+    with raises_code("shape-mismatch", InputError) as caught:
         load_model(folder)
     assert "fc1.weight" in str(caught.value)
     save_file({k: v for k, v in tensors.items() if "fc1" not in k}, folder / "model.safetensors")
-    with refused("missing-tensor", InputError) as caught:
+    with raises_code("missing-tensor", InputError) as caught:
         load_model(folder)
     assert "fc1" in str(caught.value)
     (folder / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00garbage")
-    with refused("damaged-weights", InputError):
+    with raises_code("damaged-weights", InputError):
         load_model(folder)
 
 
 def test_a_stray_file_overrides_nothing_and_is_not_counted(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     expected, count = load_model(folder)[0].state_dict(), count_parameters(folder)
     tensors = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors | {"stray": torch.zeros(9)}, folder / "model.variant.safetensors")
@@ -91,7 +91,7 @@ def test_a_stray_file_overrides_nothing_and_is_not_counted(tmp_path):
 
 
 def test_shards_load_as_one_file_does_and_one_that_lost_a_tensor_is_named(tmp_path):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     expected = load_model(folder)[0].state_dict()
     size = (folder / "model.safetensors").stat().st_size
     MarianMTModel.from_pretrained(folder).save_pretrained(folder, max_shard_size=size // 3)
@@ -103,19 +103,19 @@ def test_shards_load_as_one_file_does_and_one_that_lost_a_tensor_is_named(tmp_pa
     tensors = load_file(first)
     lost = min(tensors)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, first)
-    with refused("missing-tensor", InputError) as caught:
+    with raises_code("missing-tensor", InputError) as caught:
         load_model(folder)
     assert all(part in str(caught.value) for part in (first.name, f"'{lost}'"))
 
 
 def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
-    folder = tiny.bert(tmp_path / "bert")
+    folder = tiny.write_bert(tmp_path / "bert")
     BertModel.from_pretrained(folder).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertModel"]
     out = tmp_path / "out"
     out.mkdir()
     notes = import_model(folder, out, labels=["bad", "good", "other"], seed=3)
-    assert codes(notes) == ["new-classifier"]
+    assert message_codes(notes) == ["new-classifier"]
     model, _ = load_model(out)
     assert isinstance(model.classifier, nn.Linear)
     assert model.classifier.out_features == 3
@@ -123,7 +123,7 @@ def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
 
 
 def test_a_half_precision_checkpoint_is_imported_as_it_is_without_a_word(tmp_path):
-    folder = tiny.marian(tmp_path / "marian")
+    folder = tiny.write_marian(tmp_path / "marian")
     tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors")
     (tmp_path / "out").mkdir()
@@ -133,7 +133,7 @@ def test_a_half_precision_checkpoint_is_imported_as_it_is_without_a_word(tmp_pat
 
 
 def test_the_new_head_of_a_half_precision_encoder_is_stored_as_the_rest(tmp_path):
-    folder = tiny.bert(tmp_path / "bert")
+    folder = tiny.write_bert(tmp_path / "bert")
     BertModel.from_pretrained(folder).half().save_pretrained(folder)
     (tmp_path / "out").mkdir()
     import_model(folder, tmp_path / "out", labels=["bad", "good"], seed=3)
@@ -142,7 +142,7 @@ def test_the_new_head_of_a_half_precision_encoder_is_stored_as_the_rest(tmp_path
 
 def test_many_threads_load_tokenizers_without_a_word(tmp_path):
     """transformers recommends sacremoses at every load of a Marian tokenizer, which changes nothing."""
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     code = (
         "import sys, warnings\n"
         "from concurrent.futures import ThreadPoolExecutor\n"

@@ -5,8 +5,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.conv1d import turned, use_linears
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
+from smelt.runtime.models.conv1d import replace_conv1d, transpose_conv1d_tensors
 from smelt.runtime.models.structure import replace_module
 
 IDS = torch.arange(1, 9)[None]
@@ -22,7 +22,7 @@ def test_outputs_stay_when_convolutions_become_linear_layers():
     model = _model()
     with torch.no_grad():
         wanted = model(IDS).logits
-        use_linears(model)
+        replace_conv1d(model)
         torch.testing.assert_close(model(IDS).logits, wanted)
     assert not any(isinstance(module, Conv1D) for module in model.modules())
     assert model.transformer.h[0].mlp.c_fc.weight.shape == (24, 16)
@@ -31,22 +31,22 @@ def test_outputs_stay_when_convolutions_become_linear_layers():
 def test_file_keeps_the_layout_of_transformers_when_a_layer_is_plain():
     model = _model()
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    use_linears(model)
-    stored = turned(model, dict(model.state_dict()))
+    replace_conv1d(model)
+    stored = transpose_conv1d_tensors(model, dict(model.state_dict()))
     assert stored.keys() == before.keys()
     assert all(torch.equal(stored[name], before[name]) for name in before)
     # and back: what is read is turned the other way
     assert torch.equal(
-        turned(model, before)["transformer.h.0.attn.c_attn.weight"],
+        transpose_conv1d_tensors(model, before)["transformer.h.0.attn.c_attn.weight"],
         model.transformer.h[0].attn.c_attn.weight,
     )
 
 
 def test_factors_keep_their_own_layout_when_a_layer_was_factorized():
     model = _model()
-    use_linears(model)
+    replace_conv1d(model)
     replace_module(model, "transformer.h.0.mlp.c_fc", LowRankLinear(16, 24, 3))
-    stored = turned(model, dict(model.state_dict()))
+    stored = transpose_conv1d_tensors(model, dict(model.state_dict()))
     assert stored["transformer.h.0.mlp.c_fc.up.weight"].shape == (24, 3)
     assert stored["transformer.h.0.mlp.c_proj.weight"].shape == (24, 16)
 
@@ -55,5 +55,5 @@ def test_other_models_are_left_alone():
     model = _model()
     model.config.model_type = "other"
     tensors = {"transformer.h.0.mlp.c_fc.weight": torch.ones(2, 3)}
-    assert turned(model, tensors) is tensors
+    assert transpose_conv1d_tensors(model, tensors) is tensors
     assert isinstance(model.lm_head, nn.Linear)

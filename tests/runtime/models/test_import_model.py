@@ -3,12 +3,12 @@
 import json
 
 import classifiers
+import embedders
 import pytest
-import sentences
 import seq2seq
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -21,11 +21,11 @@ from transformers import (
 
 import smelt
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.look.model import look
+from smelt.core.messages import message_codes
+from smelt.inspect.model_info import inspect_model
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.import_model import import_model, source_files
-from smelt.runtime.models.places.parameters import count_parameters
+from smelt.runtime.models.weights.count_parameters import count_parameters
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def _split(folder):
 
 
 def test_a_stray_file_is_not_imported(tmp_path, out):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     expected, count = _tensors(folder), count_parameters(folder)
     before = [path.name for path in source_files(folder)]
     tensors = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -72,10 +72,10 @@ def test_a_stray_file_is_not_imported(tmp_path, out):
 
 
 def test_a_licence_beside_the_model_stops_nothing(tmp_path):
-    tiny.bert(tmp_path / "m")
+    tiny.write_bert(tmp_path / "m")
     for name in ("LICENSE.txt", "requirements.txt", "dict.txt"):
         (tmp_path / "m" / name).write_text("not of the model")
-    tiny.labelled(tmp_path / "data.jsonl", 6)
+    tiny.write_labelled(tmp_path / "data.jsonl", 6)
     (tmp_path / "recipe.yaml").write_text(
         "model: m\ntask: text-classification\ndata: {test: data.jsonl}\nstages: [onnx]\n"
         "score: {latency: false}\n"
@@ -87,7 +87,7 @@ def test_a_licence_beside_the_model_stops_nothing(tmp_path):
 
 
 def test_shards_are_imported_with_their_index_and_load_as_one(tmp_path, out):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     expected, count = _tensors(folder), count_parameters(folder)
     shards = _split(folder)
     save_file({"model.shared.weight": torch.zeros(3)}, folder / "a-stray.safetensors")
@@ -99,10 +99,10 @@ def test_shards_are_imported_with_their_index_and_load_as_one(tmp_path, out):
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path, out):
-    folder = tiny.marian(tmp_path / "m")
+    folder = tiny.write_marian(tmp_path / "m")
     shard = _split(folder)[1]
     (folder / shard).unlink()
-    with refused("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as caught:
         import_model(folder, out)
     assert shard in str(caught.value)
 
@@ -122,7 +122,7 @@ def test_the_head_of_the_training_before_is_left_aside(tmp_path, out, family, ba
     (AutoModel if bare else HEADS[family]).from_pretrained(folder).save_pretrained(folder)
     body = {k: v for k, v in AutoModel.from_pretrained(folder).state_dict().items() if "pooler" not in k}
     notes = import_model(folder, out, labels=["bad", "good", "other"])
-    assert codes(notes) == ["new-classifier"]
+    assert message_codes(notes) == ["new-classifier"]
     found = _tensors(out)
     assert all(torch.equal(found[f"{family}.{name}"], body[name]) for name in body)
 
@@ -133,7 +133,7 @@ def test_an_unknown_tensor_of_a_bare_encoder_is_an_error_that_names_it(tmp_path,
     AutoModel.from_pretrained(folder).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors") | {"my_position_adapter.weight": torch.ones(2)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with refused("unknown-tensor", InputError) as caught:
+    with raises_code("unknown-tensor", InputError) as caught:
         import_model(folder, out, labels=["bad", "good"])
     assert "my_position_adapter.weight" in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_a_weight_that_a_bare_encoder_lacks_is_not_drawn_at_random(tmp_path, out
     tensors = load_file(folder / "model.safetensors")
     del tensors["transformer.layer.1.ffn.lin1.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with refused("missing-tensor", InputError) as caught:
+    with raises_code("missing-tensor", InputError) as caught:
         import_model(folder, out, labels=["bad", "good"])
     assert "distilbert.transformer.layer.1.ffn.lin1.weight" in str(caught.value)
 
@@ -166,7 +166,7 @@ def test_a_bare_encoder_of_another_shape_than_its_config_is_explained(tmp_path, 
     tensors = load_file(folder / "model.safetensors")
     tensors["transformer.layer.1.ffn.lin1.weight"] = torch.zeros(3, 32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with refused("shape-mismatch", InputError) as caught:
+    with raises_code("shape-mismatch", InputError) as caught:
         import_model(folder, out, labels=["bad", "good"])
     parts = (str(folder), "'distilbert.transformer.layer.1.ffn.lin1.weight'", "[3, 32]", "[64, 32]")
     assert all(part in str(caught.value) for part in parts)
@@ -190,20 +190,20 @@ def test_a_bare_encoder_of_another_shape_than_its_config_is_explained(tmp_path, 
     ],
 )
 def test_a_bare_translator_loses_nothing_either(tmp_path, out, change, code, named):
-    folder = seq2seq.bart(tmp_path / "m")
+    folder = seq2seq.write_bart(tmp_path / "m")
     BartModel.from_pretrained(folder).save_pretrained(folder)
     tensors = {k: v for k, v in (load_file(folder / "model.safetensors") | change).items() if v is not None}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if code is None:
-        assert codes(import_model(folder, out)) == ["tied-output-head"]
+        assert message_codes(import_model(folder, out)) == ["tied-output-head"]
         return
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         import_model(folder, out)
     assert named in str(caught.value)
 
 
 def test_a_classifier_of_a_sentence_transformers_folder_is_no_embedder_any_more(tmp_path, out):
-    source = sentences.embedder(tmp_path / "model")
+    source = embedders.write_embedder(tmp_path / "model")
     (source / "config_sentence_transformers.json").write_text('{"prompts": {}}')
     import_model(source, out, ["no", "yes"], 0)
     assert not {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"} & {
@@ -212,4 +212,4 @@ def test_a_classifier_of_a_sentence_transformers_folder_is_no_embedder_any_more(
     assert not (out / "1_Pooling").exists()
     model, _ = load_model(out)
     assert count_parameters(out) == sum(p.numel() for p in model.parameters())  # the pooler is used
-    assert look(str(out)).task == "text-classification"  # as `smelt init` looks at it
+    assert inspect_model(str(out)).task == "text-classification"  # as `smelt init` looks at it

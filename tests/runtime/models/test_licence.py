@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.runtime.models.licence import licence_of
+from smelt.runtime.models.licence import read_licence
 
 
 @pytest.mark.parametrize(
@@ -25,22 +25,22 @@ from smelt.runtime.models.licence import licence_of
 )
 def test_a_model_card(card, said, tmp_path):
     (tmp_path / "README.md").write_text(card, newline="")
-    assert licence_of(tmp_path) == said
+    assert read_licence(tmp_path) == said
 
 
 def test_a_file_of_its_own_where_the_card_is_silent(tmp_path):
     (tmp_path / "README.md").write_text("# Model\n")
     (tmp_path / "LICENSE.txt").write_text("\n    Apache License\n   Version 2.0\n")
-    assert licence_of(tmp_path) == "Apache License (its file LICENSE.txt)"
+    assert read_licence(tmp_path) == "Apache License (its file LICENSE.txt)"
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    assert licence_of(tmp_path) == "mit (its model card)"
+    assert read_licence(tmp_path) == "mit (its model card)"
 
 
 def test_what_is_long_is_cut_and_what_is_not_there_is_none(tmp_path):
-    assert licence_of(tmp_path) is None
-    assert licence_of(tmp_path / "none") is None
+    assert read_licence(tmp_path) is None
+    assert read_licence(tmp_path / "none") is None
     (tmp_path / "COPYING").write_text("word " * 100)
-    found = licence_of(tmp_path)
+    found = read_licence(tmp_path)
     assert found is not None
     assert len(found) == 100
     assert found.endswith("...")

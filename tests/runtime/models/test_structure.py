@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.edits.apply import apply_edits
-from smelt.runtime.models.structure import names_of, replace_layer
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
+from smelt.runtime.models.edits.apply_edits import apply_edits
+from smelt.runtime.models.structure import module_names, replace_layer
 
 
 def model():
@@ -59,4 +59,4 @@ def test_unknown_layer_is_not_replaced():
 
 def test_each_module_is_there_once_with_all_of_its_names():
     made = model()
-    assert names_of(made) == {made: [""], made.a: ["a", "d.e", "b"], made.c: ["c"], made.d: ["d"]}
+    assert module_names(made) == {made: [""], made.a: ["a", "d.e", "b"], made.c: ["c"], made.d: ["d"]}

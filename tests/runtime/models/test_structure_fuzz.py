@@ -3,9 +3,9 @@
 import contextlib
 import json
 
+from expected_errors import raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import refused
 
 from smelt.core.errors import InputError
 from smelt.runtime.models.structure import read_edits
@@ -33,5 +33,5 @@ def test_files_are_read_or_refused(tmp_path, content):
 
 def test_a_file_nested_without_end_is_refused(tmp_path):
     (tmp_path / "structure.json").write_text('{"edits": ' + "[" * 100_000)
-    with refused("damaged-file", InputError):
+    with raises_code("damaged-file", InputError):
         read_edits(tmp_path)

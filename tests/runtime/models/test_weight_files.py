@@ -6,26 +6,26 @@ import struct
 import pytest
 import tiny
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.look.model_folder import check_model_folder
+from smelt.core.messages import message_codes
+from smelt.inspect.model_folder import check_model_folder
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.weight_files import (
     find_weights,
     has_weights,
     read_header,
-    values_in,
+    value_count,
     weight_tensors,
 )
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return tiny.bert(tmp_path / "m")
+    return tiny.write_bert(tmp_path / "m")
 
 
 def _stray(path, like):
@@ -50,7 +50,7 @@ def _read(folder):
     for path, name, entry in weight_tensors(folder):
         assert name not in found
         found[name] = load_file(path)[name]
-        assert values_in(entry) == found[name].numel()
+        assert value_count(entry) == found[name].numel()
     return found
 
 
@@ -102,7 +102,7 @@ def test_the_file_that_the_config_names_goes_before_all_as_in_transformers(folde
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "chosen.safetensors"}))
     _require_same(folder)
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "../m.safetensors"}))
-    with refused("path-outside-folder", InputError) as caught:
+    with raises_code("path-outside-folder", InputError) as caught:
         find_weights(folder)
     assert all(part in str(caught.value) for part in ("config.json", "../m.safetensors"))
 
@@ -130,7 +130,7 @@ def test_a_tensor_in_two_shards_is_that_of_the_file_that_the_index_names(folder)
 def test_an_index_with_a_file_that_is_not_there_is_an_error_that_names_it(folder):
     names = _shards(folder)
     (folder / names[1]).unlink()
-    with refused("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError) as caught:
         list(weight_tensors(folder))
     assert str(caught.value).startswith(f"{folder / names[1]}: ")
     assert "model.safetensors.index.json" in str(caught.value)
@@ -142,7 +142,7 @@ def test_a_shard_without_a_tensor_that_the_index_lists_is_an_error_that_names_it
     lost = sorted(tensors)[0]
     del tensors[lost]
     save_file(tensors, folder / names[0])
-    with refused("missing-tensor", InputError) as caught:
+    with raises_code("missing-tensor", InputError) as caught:
         list(weight_tensors(folder))
     assert str(caught.value).startswith(f"{folder / names[0]}: ")
     assert all(part in str(caught.value) for part in (f"'{lost}'", "model.safetensors.index.json"))
@@ -164,17 +164,17 @@ def test_a_shard_without_a_tensor_that_the_index_lists_is_an_error_that_names_it
 def test_an_index_that_is_none_is_explained(folder, content, code):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
-    with refused(code, InputError):
+    with raises_code(code, InputError):
         find_weights(folder)
     assert has_weights(folder)
 
 
 def test_a_folder_without_weights_says_what_was_expected(tmp_path):
     assert not has_weights(tmp_path)
-    with refused("missing-weights", InputError):
+    with raises_code("missing-weights", InputError):
         find_weights(tmp_path)
     (tmp_path / "model.fp16.safetensors").touch()
-    with refused("missing-weights", InputError) as caught:
+    with raises_code("missing-weights", InputError) as caught:
         find_weights(tmp_path)
     assert "model.fp16.safetensors" in str(caught.value)
 
@@ -191,7 +191,7 @@ def test_a_folder_without_weights_says_what_was_expected(tmp_path):
 )
 def test_a_damaged_header_is_an_input_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with refused("damaged-weights", InputError):
+    with raises_code("damaged-weights", InputError):
         read_header(tmp_path / "model.safetensors")
 
 
@@ -200,7 +200,7 @@ def test_the_files_are_chosen_without_torch():
     import sys
 
     code = (
-        "import sys, smelt.runtime.models.weight_files, smelt.runtime.models.places.unread_tensors;"
+        "import sys, smelt.runtime.models.weight_files, smelt.runtime.models.weights.unused_tensors;"
         " print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -221,8 +221,8 @@ def test_the_files_are_chosen_without_torch():
 def test_sizes_that_the_stored_tensors_cannot_fill_are_refused_before_a_model_is_made(folder, change):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with refused("config-exceeds-weights", InputError):
+    with raises_code("config-exceeds-weights", InputError):
         load_model(folder)
     problems, _ = check_model_folder(folder, "text-classification")
-    assert codes(problems) == ["config-exceeds-weights"]
+    assert message_codes(problems) == ["config-exceeds-weights"]
     assert next(iter(change)) in problems[0].message

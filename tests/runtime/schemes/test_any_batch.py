@@ -7,15 +7,15 @@ are compared one by one, numbers up to what a scheme's own rounding does.
 
 from contextlib import contextmanager
 
-import exports
+import graph_exports
 import numpy as np
 import pytest
 import tiny
 
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.loop import generate
-from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.generation_loop import generate
+from smelt.runtime.generate.settings import GenerationSettings
 from smelt.runtime.schemes.registry import SCHEMES
 
 # words of exports.SCHEMES -> of the registry
@@ -25,13 +25,13 @@ LENGTHS = (5, 9, 12, 7, 14, 11, 8, 13)  # the first one is the text that is aske
 
 @contextmanager
 def opened(family, scheme, runtime):
-    found = exports.exported(family, scheme)
+    found = graph_exports.exported_graphs(family, scheme)
     if runtime == "onnx":
         with open_folder(found.folder, "onnx", "ort-cpu", 1) as runner:
             yield runner
     else:
-        parent = exports.parent_in(found.folder.parent)
-        with open_runner(tiny.artifact(parent, exports.FAMILIES[family][1]), 1, "cpu") as runner:
+        parent = graph_exports.exported_model_folder(found.folder.parent)
+        with open_runner(tiny.as_artifact(parent, graph_exports.FAMILIES[family][1]), 1, "cpu") as runner:
             yield runner
 
 
@@ -47,9 +47,9 @@ def translated(runner, rows, beams):
     pad = runner.config["pad_token_id"]
     texts = batch(rows)
     ids = np.where(texts.attention_mask == 1, texts.input_ids, pad)
-    return generate(runner, Batch(ids, texts.attention_mask), Generation(num_beams=beams, max_new_tokens=10))[
-        0
-    ]
+    return generate(
+        runner, Batch(ids, texts.attention_mask), GenerationSettings(num_beams=beams, max_new_tokens=10)
+    )[0]
 
 
 @pytest.mark.parametrize("runtime", ["onnx", "torch"])
@@ -75,7 +75,7 @@ def test_a_class_has_the_same_logits_alone_and_in_any_batch(scheme, runtime):
 
 
 def test_a_scheme_that_does_not_promise_it_differs_by_more():
-    assert not SCHEMES["int8-dynamic"].row_by_row
+    assert not SCHEMES["int8-dynamic"].batch_invariant
     with opened("bert", "int8", "onnx") as runner:
         alone, among = (runner.forward(batch(rows))[0] for rows in (1, 8))
     assert np.abs(among - alone).max() > 1e-4 * np.abs(alone).max()

@@ -2,26 +2,26 @@ import numpy as np
 import pytest
 import schemes
 import torch
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from refusals import refused
 from torch import nn
 
-from smelt.compress.quantize.coding import round_to_nearest
+from smelt.compress.quantize.weight_quantizer import round_to_nearest
 from smelt.core.errors import InputError
-from smelt.export.load_time import spell_out
-from smelt.runtime.layers.emit import LOAD_TIME
-from smelt.runtime.layers.quantized import empty_quantized, joined
+from smelt.export.expand_placeholders import expand_placeholders
+from smelt.runtime.layers.emit import LOAD_TIME_DOMAIN
+from smelt.runtime.layers.quantized import concat_quantized, empty_quantized
 from smelt.runtime.schemes.binary import Binary
-from smelt.runtime.schemes.scheme import Codes
+from smelt.runtime.schemes.scheme import UnpackedWeights
 
 
 def random_layer(inputs=100, outputs=24, group=32, level=4, bias=True):
     torch.manual_seed(0)
     groups = -(-inputs // group)
     positive = torch.rand(outputs, groups, group) < 0.5
-    decided = Codes(positive, {"scales": torch.rand(outputs, groups) + 0.5})
+    decided = UnpackedWeights(positive, {"scales": torch.rand(outputs, groups) + 0.5})
     options = {"group_size": group, "accuracy_level": level}
-    return schemes.random_layer("binary", decided, inputs, bias, **options), positive
+    return schemes.random_quantized_layer("binary", decided, inputs, bias, **options), positive
 
 
 def spelled_out(layer):
@@ -32,8 +32,8 @@ def spelled_out(layer):
         "bias": layer.bias.detach().numpy(),
     }
     nodes = [
-        helper.make_node("TwoBitCodes", ["bits"], ["codes"], domain=LOAD_TIME),
-        helper.make_node("FloatScales", ["half"], ["scales"], domain=LOAD_TIME),
+        helper.make_node("TwoBitCodes", ["bits"], ["codes"], domain=LOAD_TIME_DOMAIN),
+        helper.make_node("FloatScales", ["half"], ["scales"], domain=LOAD_TIME_DOMAIN),
         helper.make_node(
             "MatMulNBits", ["x", "codes", "scales", "", "", "bias"], ["y"], domain="com.microsoft",
             K=layer.in_features, N=layer.out_features, bits=2, block_size=layer.matrix.options["group_size"],
@@ -45,9 +45,9 @@ def spelled_out(layer):
         nodes, "g", [value("x", TensorProto.FLOAT, None)], [value("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(v, n) for n, v in constants.items()],
     )  # fmt: skip
-    opsets = [helper.make_opsetid(n, v) for n, v in (("", 20), ("com.microsoft", 1), (LOAD_TIME, 1))]
+    opsets = [helper.make_opsetid(n, v) for n, v in (("", 20), ("com.microsoft", 1), (LOAD_TIME_DOMAIN, 1))]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    assert spell_out(model) == 2
+    assert expand_placeholders(model) == 2
     return model
 
 
@@ -95,10 +95,10 @@ def test_values_by_hand():
 
 def test_embeddings_and_groups_without_a_kernel_are_refused():
     options = {"group_size": 64, "accuracy_level": 4}
-    with refused("unsupported-layer", InputError) as caught:
+    with raises_code("unsupported-layer", InputError) as caught:
         empty_quantized(nn.Embedding(4, 8), "binary", options)
     assert all(part in str(caught.value) for part in ("binary", "Embedding"))
-    with refused("wrong-value", InputError) as caught:
+    with raises_code("wrong-value", InputError) as caught:
         empty_quantized(nn.Linear(64, 8), "binary", options | {"group_size": 16})
     assert all(part in str(caught.value) for part in ("16", "32, 64, 128"))
     assert caught.value.setting == "group_size"
@@ -108,13 +108,13 @@ def test_layers_of_one_input_are_joined():
     first, _ = random_layer(outputs=8)
     second, _ = random_layer(outputs=12, bias=False)
     x = torch.randn(2, 100)
-    whole = joined([first, second])
+    whole = concat_quantized([first, second])
     assert whole is not None
     assert whole(x).allclose(torch.cat([first(x), second(x)], dim=1), atol=1e-5)
 
 
 def test_the_table_spreads_a_byte_into_eight_codes():
-    two, four = Binary().load_tables().values()
+    two, four = Binary().unpacking_tables().values()
     for byte in (0, 1, 0b10010110, 255):
         codes = [int(two[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
         assert codes == [3 if byte >> i & 1 else 1 for i in range(8)]
@@ -127,7 +127,7 @@ def test_signs_and_scales_are_those_of_binary_weight_networks():
     torch.manual_seed(0)
     weight = torch.randn(5, 96)
     weight[2, :32] = 0
-    matrix = schemes.filled("binary", weight, group_size=32)
+    matrix = schemes.rounded_matrix("binary", weight, group_size=32)
     for row in range(5):
         for start in (0, 32, 64):
             group = weight[row, start : start + 32].numpy().astype(np.float64)
@@ -139,7 +139,7 @@ def test_signs_and_scales_are_those_of_binary_weight_networks():
 def test_alpha_is_the_best_scale_for_the_signs():
     torch.manual_seed(0)
     weight = torch.randn(1, 64)
-    scales = round_to_nearest(weight, Binary(), {"group_size": 64}).grid["scales"]
+    scales = round_to_nearest(weight, Binary(), {"group_size": 64}).qparams["scales"]
     losses = [(weight - a * scales * weight.sign()).square().sum() for a in (0.98, 1.0, 1.02)]
     assert losses[1] < min(losses[0], losses[2])
 
@@ -151,5 +151,5 @@ def test_a_group_that_is_filled_up_averages_over_its_own_weights():
 
 
 def test_a_zero_among_other_weights_counts_as_positive():
-    matrix = schemes.filled("binary", torch.tensor([[0.0, -1.0] * 16]), group_size=32)
+    matrix = schemes.rounded_matrix("binary", torch.tensor([[0.0, -1.0] * 16]), group_size=32)
     assert matrix.dequantize().tolist() == [[0.5, -0.5] * 16]

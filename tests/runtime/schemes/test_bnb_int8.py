@@ -5,14 +5,14 @@ import logging
 import pytest
 import schemes
 import torch
-from refusals import refused
+from expected_errors import raises_code
 from torch import nn
 from torch.nn import functional as F
 
-from smelt.compress.quantize.coding import quantize_module
+from smelt.compress.quantize.weight_quantizer import quantize_module
 from smelt.core.errors import InputError
 from smelt.runtime.layers.emit import exporting_to
-from smelt.runtime.schemes.bnb_int8 import OUTLIER
+from smelt.runtime.schemes.bnb_int8 import OUTLIER_THRESHOLD
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
 functional = bitsandbytes.functional
@@ -29,7 +29,7 @@ def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
     torch.manual_seed(0)
     weight = torch.randn(24, 192) * 0.02
     weight[2] = 0
-    matrix = schemes.filled("bnb-int8", weight)
+    matrix = schemes.rounded_matrix("bnb-int8", weight)
     codes, scales, _ = functional.int8_vectorwise_quant(weight.clone())
     assert matrix.codes.equal(codes)
     assert matrix.scales.equal(scales)
@@ -44,7 +44,7 @@ def test_a_layer_computes_what_bitsandbytes_linear8bitlt_does(caplog):
     state.CB, state.SCB = layer.matrix.codes.data, layer.matrix.scales.data
     state.has_fp16_weights, state.is_training = False, False
     with torch.inference_mode(), caplog.at_level(logging.ERROR):
-        expected = bitsandbytes.matmul(x, state.CB, state=state, threshold=OUTLIER, bias=layer.bias)
+        expected = bitsandbytes.matmul(x, state.CB, state=state, threshold=OUTLIER_THRESHOLD, bias=layer.bias)
         assert layer(x).equal(expected)
 
 
@@ -52,7 +52,7 @@ def test_outliers_stay_float_and_the_rest_has_a_scale_a_row():
     torch.manual_seed(0)
     layer, x = quantize_module(nn.Linear(192, 24), "bnb-int8"), activations()
     rows, weight = x.reshape(-1, 192), layer.matrix.dequantize()
-    float_columns = (rows.abs() >= OUTLIER).any(dim=0)
+    float_columns = (rows.abs() >= OUTLIER_THRESHOLD).any(dim=0)
     assert float_columns.nonzero().flatten().tolist() == [7, 100]
     rest = rows.half().float().masked_fill(float_columns, 0)
     step = rest.abs().amax(dim=1, keepdim=True) / 127
@@ -77,7 +77,7 @@ def test_no_graph_is_made_of_it():
     layer = quantize_module(nn.Linear(64, 8), "bnb-int8")
     with (
         exporting_to("ort-cpu"),
-        refused("unsupported-target", InputError) as caught,
+        raises_code("unsupported-target", InputError) as caught,
     ):
         layer(torch.randn(2, 64))
     assert all(part in str(caught.value) for part in ("bnb-int8", "ort-cpu"))

@@ -7,8 +7,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from smelt.compress.quantize.coding import quantize_module
-from smelt.runtime.schemes.bnb_nf4 import BLOCK, TABLE, TYPE
+from smelt.compress.quantize.weight_quantizer import quantize_module
+from smelt.runtime.schemes.bnb_nf4 import NF4_BLOCK_SIZE, NF4_QUANT_TYPE, NF4_TABLE
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
 functional = bitsandbytes.functional
@@ -23,24 +23,24 @@ def weights(rows=24, width=192, scale=0.02):
 
 
 def test_the_table_is_bitsandbytes_own():
-    assert torch.tensor(TABLE).equal(functional.get_4bit_type(TYPE, device="cpu"))
+    assert torch.tensor(NF4_TABLE).equal(functional.get_4bit_type(NF4_QUANT_TYPE, device="cpu"))
 
 
 def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
     weight = weights()
-    matrix = schemes.filled("bnb-nf4", weight)
-    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type=TYPE)
+    matrix = schemes.rounded_matrix("bnb-nf4", weight)
+    codes, state = functional.quantize_4bit(weight, blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE)
     assert matrix.codes.flatten().equal(codes.flatten())
     assert matrix.scales.flatten().equal(state.absmax)
     assert matrix.dequantize().equal(functional.dequantize_4bit(codes, state))
 
 
 def test_a_midpoint_goes_to_the_lower_entry():
-    table = torch.tensor(TABLE)
+    table = torch.tensor(NF4_TABLE)
     row = torch.cat([(table[1:] + table[:-1]) / 2, torch.tensor([1.0])])
     weight = torch.cat([row, torch.zeros(48)])[None]
-    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type=TYPE)
-    decided = schemes.filled("bnb-nf4", weight).decided().codes.flatten()
+    codes, state = functional.quantize_4bit(weight, blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE)
+    decided = schemes.rounded_matrix("bnb-nf4", weight).unpack().q_weight.flatten()
     assert decided[:16].tolist() == [*range(15), 15]
     assert functional.dequantize_4bit(codes, state)[0, :16].equal(table)
 
@@ -48,8 +48,8 @@ def test_a_midpoint_goes_to_the_lower_entry():
 def test_the_last_block_of_a_row_is_filled_up_as_if_the_matrix_were_wider():
     weight = weights(width=200)
     wider = torch.cat([weight, torch.zeros(24, 56)], dim=1)
-    codes, state = functional.quantize_4bit(wider, blocksize=BLOCK, quant_type=TYPE)
-    matrix = schemes.filled("bnb-nf4", weight)
+    codes, state = functional.quantize_4bit(wider, blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE)
+    matrix = schemes.rounded_matrix("bnb-nf4", weight)
     assert matrix.codes.flatten().equal(codes.flatten())
     assert matrix.dequantize().equal(functional.dequantize_4bit(codes, state)[:, :200])
 
@@ -58,11 +58,11 @@ def test_the_last_block_of_a_row_is_filled_up_as_if_the_matrix_were_wider():
 def test_a_layer_computes_what_bitsandbytes_linear4bit_does(shape):
     torch.manual_seed(0)
     whole = nn.Linear(192, 24)
-    theirs = bitsandbytes.nn.Linear4bit(192, 24, compress_statistics=False, quant_type=TYPE)
+    theirs = bitsandbytes.nn.Linear4bit(192, 24, compress_statistics=False, quant_type=NF4_QUANT_TYPE)
     theirs.load_state_dict(whole.state_dict())
     theirs = theirs.to("cpu")
     theirs.weight.data, theirs.weight.quant_state = functional.quantize_4bit(
-        whole.weight.detach(), blocksize=BLOCK, quant_type=TYPE
+        whole.weight.detach(), blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE
     )
     theirs.weight.bnb_quantized = True
     theirs.train()  # it then keeps the layout of its weights
@@ -75,11 +75,11 @@ def test_a_layer_computes_what_bitsandbytes_linear4bit_does(shape):
 def test_a_layer_computes_what_matmulbnb4_does(width):
     torch.manual_seed(0)
     layer = quantize_module(nn.Linear(width, 24, bias=False), "bnb-nf4")
-    count = -(-width // BLOCK)
-    x = torch.nn.functional.pad(torch.randn(3, 5, width), (0, count * BLOCK - width))
+    count = -(-width // NF4_BLOCK_SIZE)
+    x = torch.nn.functional.pad(torch.randn(3, 5, width), (0, count * NF4_BLOCK_SIZE - width))
     node = helper.make_node(
-        "MatMulBnb4", ["x", "b", "s"], ["y"], domain="com.microsoft", K=count * BLOCK, N=24, block_size=BLOCK,
-        quant_type=1,
+        "MatMulBnb4", ["x", "b", "s"], ["y"], domain="com.microsoft", K=count * NF4_BLOCK_SIZE, N=24,
+        block_size=NF4_BLOCK_SIZE, quant_type=1,
     )  # fmt: skip
     constants = {"b": layer.matrix.codes.flatten().numpy(), "s": layer.matrix.scales.flatten().numpy()}
     value = helper.make_tensor_value_info

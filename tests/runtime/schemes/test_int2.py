@@ -3,7 +3,7 @@ import pytest
 import schemes
 import torch
 
-from smelt.compress.quantize.coding import round_to_nearest
+from smelt.compress.quantize.weight_quantizer import round_to_nearest
 from smelt.runtime.schemes.int2 import Int2
 
 SIZES = (32, 64, 128)
@@ -28,7 +28,7 @@ def test_layer_equals_matmul_nbits(group, symmetric, level):
 def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(tmp_path):
     """With whole activations as 4 bits, for which there is a fast kernel, with rounded ones as 2 bits."""
     layers = [schemes.random_affine("int2", *layout) for layout in LAYOUTS]
-    said = schemes.said_of_products(layers, tmp_path / "optimized.onnx")
+    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
     assert {(a["accuracy_level"], a["bits"]) for a in said} == {(0, 4), (4, 2)}
 
 
@@ -49,6 +49,6 @@ def test_asymmetric_codes_by_hand():
 
 def test_four_codes_lie_in_a_byte():
     layer = schemes.random_affine("int2", 64, inputs=64)
-    codes = layer.matrix.decided().codes[3, 0]
+    codes = layer.matrix.unpack().q_weight[3, 0]
     assert layer.matrix.codes[3, 0, 5] == sum(int(codes[20 + i]) << 2 * i for i in range(4))
     assert layer.matrix.codes.shape == (24, 1, 16)

@@ -3,7 +3,7 @@ import schemes
 import torch
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
-from smelt.compress.quantize.coding import round_to_nearest
+from smelt.compress.quantize.weight_quantizer import round_to_nearest
 from smelt.runtime.schemes.int3 import Int3
 
 SIZES = (16, 32, 64, 128)
@@ -22,13 +22,13 @@ def test_onnx_runtime_has_no_three_bit_product():
 
 def test_every_layout_leaves_as_four_bits_which_a_session_makes_once(tmp_path):
     layers = [schemes.random_affine("int3", *layout) for layout in LAYOUTS]
-    said = schemes.said_of_products(layers, tmp_path / "optimized.onnx")
+    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
     assert {a["bits"] for a in said} == {4}
 
 
 def test_a_graph_holds_three_bits_a_weight():
     layer = schemes.random_affine("int3", 128, inputs=1024, outputs=512)
-    made = schemes.graph_of([layer], torch.randn(1, 2, 1024))
+    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
     stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     assert sum(len(t.raw_data) for t in stored) == 512 * (1024 * 3 // 8 + 8 * 2)
     assert len(made.SerializeToString()) < 1.1 * 512 * 1024 * 3 / 8  # scales and tables of spreading among it
@@ -51,7 +51,7 @@ def test_asymmetric_codes_by_hand():
 
 def test_two_low_bits_lie_beside_the_high_one():
     matrix = schemes.random_affine("int3", 64, inputs=64).matrix
-    codes = matrix.decided().codes[3, 0]
+    codes = matrix.unpack().q_weight[3, 0]
     assert matrix.codes[3, 0, 5] == sum(int(codes[20 + i]) % 4 << 2 * i for i in range(4))
     assert matrix.tensor("highs")[3, 0, 2] == sum(int(codes[16 + i]) // 4 << i for i in range(8))
     assert (matrix.codes.shape, matrix.tensor("highs").shape) == ((24, 1, 16), (24, 1, 8))
@@ -60,5 +60,5 @@ def test_two_low_bits_lie_beside_the_high_one():
 def test_values_are_twice_as_far_off_as_those_of_four_bits():
     torch.manual_seed(0)
     weight = torch.randn(40, 256)
-    three, four = ((schemes.filled(n, weight).dequantize() - weight).std() for n in ("int3", "int4"))
+    three, four = ((schemes.rounded_matrix(n, weight).dequantize() - weight).std() for n in ("int3", "int4"))
     assert 1.9 < three / four < 2.3

@@ -2,18 +2,18 @@ import numpy as np
 import pytest
 import schemes
 import torch
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
-from smelt.compress.quantize.coding import round_to_nearest
 from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.weight_quantizer import round_to_nearest
 from smelt.core.errors import InputError
-from smelt.runtime.layers.quantized import QuantizedEmbedding, empty_quantized, joined, scheme_of
-from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.layers.quantized import QuantizedEmbedding, concat_quantized, empty_quantized, layer_scheme
+from smelt.runtime.models.edits.apply_edits import apply_edits
+from smelt.runtime.schemes.common.packing import unpack_nibbles
 from smelt.runtime.schemes.int4 import Int4
-from smelt.runtime.schemes.parts.packing import unpack_nibbles
-from smelt.runtime.schemes.registry import defaults, find
-from smelt.runtime.schemes.scheme import Codes
+from smelt.runtime.schemes.registry import default_options, find_scheme
+from smelt.runtime.schemes.scheme import UnpackedWeights
 
 LAYOUTS = [
     (group, symmetric, level)
@@ -30,12 +30,16 @@ def random_layer(inputs=100, outputs=24, group=32, symmetric=True, level=4, bias
     zeros = None if symmetric else torch.randint(0, 16, (outputs, groups), dtype=torch.uint8)
     grid = {"scales": torch.rand(outputs, groups) + 0.5} | ({} if symmetric else {"zeros": zeros})
     options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
-    return schemes.random_layer("int4", Codes(codes, grid), inputs, bias, **options), codes, zeros
+    return (
+        schemes.random_quantized_layer("int4", UnpackedWeights(codes, grid), inputs, bias, **options),
+        codes,
+        zeros,
+    )
 
 
 def decide(weight, group, symmetric):
     decided = round_to_nearest(weight, Int4(), {"group_size": group, "symmetric": symmetric})
-    return decided.codes, decided.grid["scales"], decided.grid.get("zeros")
+    return decided.q_weight, decided.qparams["scales"], decided.qparams.get("zeros")
 
 
 @pytest.mark.parametrize(("group", "symmetric", "level"), LAYOUTS)
@@ -65,7 +69,7 @@ def test_embedding_looks_up_the_rows_of_its_matrix(symmetric):
     options = {"group_size": 32, "symmetric": symmetric, "accuracy_level": 4}
     table = empty_quantized(nn.Embedding(24, 40, padding_idx=2), "int4", options)
     assert isinstance(table, QuantizedEmbedding)
-    assert scheme_of(table) == "int4"
+    assert layer_scheme(table) == "int4"
     table.matrix = layer.matrix
     ids = torch.tensor([[3, 0, 23], [7, 7, 1]])
     assert table(ids).equal(layer.matrix.dequantize()[ids])
@@ -74,7 +78,7 @@ def test_embedding_looks_up_the_rows_of_its_matrix(symmetric):
 def test_new_codes_are_seen_after_the_first_forward():
     layer, codes, _ = random_layer(bias=False, level=0)
     before = layer(torch.eye(100))
-    layer.matrix.set_(Codes(codes, {"scales": 2 * layer.matrix.scales}))
+    layer.matrix.set_weight_(UnpackedWeights(codes, {"scales": 2 * layer.matrix.scales}))
     assert layer(torch.eye(100)).allclose(2 * before)
 
 
@@ -107,7 +111,7 @@ def test_edits_make_room_on_the_meta_device():
     ],
 )
 def test_structure_that_no_layer_has_is_refused(options, code, setting):
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         apply_edits(
             nn.Sequential(nn.Linear(8, 8)), [{"op": "quantize", "module": "0", "scheme": "int4"} | options]
         )
@@ -118,11 +122,11 @@ def test_layers_of_one_input_are_joined_only_when_of_one_kind():
     first, _, _ = random_layer(symmetric=False, outputs=8)
     second, _, _ = random_layer(symmetric=False, outputs=12, bias=False)
     x = torch.randn(2, 100)
-    whole = joined([first, second])
+    whole = concat_quantized([first, second])
     assert whole is not None
     assert whole(x).allclose(torch.cat([first(x), second(x)], dim=1), atol=1e-5)
-    assert joined([first, random_layer(group=64)[0]]) is None
-    assert joined([first, nn.Linear(100, 8)]) is None
+    assert concat_quantized([first, random_layer(group=64)[0]]) is None
+    assert concat_quantized([first, nn.Linear(100, 8)]) is None
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -170,7 +174,7 @@ def test_values_are_half_a_step_off_and_what_is_cut_a_step_at_most(symmetric):
     weight = torch.randn(20, 72)
     weight[3] = 0
     weight[5, 32:64] = torch.tensor([-2.0, 2.0] * 16)  # the ends of a range are equally far
-    matrix = schemes.filled("int4", weight, group_size=32, symmetric=symmetric)
+    matrix = schemes.rounded_matrix("int4", weight, group_size=32, symmetric=symmetric)
     steps = matrix.scales.float().abs().repeat_interleave(32, dim=1)[:, :72]
     off = (matrix.dequantize() - weight).abs()
     signed = weight / matrix.scales.float().repeat_interleave(32, dim=1)[:, :72]
@@ -187,7 +191,7 @@ def test_values_are_half_a_step_off_and_what_is_cut_a_step_at_most(symmetric):
 def test_cutting_one_end_errs_less_than_a_scale_that_cuts_nothing(group):
     torch.manual_seed(0)
     weight = torch.randn(200, 1024)
-    matrix = schemes.filled("int4", weight, group_size=group)
+    matrix = schemes.rounded_matrix("int4", weight, group_size=group)
     groups = weight.unflatten(1, (-1, group))
     scale = groups.abs().amax(dim=-1, keepdim=True) / 7
     whole = torch.round(groups / scale) * scale
@@ -197,16 +201,18 @@ def test_cutting_one_end_errs_less_than_a_scale_that_cuts_nothing(group):
 
 def test_positive_scales_are_the_largest_magnitude_whatever_its_sign():
     groups = torch.tensor([[[-4.0, 1.0, 2.0, 0.5], [4.0, -3.9, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
-    options = defaults(find("int4")) | {"symmetric": "positive"}
-    grid = find("int4").fit(groups, 12, options)
+    options = default_options(find_scheme("int4")) | {"symmetric": "positive"}
+    grid = find_scheme("int4").compute_qparams(groups, 12, options)
     assert grid["scales"].tolist() == [[0.5, 0.5, 1.0]]
-    values = find("int4").values(find("int4").nearest(groups, grid, options), grid, options)
+    values = find_scheme("int4").dequantize(
+        find_scheme("int4").quantize(groups, grid, options), grid, options
+    )
     assert values.tolist() == [[[-4.0, 1.0, 2.0, 0.5], [3.5, -4.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
 
 
 def test_only_four_bits_have_positive_scales():
     assert QuantizeSettings(scheme="int4", symmetric="positive").symmetric == "positive"
     assert QuantizeSettings(scheme="int4", symmetric=False).symmetric is False
-    with invalid("wrong-value") as caught:
+    with raises_setting_codes("wrong-value") as caught:
         QuantizeSettings(scheme="int2", symmetric="positive", embedding_scheme="int3")
     assert all(part in str(caught.value) for part in ("symmetric", "positive", "int2"))

@@ -3,9 +3,9 @@ import pytest
 import schemes
 import torch
 
-from smelt.compress.quantize.coding import round_to_nearest
+from smelt.compress.quantize.weight_quantizer import round_to_nearest
 from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
-from smelt.runtime.schemes.scheme import Codes
+from smelt.runtime.schemes.scheme import UnpackedWeights
 
 SIZES = (16, 32, 64, 128)
 LAYOUTS = [(group, symmetric, level) for group in SIZES for symmetric in (True, False) for level in (0, 4)]
@@ -19,7 +19,7 @@ def random_layer(inputs=100, outputs=24, group=32, symmetric=True, level=4):
     if not symmetric:
         grid["zeros"] = torch.randint(0, 256, (outputs, groups), dtype=torch.uint8)
     options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
-    return schemes.random_layer("int8-groupwise", Codes(codes, grid), inputs, **options)
+    return schemes.random_quantized_layer("int8-groupwise", UnpackedWeights(codes, grid), inputs, **options)
 
 
 @pytest.mark.parametrize(("group", "symmetric", "level"), LAYOUTS)
@@ -57,16 +57,16 @@ def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(symmetric):
 
     options = {"group_size": group, "symmetric": symmetric}
     found = round_to_nearest(torch.from_numpy(weight), Int8Groupwise(), options)
-    ours = found.codes.flatten(1)[:, :columns].int()
+    ours = found.q_weight.flatten(1)[:, :columns].int()
     theirs = torch.from_numpy(codes).flatten(1)[:, :columns].int()
     # a scale rounded to float16 moves values, and a zero point, that lie near the middle between two codes
     assert (ours - theirs).abs().max() <= 1
     assert (ours == theirs).float().mean() > 0.95
-    assert np.allclose(found.grid["scales"].flatten(), scales, rtol=2**-11)
+    assert np.allclose(found.qparams["scales"].flatten(), scales, rtol=2**-11)
     if symmetric:
-        assert "zeros" not in found.grid
+        assert "zeros" not in found.qparams
     else:
-        off = found.grid["zeros"].int() - torch.from_numpy(zeros).view(rows, -1).int()
+        off = found.qparams["zeros"].int() - torch.from_numpy(zeros).view(rows, -1).int()
         assert off.abs().max() <= 1
         assert (off == 0).float().mean() > 0.95
 
@@ -77,8 +77,8 @@ def test_symmetric_codes_by_hand():
         torch.tensor([[-4.0, 3.99, 0.0, 0.25] + 12 * [0.0]]), Int8Groupwise(),
         {"group_size": 16, "symmetric": True},
     )  # fmt: skip
-    assert decided.grid["scales"].tolist() == [[1 / 32]]
-    assert decided.codes[0, 0, :4].tolist() == [0, 255, 128, 136]
+    assert decided.qparams["scales"].tolist() == [[1 / 32]]
+    assert decided.q_weight[0, 0, :4].tolist() == [0, 255, 128, 136]
 
 
 def test_asymmetric_codes_by_hand():
@@ -86,9 +86,9 @@ def test_asymmetric_codes_by_hand():
     decided = round_to_nearest(
         torch.tensor([[-1.0, 1.5] + 14 * [0.0]]), Int8Groupwise(), {"group_size": 16, "symmetric": False}
     )
-    assert decided.grid["scales"][0, 0] == pytest.approx(2.5 / 255, rel=1e-3)
-    assert decided.grid["zeros"].tolist() == [[102]]
-    assert decided.codes[0, 0, :3].tolist() == [0, 255, 102]
+    assert decided.qparams["scales"][0, 0] == pytest.approx(2.5 / 255, rel=1e-3)
+    assert decided.qparams["zeros"].tolist() == [[102]]
+    assert decided.q_weight[0, 0, :3].tolist() == [0, 255, 102]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -97,7 +97,7 @@ def test_values_are_a_sixteenth_as_far_off_as_those_of_four_bits(symmetric):
     weight = torch.randn(40, 256)
     options = {"group_size": 64, "symmetric": symmetric}
     eight, four = (
-        (schemes.filled(name, weight, **options).dequantize() - weight).std()
+        (schemes.rounded_matrix(name, weight, **options).dequantize() - weight).std()
         for name in ("int8-groupwise", "int4")
     )
     assert 15 < four / eight < 19  # 2^4, or 255 / 15 with zero points

@@ -5,19 +5,21 @@ import pytest
 import schemes
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from ort import needs_vnni, ort_session
+from ort_sessions import needs_vnni, ort_session
 from torch import nn
 
 from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.schemes.registry import SCHEMES
-from smelt.runtime.schemes.scheme import Codes
+from smelt.runtime.schemes.scheme import UnpackedWeights
 
-ROW_BY_ROW = [name for name, scheme in SCHEMES.items() if scheme.row_by_row]
+ROW_BY_ROW = [name for name, scheme in SCHEMES.items() if scheme.batch_invariant]
 
 
 def layer(outputs: int = 40, inputs: int = 48, largest: float = 2.5) -> QuantizedLinear:
     torch.manual_seed(0)
-    found: QuantizedLinear = schemes.observing(nn.Linear(inputs, outputs), "int8-static", largest=largest)
+    found: QuantizedLinear = schemes.with_activation_range(
+        nn.Linear(inputs, outputs), "int8-static", largest=largest
+    )
     return found
 
 
@@ -31,25 +33,27 @@ def constants(found: QuantizedLinear, zero: np.ndarray) -> list:
 
 
 def test_activations_are_rounded_half_to_even_and_cut_at_both_ends_by_hand():
-    matrix = schemes.filled("int8-static", torch.eye(7))
-    matrix.set_range_(127.0)  # a scale of 1
+    matrix = schemes.rounded_matrix("int8-static", torch.eye(7))
+    matrix.set_activation_range_(127.0)  # a scale of 1
     product = QuantizedLinear(7, False, matrix)
     x = torch.tensor([0.5, 1.5, -2.5, 126.6, 128.0, -127.6, -200.0])
     assert product(x).allclose(torch.tensor([0.0, 2.0, -2.0, 127.0, 127.0, -128.0, -128.0]), atol=1e-4)
 
 
 def test_the_range_is_the_magnitude_of_the_largest_code():
-    matrix = schemes.filled("int8-static", torch.ones(2, 3))
+    matrix = schemes.rounded_matrix("int8-static", torch.ones(2, 3))
     assert float(matrix.input_scale) == 1.0
-    matrix.set_range_(3.0)
+    matrix.set_activation_range_(3.0)
     assert float(matrix.input_scale) == pytest.approx(3 / 127)
-    matrix.set_range_(0.0)  # a layer that only ever got zeros
+    matrix.set_activation_range_(0.0)  # a layer that only ever got zeros
     assert float(matrix.input_scale) == 1.0
 
 
 def test_new_codes_leave_the_range_as_it_is():
     found = layer(largest=3.0)
-    found.matrix.set_(Codes(found.matrix.decided().codes * 0, found.matrix.decided().grid))
+    found.matrix.set_weight_(
+        UnpackedWeights(found.matrix.unpack().q_weight * 0, found.matrix.unpack().qparams)
+    )
     assert float(found.matrix.input_scale) == pytest.approx(3 / 127)
 
 
@@ -100,26 +104,26 @@ def test_schemes_with_blocks_of_activations_differ_by_the_order_of_a_sum(scheme)
 def test_a_scheme_that_finds_ranges_while_running_does_not_promise_it():
     alone, among = products("int8-dynamic")
     assert np.abs(alone - among).max() > 1e-3
-    assert not SCHEMES["int8-dynamic"].row_by_row
+    assert not SCHEMES["int8-dynamic"].batch_invariant
 
 
 def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
     """Return what a layer's graph gives for three rows, and for them among others, one of them huge."""
     import onnxruntime
 
-    from smelt.export.graphs.graph import Graph
-    from smelt.export.graphs.of_model import export_graph
-    from smelt.export.load_time import spell_out
+    from smelt.export.expand_placeholders import expand_placeholders
+    from smelt.export.graphs.export_graph import export_graph
+    from smelt.export.graphs.graph_spec import GraphSpec
     from smelt.runtime.backends.onnx_session import session_options
 
     torch.manual_seed(1)
-    module = nn.Sequential(schemes.observing(nn.Linear(256, 96), scheme))
+    module = nn.Sequential(schemes.with_activation_range(nn.Linear(256, 96), scheme))
     module.attentions = ()
     x = torch.randn(16, 256)
     x[7] *= 40
-    graph = Graph("model", module.eval(), (x,), ["x"], ["y"], ({0: "rows"},))
+    graph = GraphSpec("model", module.eval(), (x,), ["x"], ["y"], ({0: "rows"},))
     made = export_graph(graph, "ort-cpu", 20)
-    spell_out(made)
+    expand_placeholders(made)
     session = onnxruntime.InferenceSession(
         made.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
     )

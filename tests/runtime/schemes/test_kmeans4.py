@@ -7,7 +7,7 @@ import schemes
 import torch
 from torch import nn
 
-from smelt.compress.quantize.coding import quantize_module, round_to_nearest
+from smelt.compress.quantize.weight_quantizer import quantize_module, round_to_nearest
 from smelt.runtime.schemes.kmeans4 import Kmeans4
 
 OPTIONS = {"group_size": 128, "accuracy_level": 0}
@@ -48,7 +48,12 @@ def test_the_best_values_by_hand():
 @pytest.mark.parametrize(("kind", "most"), [("normal", 1.25), ("heavy", 1.7), ("uniform", 1.12)])
 def test_the_error_is_near_the_least_that_sixteen_values_can_have(kind, most):
     weight = weights(kind, 60)
-    off = (schemes.filled("kmeans4", weight, **OPTIONS).dequantize() - weight).double().square().sum(dim=1)
+    off = (
+        (schemes.rounded_matrix("kmeans4", weight, **OPTIONS).dequantize() - weight)
+        .double()
+        .square()
+        .sum(dim=1)
+    )
     least = torch.tensor([least_error(row, 16) for row in weight], dtype=torch.float64)
     assert (off >= 0.999 * least).all()
     assert (off / least).mean() < most
@@ -59,7 +64,7 @@ def test_the_error_is_near_the_least_that_sixteen_values_can_have(kind, most):
 def test_no_row_errs_more_than_with_even_steps(kind, symmetric):
     weight = weights(kind, 200)
     mine, even = (
-        (schemes.filled(name, weight, **options).dequantize() - weight).square().sum(dim=1)
+        (schemes.rounded_matrix(name, weight, **options).dequantize() - weight).square().sum(dim=1)
         for name, options in (
             ("kmeans4", OPTIONS),
             ("int4", {"group_size": 128, "symmetric": symmetric}),
@@ -71,9 +76,9 @@ def test_no_row_errs_more_than_with_even_steps(kind, symmetric):
 
 def test_sixteen_even_values_are_found_to_half_a_step_of_a_byte():
     values = torch.linspace(-1, 1, 16)
-    found = schemes.filled("kmeans4", values.repeat(8)[None], **OPTIONS)
+    found = schemes.rounded_matrix("kmeans4", values.repeat(8)[None], **OPTIONS)
     assert (found.tensor("codebook")[0, 0].int() - 128).tolist() == (values * 127).round().int().tolist()
-    assert found.decided().codes[0, 0].tolist() == 8 * list(range(16))
+    assert found.unpack().q_weight[0, 0].tolist() == 8 * list(range(16))
     assert (found.dequantize() - values.repeat(8)).abs().max() < 0.51 / 127
 
 
@@ -82,19 +87,19 @@ def test_nothing_is_drawn_by_chance_and_rows_are_fitted_alone():
     whole = round_to_nearest(weight, Kmeans4(), OPTIONS)
     torch.manual_seed(1)
     alone = round_to_nearest(weight[3:4], Kmeans4(), OPTIONS)
-    assert alone.codes[0].equal(whole.codes[3])
-    assert alone.grid["codebook"][0].equal(whole.grid["codebook"][3])
+    assert alone.q_weight[0].equal(whole.q_weight[3])
+    assert alone.qparams["codebook"][0].equal(whole.qparams["codebook"][3])
 
 
 def test_zeros_stay_zeros():
     weight = weights("normal") + 0.05
     weight[:, ::3] = 0
-    assert schemes.filled("kmeans4", weight, **OPTIONS).dequantize()[:, ::3].eq(0).all()
+    assert schemes.rounded_matrix("kmeans4", weight, **OPTIONS).dequantize()[:, ::3].eq(0).all()
 
 
 def test_two_codes_lie_in_a_byte_the_first_in_the_low_bits():
-    matrix = schemes.filled("kmeans4", weights("normal"), **OPTIONS)
-    codes = matrix.decided().codes[3, 0]
+    matrix = schemes.rounded_matrix("kmeans4", weights("normal"), **OPTIONS)
+    codes = matrix.unpack().q_weight[3, 0]
     assert matrix.codes[3, 0, 5] == int(codes[10]) + 16 * int(codes[11])
 
 
@@ -104,7 +109,7 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
         quantize_module(nn.Linear(300, 24), "kmeans4", {"group_size": size, "accuracy_level": level})
         for size, level in itertools.product((128, 256), (0, 4))
     ]
-    said = schemes.said_of_products([layer.eval() for layer in layers], tmp_path / "optimized.onnx")
+    said = schemes.fused_matmul_attributes([layer.eval() for layer in layers], tmp_path / "optimized.onnx")
     assert sorted((a["bits"], a["block_size"], a["accuracy_level"]) for a in said) == [
         (8, 128, 0), (8, 128, 4), (8, 256, 0), (8, 256, 4)
     ]  # fmt: skip
@@ -112,7 +117,7 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
 
 def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
     layer = quantize_module(nn.Linear(1024, 512), "kmeans4").eval()
-    made = schemes.graph_of([layer], torch.randn(1, 2, 1024))
+    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
     stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     told = 512 * (1024 // 2 + 4 * 16 + 4 * 2)
     assert sum(len(t.raw_data) for t in stored) == told
@@ -121,5 +126,5 @@ def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
 
 def test_what_fills_up_the_last_group_is_no_weight_of_zero():
     weight = torch.linspace(0.2, 0.9, 8)[None]
-    values = schemes.filled("kmeans4", weight).values()
+    values = schemes.rounded_matrix("kmeans4", weight).dequantized()
     torch.testing.assert_close(values, weight, rtol=0, atol=0.9 / 127 / 2 + 1e-3)

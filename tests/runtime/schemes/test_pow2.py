@@ -8,7 +8,7 @@ import schemes
 import torch
 from torch import nn
 
-from smelt.compress.quantize.coding import quantize_module, round_to_nearest
+from smelt.compress.quantize.weight_quantizer import quantize_module, round_to_nearest
 from smelt.runtime.schemes.pow2 import Pow2
 
 SIZES = (16, 32, 64, 128)
@@ -27,7 +27,7 @@ def by_formula(x, scale):
 def test_values_are_those_of_the_formula(size):
     torch.manual_seed(0)
     weight = torch.randn(6, 256).pow(3) * 0.01
-    found = schemes.filled("pow2", weight, group_size=size).dequantize()
+    found = schemes.rounded_matrix("pow2", weight, group_size=size).dequantize()
     for row, mine in zip(weight.tolist(), found.tolist(), strict=True):
         for start in range(0, 256, size):
             group = row[start : start + size]
@@ -54,7 +54,7 @@ def test_small_scales_leave_as_they_are():
     whole.weight.data *= 1e-4
     layer = quantize_module(whole, "pow2").eval()
     x = torch.randn(2, 3, 64)
-    (got,) = schemes.by_onnx_runtime([layer], x)
+    (got,) = schemes.run_onnx_runtime([layer], x)
     with torch.inference_mode():
         expected = layer(x)
     assert (torch.from_numpy(got) - expected).abs().max() < 1e-5 * expected.std()
@@ -66,13 +66,13 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
         quantize_module(nn.Linear(300, 24), "pow2", {"group_size": size, "accuracy_level": level}).eval()
         for size, level in itertools.product(SIZES, (0, 4))
     ]
-    said = schemes.said_of_products(layers, tmp_path / "optimized.onnx")
+    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
     assert {a["bits"] for a in said} == {8}
 
 
 def test_a_graph_holds_four_bits_a_weight():
     layer = quantize_module(nn.Linear(1024, 512), "pow2").eval()
-    made = schemes.graph_of([layer], torch.randn(1, 2, 1024))
+    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
     stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     told = 512 * (1024 // 2 + 16 * 2)
     assert sum(len(t.raw_data) for t in stored) == told

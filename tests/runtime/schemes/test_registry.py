@@ -1,33 +1,33 @@
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtime.schemes.registry import (
-    DEFAULT,
+    DEFAULT_SCHEME,
     SCHEMES,
     bits_per_weight,
-    check_options,
-    defaults,
-    find,
-    operators,
-    options_of_all,
-    precisions_of,
-    refusal,
-    targets_of,
-    unfit,
+    default_options,
+    find_scheme,
+    quantized_operators,
+    schemes_by_option,
+    supported_dtypes,
+    supported_targets,
+    unsupported_reason,
+    unsupported_scheme_options,
+    validate_scheme_options,
 )
-from smelt.runtime.schemes.scheme import GRAPHS_OF
+from smelt.runtime.schemes.scheme import GRAPH_TARGETS
 
 
 def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
-    assert SCHEMES[DEFAULT].tables
-    assert not SCHEMES[DEFAULT].trained
+    assert SCHEMES[DEFAULT_SCHEME].supports_embeddings
+    assert not SCHEMES[DEFAULT_SCHEME].requires_training
 
 
 @pytest.mark.parametrize("word", ["itn4", "int5", 7, None, [], {}])
 def test_what_is_no_scheme_is_refused_with_those_that_there_are(word):
-    with refused("unknown-scheme", InputError) as caught:
-        find(word)
+    with raises_code("unknown-scheme", InputError) as caught:
+        find_scheme(word)
     assert all(name in str(caught.value) for name in SCHEMES)
 
 
@@ -35,7 +35,7 @@ OPTIONS = "unsupported-scheme-options"
 
 
 def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
-    for found in options_of_all().values():
+    for found in schemes_by_option().values():
         assert len({option.description for _, option in found}) == 1
         assert all(option.allows(option.default) for _, option in found)
 
@@ -60,15 +60,15 @@ def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
     ],
 )
 def test_options_that_no_matrix_has_are_refused(scheme, change, code, values):
-    with refused(code, InputError) as caught:
-        check_options(find(scheme), defaults(find(scheme)) | change)
+    with raises_code(code, InputError) as caught:
+        validate_scheme_options(find_scheme(scheme), default_options(find_scheme(scheme)) | change)
     assert caught.value.setting == (next(iter(change)) if code == "wrong-value" else None)
     assert all(value in str(caught.value) for value in values)
 
 
 def test_an_option_that_is_missing_is_refused():
-    with refused("unsupported-scheme-options", InputError) as caught:
-        check_options(find("int4"), {"group_size": 64})
+    with raises_code("unsupported-scheme-options", InputError) as caught:
+        validate_scheme_options(find_scheme("int4"), {"group_size": 64})
     assert all(part in str(caught.value) for part in ("int4", "{'group_size': 64}"))
 
 
@@ -96,40 +96,56 @@ def test_an_option_that_is_missing_is_refused():
     ],
 )
 def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):
-    assert bits_per_weight(find(scheme), options, 1024) == bits
+    assert bits_per_weight(find_scheme(scheme), options, 1024) == bits
 
 
 def test_several_schemes_run_where_each_of_them_does():
-    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino", *GRAPHS_OF]
-    assert targets_of([find("int4"), find("binary")]) == ["ort-cpu"]
-    assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt", "openvino", *GRAPHS_OF]
+    assert supported_targets([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino", *GRAPH_TARGETS]
+    assert supported_targets([find_scheme("int4"), find_scheme("binary")]) == ["ort-cpu"]
+    assert supported_targets([find_scheme("int8-static")]) == [
+        "ort-cpu",
+        "tensorrt",
+        "openvino",
+        *GRAPH_TARGETS,
+    ]
 
 
 def test_tensorrt_runs_4_bits_with_some_options_alone():
-    int4, fine = find("int4"), {"group_size": 64, "symmetric": "positive", "accuracy_level": 0}
-    assert targets_of([int4]) == ["ort-cpu", "tensorrt", "openvino", "ort-tensorrt-rtx"]
-    assert "no option that lets TensorRT 10" in refusal(int4, "ort-tensorrt")
-    assert "for whole rows" in refusal(find("int8-groupwise"), "ort-tensorrt")
+    int4, fine = find_scheme("int4"), {"group_size": 64, "symmetric": "positive", "accuracy_level": 0}
+    assert supported_targets([int4]) == ["ort-cpu", "tensorrt", "openvino", "ort-tensorrt-rtx"]
+    own, groupwise = int4.unsupported_targets, find_scheme("int8-groupwise")
+    assert "tensorrt" not in own
+    assert unsupported_reason(int4, "ort-tensorrt") == own["ort-tensorrt"]
+    assert "ort-tensorrt" not in groupwise.unsupported_targets
+    assert unsupported_reason(groupwise, "ort-tensorrt") == groupwise.unsupported_targets["tensorrt"]
     for target in ("tensorrt", "ort-tensorrt-rtx"):
-        assert unfit(int4, fine, target) == []
-        assert unfit(int4, fine | {"group_size": 32}, target) == ["`group_size: 64 or 128`"]
-        assert unfit(int4, fine | {"symmetric": False}, target) == ["`symmetric: positive`"]
-        assert unfit(int4, fine | {"accuracy_level": 4}, target) == ["`accuracy_level: 0`"]
-        assert unfit(int4, {"group_size": 128}, target) == []  # of what is not known nothing is said
-        assert precisions_of([int4], target) == ["fp32", "fp16"]
-        assert precisions_of([int4, find("int8-static")], target) == ["fp32"]
-    assert unfit(int4, fine | {"accuracy_level": 4}, "openvino") == []
-    assert precisions_of([int4], "openvino") == ["fp32"]
+        assert unsupported_scheme_options(int4, fine, target) == []
+        assert unsupported_scheme_options(int4, fine | {"group_size": 32}, target) == [
+            "`group_size: 64 or 128`"
+        ]
+        assert unsupported_scheme_options(int4, fine | {"symmetric": False}, target) == [
+            "`symmetric: positive`"
+        ]
+        assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, target) == [
+            "`accuracy_level: 0`"
+        ]
+        assert (
+            unsupported_scheme_options(int4, {"group_size": 128}, target) == []
+        )  # of what is not known nothing is said
+        assert supported_dtypes([int4], target) == ["fp32", "fp16"]
+        assert supported_dtypes([int4, find_scheme("int8-static")], target) == ["fp32"]
+    assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, "openvino") == []
+    assert supported_dtypes([int4], "openvino") == ["fp32"]
 
 
 def test_an_operator_of_two_schemes_has_its_scales_in_one_place():
     for scheme in SCHEMES.values():
-        assert scheme.operators.items() <= operators().items()
+        assert scheme.operators.items() <= quantized_operators().items()
 
 
 def test_a_table_has_one_meaning_in_all_schemes():
     """Place-holders name a table by its word alone."""
     found = {}
     for scheme in SCHEMES.values():
-        for word, table in scheme.load_tables().items():
+        for word, table in scheme.unpacking_tables().items():
             assert (found.setdefault(word, table) == table).all(), f"{scheme.name}: {word}"

@@ -5,12 +5,12 @@ import random
 
 import classifiers
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from smelt.core.errors import InputError
-from smelt.runtime.text.rust_tokenizer import RustTokenizer, cleaned, kept_places
-from smelt.runtime.text.tokenizing_file import Tokenizing
+from smelt.runtime.text.rust_tokenizer import RustTokenizer, clean_up_tokenization, indices_after_truncation
+from smelt.runtime.text.tokenizer_info import TokenizerInfo
 
 PATTERNS = {
     "bert": processors.TemplateProcessing(
@@ -40,7 +40,7 @@ def text(count, first=0):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_cut_rows_are_those_that_the_library_cuts(tmp_path, pattern, side):
     words(PATTERNS[pattern]).save(str(tmp_path / "tokenizer.json"))
-    ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers", types=True, truncation_side=side))
+    ours = RustTokenizer(tmp_path, TokenizerInfo(reader="tokenizers", types=True, truncation_side=side))
     draw = random.Random(0)
     for _ in range(120):
         first, second = text(draw.randrange(20)), text(draw.randrange(20), 30)
@@ -49,17 +49,17 @@ def test_cut_rows_are_those_that_the_library_cuts(tmp_path, pattern, side):
         whole = theirs.encode(first, pair)
         theirs.enable_truncation(limit, direction=side)
         cut = theirs.encode(first, pair)
-        found = ours.encode_rows([first], limit, None if pair is None else [pair])
+        found = ours.encode_batch([first], limit, None if pair is None else [pair])
         assert (found.ids, found.types) == ([cut.ids], [cut.type_ids]), (first, pair, limit)
         assert found.truncated == (len(whole.ids) > limit)
 
 
 def test_an_unknown_token_that_is_no_word_is_an_explained_error(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
-    ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
-    assert ours.encode_rows(["a"], 9).ids == [[0]]
-    with refused("tokenizer-failed", InputError):
-        ours.encode_rows(["b"], 9)
+    ours = RustTokenizer(tmp_path, TokenizerInfo(reader="tokenizers"))
+    assert ours.encode_batch(["a"], 9).ids == [[0]]
+    with raises_code("tokenizer-failed", InputError):
+        ours.encode_batch(["b"], 9)
 
 
 @pytest.mark.parametrize("section", ["truncation", "padding"])
@@ -72,35 +72,35 @@ def test_what_a_file_says_of_cutting_and_padding_does_not_act(tmp_path, section)
         made.enable_padding(length=16)
     made.save(str(tmp_path / "tokenizer.json"))
     assert json.loads((tmp_path / "tokenizer.json").read_text())[section]
-    ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers", types=True))
-    found = ours.encode_rows([text(8), text(2)], 64)
+    ours = RustTokenizer(tmp_path, TokenizerInfo(reader="tokenizers", types=True))
+    found = ours.encode_batch([text(8), text(2)], 64)
     assert found.ids == [[0, *range(3, 11), 1], [0, 3, 4, 1]]
     assert (found.types, found.truncated) == ([[0] * 10, [0] * 4], 0)
-    assert ours.encode_rows([text(8), text(2)], 6).truncated == 1
+    assert ours.encode_batch([text(8), text(2)], 6).truncated == 1
 
 
 def test_special_tokens_stay_where_no_text_has_room():
-    assert kept_places([None, 0, 0, None], 2, False) == [0, 3]
-    assert kept_places([None, 0, None], 1, False) == [0, 2]
+    assert indices_after_truncation([None, 0, 0, None], 2, False) == [0, 3]
+    assert indices_after_truncation([None, 0, None], 1, False) == [0, 2]
 
 
 def test_blanks_before_punctuation_go_as_transformers_lets_them(tmp_path):
     from smelt.runtime.models.checkpoint import load_tokenizer
 
-    theirs = load_tokenizer(classifiers.bert(tmp_path / "m"))
+    theirs = load_tokenizer(classifiers.write_bert(tmp_path / "m"))
     said = "i do n't , you 've . he 's ? we 're ! i 'm ' so ' ."
-    assert cleaned(said) == theirs.clean_up_tokenization(said) != said
+    assert clean_up_tokenization(said) == theirs.clean_up_tokenization(said) != said
 
 
 @pytest.mark.parametrize("damage", ["{", "{}", ""])
 def test_a_damaged_file_is_named(tmp_path, damage):
     (tmp_path / "tokenizer.json").write_text(damage)
-    with refused("damaged-tokenizer", InputError) as caught:
-        RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
+    with raises_code("damaged-tokenizer", InputError) as caught:
+        RustTokenizer(tmp_path, TokenizerInfo(reader="tokenizers"))
     assert "tokenizer.json" in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with refused("damaged-tokenizer", InputError) as caught:
-        RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
+    with raises_code("damaged-tokenizer", InputError) as caught:
+        RustTokenizer(tmp_path, TokenizerInfo(reader="tokenizers"))
     assert "tokenizer.json" in str(caught.value)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from refusals import refused
+from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtime.text.sentence_files import (
@@ -116,7 +116,7 @@ def test_settings_in_a_file_called_after_the_family_are_read(tmp_path):
     ],
 )
 def test_what_is_not_supported_is_said_with_the_file(made, code, named, tmp_path):
-    with refused(code, InputError) as error:
+    with raises_code(code, InputError) as error:
         read_sentence_rules(folder(tmp_path, **made))
     assert str(tmp_path) in str(error.value)
     assert named in str(error.value)
@@ -126,7 +126,7 @@ def test_what_is_not_supported_is_said_with_the_file(made, code, named, tmp_path
 def test_a_broken_file_is_named(name, tmp_path):
     folder(tmp_path)
     (tmp_path / name).write_text("{")
-    with refused("damaged-file", InputError) as caught:
+    with raises_code("damaged-file", InputError) as caught:
         read_sentence_rules(tmp_path)
     assert name in str(caught.value)
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import causal
+import graph_outline
 import images
 import numpy as np
-import outline
 import tiny
-from golden_cases import CASES, GRAPH, MAKERS, Case
+from golden_cases import CASES, MAKERS, THIRD_PARTY_GRAPH, Case
 
 FILE = Path(__file__).with_name("golden.json")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sentencepiece", "onnx", "onnxscript", "onnxsim")
@@ -41,7 +41,7 @@ def stage_version(case: Case) -> str:
     """Return the versions of the stages that make the case's result, the first one first."""
     from smelt.recipe.stage_table import load_stage
 
-    words = [*(word for word, _ in case.before), case.stage]
+    words = [*(word for word, _ in case.preceding_stages), case.stage]
     return " + ".join(f"{word} {load_stage(word).version}" for word in words)
 
 
@@ -49,24 +49,24 @@ def fingerprint(case: Case) -> dict[str, Any]:
     """Run the case; return what is exact of its result and what is not."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        if case.family == GRAPH:
-            return _of_graphs(_run_on_graph(case, folder))
+        if case.family == THIRD_PARTY_GRAPH:
+            return _graphs_fingerprint(_run_on_graph(case, folder))
         make, task = MAKERS[case.family]
         model = make(folder / "model")
-        _settle(model, 1)
-        source, teacher = model, tiny.artifact(model, task)
+        _set_integer_weights(model, 1)
+        source, teacher = model, tiny.as_artifact(model, task)
         if case.stage == "distill":  # a student is not its own teacher
             source = make(folder / "student")
-            _settle(source, 2)
-        for number, (word, settings) in enumerate(case.before):
-            source = _run(word, settings, source, task, teacher, folder / str(number))
-        out = _run(case.stage, case.settings, source, task, teacher, folder / "out")
+            _set_integer_weights(source, 2)
+        for number, (word, settings) in enumerate(case.preceding_stages):
+            source = _run_stage(word, settings, source, task, teacher, folder / str(number))
+        out = _run_stage(case.stage, case.settings, source, task, teacher, folder / "out")
         if case.stage == "onnx":
-            return _of_graphs(out)
-        return _of_model(out, source if case.settings.get("max_steps") else None)
+            return _graphs_fingerprint(out)
+        return _model_fingerprint(out, source if case.settings.get("max_steps") else None)
 
 
-def _settle(folder: Path, seed: int) -> None:
+def _set_integer_weights(folder: Path, seed: int) -> None:
     """Give the model in `folder` weights that are made of integers alone."""
     import torch
 
@@ -75,7 +75,9 @@ def _settle(folder: Path, seed: int) -> None:
     model, edits = load_model(folder)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            values = (_bits(parameter.numel(), 1000 * seed + number) >> np.uint64(40)).astype(np.float64)
+            values = (_random_bits(parameter.numel(), 1000 * seed + number) >> np.uint64(40)).astype(
+                np.float64
+            )
             values = (values / 2**23 - 1).astype(np.float32).reshape(parameter.shape)
             scale, centre = (
                 (0.5, 0.0) if parameter.dim() > 1 else (0.125, 1.0 if "norm" in name.lower() else 0.0)
@@ -88,7 +90,7 @@ def _settle(folder: Path, seed: int) -> None:
         path.replace(folder / path.name)
 
 
-def _bits(count: int, seed: int) -> Any:
+def _random_bits(count: int, seed: int) -> Any:
     """Return uint64 [count], well mixed (splitmix64, Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
@@ -97,21 +99,21 @@ def _bits(count: int, seed: int) -> Any:
         return z ^ (z >> np.uint64(31))
 
 
-def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
+def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
     """Run a stage as the pipeline does; return its folder."""
     from smelt.core.data import Columns, Split
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
     from smelt.core.stage import Context
     from smelt.recipe.stage_table import load_stage
 
     out.mkdir()
     rows = out.parent / "rows"
     if task == "language-modeling":
-        split: Split = read_split(str(causal.lines(rows.with_suffix(".txt"), 30)), task, Columns(), out)
+        split: Split = read_split(str(causal.write_lines(rows.with_suffix(".txt"), 30)), task, Columns(), out)
     elif task == images.TASK:
-        split = images.split(images.rows(rows.with_suffix(".jsonl")))
+        split = images.read_rows(images.write_rows(rows.with_suffix(".jsonl")))
     else:
-        write = tiny.labelled if task == "text-classification" else tiny.pairs
+        write = tiny.write_labelled if task == "text-classification" else tiny.write_pairs
         split = read_split(str(write(rows.with_suffix(".jsonl"), 16)), task, Columns(), out)
     data = {"train": split, "validation": split}
     ctx = Context(
@@ -119,24 +121,26 @@ def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: P
         device="cpu",
     )  # fmt: skip
     stage = load_stage(word)
-    stage()(tiny.artifact(source, task), stage.settings_type(**settings), ctx)
+    stage()(tiny.as_artifact(source, task), stage.settings_type(**settings), ctx)
     return out
 
 
 def _run_on_graph(case: Case, folder: Path) -> Path:
     """Run a stage on a graph of somebody else; return its folder."""
-    import foreign_graphs
     import harness
+    import third_party_graphs
 
     from smelt.recipe.stage_table import load_stage
 
     stage = load_stage(case.stage)
-    source = foreign_graphs.artifact(folder / "source", foreign_graphs.two_layers())
-    rows = {"calibration": foreign_graphs.split()}
-    return harness.run(stage(), stage.settings_type(**case.settings), source, folder / "out", data=rows).out
+    source = third_party_graphs.make_artifact(folder / "source", third_party_graphs.two_layer_classifier())
+    rows = {"calibration": third_party_graphs.make_split()}
+    return harness.run_stage(
+        stage(), stage.settings_type(**case.settings), source, folder / "out", data=rows
+    ).out
 
 
-def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:
+def _model_fingerprint(out: Path, trained_from: Path | None) -> dict[str, Any]:
     """Return shapes, edits, and projections of the weights, of their change where they were trained."""
     from safetensors.numpy import load_file
 
@@ -160,7 +164,7 @@ def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:
     return {"exact": {"tensors": _digest(shapes), "edits": _digest(edits)}, "numbers": _projections(values)}
 
 
-def _of_graphs(out: Path) -> dict[str, Any]:
+def _graphs_fingerprint(out: Path) -> dict[str, Any]:
     """Return for each graph its operators, its structure, and projections of its constants."""
     import onnx
 
@@ -170,9 +174,9 @@ def _of_graphs(out: Path) -> dict[str, Any]:
         kinds = Counter(node.op_type for node in model.graph.node)
         exact[path.stem] = {
             "operators": dict(sorted(kinds.items())),
-            "structure": _digest(outline.lines(model)),
+            "structure": _digest(graph_outline.outline_lines(model)),
         }
-        numbers |= _projections(outline.constants_of(model.graph), path.stem)
+        numbers |= _projections(graph_outline.ordered_constants(model.graph), path.stem)
     return {"exact": exact, "numbers": numbers}
 
 
@@ -186,7 +190,8 @@ def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[flo
         x = np.asarray(tensor, dtype=np.float64).ravel()
         x = np.where(np.isfinite(x), x, 0.0)  # a token that never comes has a score of minus infinity
         signs = [
-            1.0 - 2.0 * (_bits(x.size, 77 + 2 * number + k) & np.uint64(1)).astype(np.float64) for k in (0, 1)
+            1.0 - 2.0 * (_random_bits(x.size, 77 + 2 * number + k) & np.uint64(1)).astype(np.float64)
+            for k in (0, 1)
         ]
         kind = ".".join(part for part in name.split(".")[-2:] if not part.isdigit())
         found[f"{prefix} {kind}".strip()].append(
@@ -201,12 +206,12 @@ def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[flo
 
 
 def _digest(value: Any) -> str:
-    from smelt.core.files import hash_of
+    from smelt.core.files import json_hash
 
-    return hash_of(value if isinstance(value, list | dict) else list(value))[:16]
+    return json_hash(value if isinstance(value, list | dict) else list(value))[:16]
 
 
-def differences(golden: dict[str, Any], now: dict[str, Any], allowed: float = 0.002) -> list[str]:
+def fingerprint_differences(golden: dict[str, Any], now: dict[str, Any], allowed: float = 0.002) -> list[str]:
     """Return what differs between two fingerprints, in words.
 
     Kernels for other processors (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS) moved what
@@ -232,21 +237,21 @@ def differences(golden: dict[str, Any], now: dict[str, Any], allowed: float = 0.
     return found
 
 
-def read() -> dict[str, Any]:
+def read_golden() -> dict[str, Any]:
     """Return golden.json: case -> {"versions": ..., "libraries": {...: fingerprint}}."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     return found
 
 
-def write(names: list[str]) -> int:
+def write_golden(names: list[str]) -> int:
     """Bring golden.json up to date; return 1 where a result changed under its version."""
-    kept, here, refused = read(), libraries(), 0
+    kept, here, refused = read_golden(), libraries(), 0
     for name in names:
         case = CASES[name]
         now, versions = fingerprint(case), stage_version(case)
         old = kept.get(name, {"versions": versions, "libraries": {}})
         if old["versions"] == versions and here in old["libraries"]:
-            changed = differences(old["libraries"][here], now, case.tolerance)
+            changed = fingerprint_differences(old["libraries"][here], now, case.tolerance)
             if changed:
                 refused = 1
                 print(f"{name}: the result is another one under {versions}; raise the version of the stage:")
@@ -264,4 +269,4 @@ def write(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(write(sys.argv[1:] or list(CASES)))
+    sys.exit(write_golden(sys.argv[1:] or list(CASES)))

@@ -17,41 +17,43 @@ TRAINING: dict[str, Any] = {
     "num_evals": 0,
 }  # fmt: skip
 MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "marian": (tiny.marian, "translation"),
-    "t5": (seq2seq.t5, "summarization"),
-    "bert": (tiny.bert, "text-classification"),
-    "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),
-    "qwen2": (lambda folder: causal.model(folder, "qwen2"), "language-modeling"),
-    "resnet": (lambda folder: images.model(folder, "resnet"), images.TASK),
+    "marian": (tiny.write_marian, "translation"),
+    "t5": (seq2seq.write_t5, "summarization"),
+    "bert": (tiny.write_bert, "text-classification"),
+    "gpt2": (lambda folder: causal.write_model(folder, "gpt2", n_embd=64), "language-modeling"),
+    "qwen2": (lambda folder: causal.write_model(folder, "qwen2"), "language-modeling"),
+    "resnet": (lambda folder: images.write_model(folder, "resnet"), images.TASK),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A stage with settings on a tiny model of a family; `before` are stages that go first."""
+    """A stage with settings on a tiny model of a family; `preceding_stages` are stages that go first."""
 
     stage: str
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
-    before: tuple[tuple[str, dict[str, Any]], ...] = ()
-    allowed: float | None = None  # how far projections may be off, where it is not what `differences` says
+    preceding_stages: tuple[tuple[str, dict[str, Any]], ...] = ()
+    allowed_error: float | None = (
+        None  # how far projections may be off, where it is not what `differences` says
+    )
 
     @property
     def tolerance(self) -> float:
         """How far projections may be off, see `differences`."""
-        return self.allowed or (0.01 if self.settings.get("max_steps") else 0.002)
+        return self.allowed_error or (0.01 if self.settings.get("max_steps") else 0.002)
 
 
 # Least squares on few tokens of a tiny model multiply what kernels round differently (0.005 was seen), and
 # singular vectors of values that are nearly equal turn (0.08).
-REFIT, TURNED = 0.02, 0.2
+REFIT_TOLERANCE, ROTATION_TOLERANCE = 0.02, 0.2
 # The gradient of a constant added to all keys is rounding noise, which AdamW makes large (0.024 was seen).
-SIGNS = 0.05
+SIGN_TOLERANCE = 0.05
 # A search over a grid of scales takes the neighbour where two are nearly as good (0.076 was seen).
-SEARCHED = 0.1
-HALF: dict[str, Any] = {"targets": ["heads", "ffn"], "keep_ratio": 0.5}
-LABELS_TOO: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}
-INSIDE: dict[str, Any] = {
+SEARCH_TOLERANCE = 0.1
+HALF_OF_UNITS: dict[str, Any] = {"targets": ["heads", "ffn"], "keep_ratio": 0.5}
+LOGITS_AND_LABELS: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}
+INTERMEDIATE_LOSSES: dict[str, Any] = {
     "hidden_states": 1,
     "input_embeddings": 1,
     "attention": 1,
@@ -68,21 +70,23 @@ POW2: dict[str, Any] = {"scheme": "pow2", "group_size": 32}
 INT2: dict[str, Any] = {"scheme": "int2", "group_size": 32}
 TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "channel"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
-LISTED: dict[str, Any] = {"candidates_per_token": 3, "frequent_tokens": 5}
-GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
+SHORTLIST: dict[str, Any] = {"candidates_per_token": 3, "frequent_tokens": 5}
+THIRD_PARTY_GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
 CASES: dict[str, Case] = {
     "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
     "finetune bert": Case("finetune", "bert", TRAINING | {"lr_schedule": "cosine", "ema_decay": 0.8}),
     "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"gradient_accumulation_steps": 2}),
-    "distill marian": Case("distill", "marian", TRAINING | LABELS_TOO),
+    "distill marian": Case("distill", "marian", TRAINING | LOGITS_AND_LABELS),
     "distill bert, half of its layers": Case(
         "distill", "bert", TRAINING | {"temperature": 2.0, "student": {"layers": 1}}
     ),
     "distill bert, inside": Case(
-        "distill", "bert", TRAINING | {"temperature": 2.0, "losses": INSIDE, "layer_map": {0: 0, 2: 1}}
+        "distill",
+        "bert",
+        TRAINING | {"temperature": 2.0, "losses": INTERMEDIATE_LOSSES, "layer_map": {0: 0, 2: 1}},
     ),
     "distill marian, through codes": Case(
-        "distill", "marian", TRAINING | LABELS_TOO, (("quantize", BINARY),)
+        "distill", "marian", TRAINING | LOGITS_AND_LABELS, (("quantize", BINARY),)
     ),
     "finetune marian, learned scales": Case(
         "finetune", "marian", TRAINING | {"qat": {"scales": "lsq"}}, (("quantize", INT2),)
@@ -103,7 +107,7 @@ CASES: dict[str, Case] = {
         "bert",
         TRAINING | {"qat": {"activations": "one-bit"}},
         (("quantize", {"scheme": "binary", "group_size": 32}),),
-        allowed=SIGNS,
+        allowed_error=SIGN_TOLERANCE,
     ),
     "vocabulary marian": Case("trim-vocabulary", "marian", {"coverage": 0.7, "multiple_of": 1}),
     "vocabulary gpt2": Case("trim-vocabulary", "gpt2", {"size": 280}),
@@ -112,21 +116,28 @@ CASES: dict[str, Case] = {
     "depth bert, of parts": Case(
         "drop-layers", "bert", {"targets": ["attention", "ffn"], "keep_ratio": 0.75}
     ),
-    "prune bert": Case("prune", "bert", HALF, allowed=REFIT),
-    "prune marian, by magnitude": Case("prune", "marian", HALF | {"importance": "magnitude"}, allowed=REFIT),
-    "prune bert, across layers by Fisher": Case(
-        "prune", "bert", HALF | {"scope": "global", "importance": "fisher"}, allowed=REFIT
+    "prune bert": Case("prune", "bert", HALF_OF_UNITS, allowed_error=REFIT_TOLERANCE),
+    "prune marian, by magnitude": Case(
+        "prune", "marian", HALF_OF_UNITS | {"importance": "magnitude"}, allowed_error=REFIT_TOLERANCE
     ),
-    "prune qwen2": Case("prune", "qwen2", HALF),
+    "prune bert, across layers by Fisher": Case(
+        "prune",
+        "bert",
+        HALF_OF_UNITS | {"scope": "global", "importance": "fisher"},
+        allowed_error=REFIT_TOLERANCE,
+    ),
+    "prune qwen2": Case("prune", "qwen2", HALF_OF_UNITS),
     "prune bert, within a budget": Case(
         "prune", "bert", {"budget": {"parameters": 0.8}, "reconstruct": False}
     ),
-    "prune bert, its width": Case("prune", "bert", {"targets": ["width"], "keep_ratio": 0.5}, allowed=REFIT),
+    "prune bert, its width": Case(
+        "prune", "bert", {"targets": ["width"], "keep_ratio": 0.5}, allowed_error=REFIT_TOLERANCE
+    ),
     "quantize resnet, int8-static": Case(
         "quantize",
         "resnet",
         {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 2},
-        allowed=TURNED,
+        allowed_error=ROTATION_TOLERANCE,
     ),
     "prune resnet, channels": Case(
         "prune", "resnet", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4}
@@ -136,21 +147,24 @@ CASES: dict[str, Case] = {
         "resnet",
         {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, "importance": "magnitude"},
     ),
-    "prune bert, not compensated": Case("prune", "bert", HALF | {"reconstruct": False}),
+    "prune bert, not compensated": Case("prune", "bert", HALF_OF_UNITS | {"reconstruct": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
     "factorize marian, embeddings": Case("factorize", "marian", {"targets": "embeddings", "rank": 7}),
     "factorize marian, one budget": Case(
-        "factorize", "marian", {"parameter_budget": 0.5, "optimize_for": "size"}, allowed=TURNED
+        "factorize",
+        "marian",
+        {"parameter_budget": 0.5, "optimize_for": "size"},
+        allowed_error=ROTATION_TOLERANCE,
     ),
     "factorize bert, plain, by energy": Case(
         "factorize", "bert", {"method": "svd", "energy": 0.5, "optimize_for": "size"}
     ),
     "factorize resnet, tucker": Case(
-        "factorize", "resnet", {"method": "tucker", "keep_ratio": 0.5}, allowed=TURNED
+        "factorize", "resnet", {"method": "tucker", "keep_ratio": 0.5}, allowed_error=ROTATION_TOLERANCE
     ),
     "factorize resnet, cp by energy": Case(
-        "factorize", "resnet", {"method": "cp", "energy": 0.8}, allowed=TURNED
+        "factorize", "resnet", {"method": "cp", "energy": 0.8}, allowed_error=ROTATION_TOLERANCE
     ),
     "share bert": Case("share-weights", "bert"),
     "share marian, mean": Case("share-weights", "marian", {"init_from": "mean", "targets": ["ffn"]}),
@@ -158,9 +172,9 @@ CASES: dict[str, Case] = {
         "share-weights",
         "marian",
         {"init_from": "mean", "low_rank_delta": {"rank": 4, "iterations": 2}},
-        allowed=TURNED,
+        allowed_error=ROTATION_TOLERANCE,
     ),
-    "shortlist marian": Case("shortlist", "marian", LISTED),
+    "shortlist marian": Case("shortlist", "marian", SHORTLIST),
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize marian, int8 of one scale": Case("quantize", "marian", {"granularity": "tensor"}),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
@@ -175,7 +189,7 @@ CASES: dict[str, Case] = {
         "bert",
         INT4
         | {"scheme": "int3", "group_size": 16, "method": "awq", "clip": "awq", "calibration_samples": 16},
-        allowed=SEARCHED,
+        allowed_error=SEARCH_TOLERANCE,
     ),
     "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
     "quantize bert, int3": Case("quantize", "bert", INT3),
@@ -192,7 +206,7 @@ CASES: dict[str, Case] = {
         "quantize",
         "bert",
         INT4 | {"low_rank_correction": {"rank": 4, "objective": "outputs"}},
-        allowed=TURNED,
+        allowed_error=ROTATION_TOLERANCE,
     ),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
@@ -200,7 +214,7 @@ CASES: dict[str, Case] = {
     "onnx t5": Case("onnx", "t5"),
     "onnx gpt2": Case("onnx", "gpt2"),
     "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
-    "onnx marian, shortlist": Case("onnx", "marian", {}, (("shortlist", LISTED),)),
+    "onnx marian, shortlist": Case("onnx", "marian", {}, (("shortlist", SHORTLIST),)),
     "onnx marian, int8 of one scale": Case("onnx", "marian", {}, (("quantize", {"granularity": "tensor"}),)),
     "onnx marian, int8-static": Case("onnx", "marian", {}, (("quantize", STATIC),)),
     "onnx bert, int8-static for TensorRT": Case(
@@ -218,8 +232,8 @@ CASES: dict[str, Case] = {
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share-weights", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
     "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
-    "simplify graph": Case("simplify", GRAPH),
-    "quantize-onnx graph": Case("quantize-onnx", GRAPH),
-    "quantize-onnx graph, static": Case("quantize-onnx", GRAPH, {"scheme": "int8-static"}),
-    "fp16 graph": Case("fp16", GRAPH),
+    "simplify graph": Case("simplify", THIRD_PARTY_GRAPH),
+    "quantize-onnx graph": Case("quantize-onnx", THIRD_PARTY_GRAPH),
+    "quantize-onnx graph, static": Case("quantize-onnx", THIRD_PARTY_GRAPH, {"scheme": "int8-static"}),
+    "fp16 graph": Case("fp16", THIRD_PARTY_GRAPH),
 }

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
-PRODUCTS = ("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "MatMul", "Gemm")
-ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
+MATRIX_OPERATORS = ("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "MatMul", "Gemm")
+ATTENTION_OPERATORS = ("MultiHeadAttention", "GroupQueryAttention")
 
 
-class Nothing(Exception):  # noqa: N818
+class NotApplicable(Exception):  # noqa: N818
     """The graph has nothing that this mutation could change."""
 
 
@@ -25,23 +25,23 @@ def mutation(change: Callable[[Any], None]) -> Callable[[Any], None]:
     return change
 
 
-def nodes(model: Any, *kinds: str) -> list[Any]:
+def find_nodes(model: Any, *kinds: str) -> list[Any]:
     """Return the nodes of these kinds, of which there must be one."""
     found = [node for node in model.graph.node if node.op_type in kinds]
     if not found:
-        raise Nothing(", ".join(kinds))
+        raise NotApplicable(", ".join(kinds))
     return found
 
 
-def constant(model: Any, *words: str) -> Any:
+def find_constant(model: Any, *words: str) -> Any:
     """Return the first constant whose name holds all `words`."""
     found = (t for t in model.graph.initializer if all(word in t.name for word in words))
     if (tensor := next(found, None)) is None:
-        raise Nothing(" ".join(words))
+        raise NotApplicable(" ".join(words))
     return tensor
 
 
-def change(tensor: Any, how: Callable[[Any], Any]) -> None:
+def replace_values(tensor: Any, how: Callable[[Any], Any]) -> None:
     """Replace the values of a constant by `how(values)`."""
     values = numpy_helper.to_array(tensor)
     tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(values.copy())), tensor.name))
@@ -64,12 +64,12 @@ def rewire(model: Any, old: str, new: str, after: Any = None) -> None:
         model.graph.node.append(helper.make_node("Identity", [new], [old]))
 
 
-def put_after(model: Any, node: Any, kind: str, *more: Any, out: int = 0, **attributes: Any) -> None:
+def insert_after_node(model: Any, node: Any, kind: str, *more: Any, out: int = 0, **attributes: Any) -> None:
     """Let `kind`, with constants `more` as further inputs, change what `node` gives to all who read it."""
-    put_behind(model, node.output[out], list(model.graph.node).index(node), kind, *more, **attributes)
+    insert_after_value(model, node.output[out], list(model.graph.node).index(node), kind, *more, **attributes)
 
 
-def put_behind(model: Any, value: str, at: int, kind: str, *more: Any, **attributes: Any) -> None:
+def insert_after_value(model: Any, value: str, at: int, kind: str, *more: Any, **attributes: Any) -> None:
     """Let `kind` change the value `value` for all who read it; `at` is the place of who makes it, or -1."""
     names = []
     for number, array in enumerate(more):
@@ -88,11 +88,11 @@ def put_behind(model: Any, value: str, at: int, kind: str, *more: Any, **attribu
     model.graph.node.extend(rest)
 
 
-def residuals(model: Any) -> Iterator[Any]:
+def residual_additions(model: Any) -> Iterator[Any]:
     """Yield the additions of a sublayer to what went into it."""
     constants = {t.name for t in model.graph.initializer}
     makers = {name: n for n in model.graph.node for name in n.output}
-    kinds = [n for n in model.graph.node if n.op_type in PRODUCTS]
+    kinds = [n for n in model.graph.node if n.op_type in MATRIX_OPERATORS]
     products = {n.output[0] for n in kinds if n.input[1] in constants or n.op_type == "MatMulNBits"}
     for node in model.graph.node:
         if node.op_type == "Add" and not constants & set(node.input):
@@ -113,7 +113,7 @@ def head_width(model: Any, node: Any, heads: int) -> int:
     return sizes[reader.input[1]][0] // heads
 
 
-def scale_sizes(model: Any, node: Any) -> Any:
+def scale_initializers(model: Any, node: Any) -> Any:
     dims = {t.name: list(t.dims) for t in model.graph.initializer}
     makers = {name: n for n in model.graph.node for name in n.output}
     name = node.input[2]
@@ -122,6 +122,6 @@ def scale_sizes(model: Any, node: Any) -> Any:
     return dims[name]
 
 
-def with_first(values: Any, first: Any) -> Any:
+def with_first_value(values: Any, first: Any) -> Any:
     values.flat[0] = first
     return values

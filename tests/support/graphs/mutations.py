@@ -4,10 +4,16 @@ A mutation takes an onnx.ModelProto, changes it in place, and raises `Nothing` w
 `ALL` holds them by name.
 """
 
-import wrong_codes
-import wrong_masks
-import wrong_parts
-import wrong_places
+import layer_mutations
+import mask_mutations
+import position_mutations
+import quantization_mutations
 from graph_edits import MUTATIONS as ALL
 
-__all__ = ["ALL", "wrong_codes", "wrong_masks", "wrong_parts", "wrong_places"]
+__all__ = [
+    "ALL",
+    "layer_mutations",
+    "mask_mutations",
+    "position_mutations",
+    "quantization_mutations",
+]

@@ -6,12 +6,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import exports
-from exports import ROWS, context
+import graph_exports
+from graph_exports import ROWS, make_context
 
-__all__ = ["EVERYDAY", "GRAPHS", "ROWS", "context", "copy", "exported", "planned"]
+__all__ = [
+    "COMMON_FAMILIES",
+    "GRAPH_COUNTS",
+    "ROWS",
+    "copy_graphs",
+    "exported_folder",
+    "graphs_with_shapes",
+    "make_context",
+]
 
-GRAPHS = {
+GRAPH_COUNTS = {
     "marian": 2, "t5": 2, "roberta": 1, "embedder": 1, "gpt2": 1, "llama": 1,
     "bart": 2, "bert": 1, "distilbert": 1, "qwen2": 1,
     "mbart": 2, "m2m_100": 2, "pegasus": 2, "mpnet": 1, "modernbert": 1,
@@ -20,36 +28,36 @@ GRAPHS = {
     "embedder-distilbert": 1, "embedder-roberta": 1, "embedder-mpnet": 1, "embedder-modernbert": 1,
 }  # fmt: skip
 """Families, and how many graphs each leaves as."""
-EVERYDAY = ("marian", "t5", "roberta", "embedder", "gpt2", "llama")
+COMMON_FAMILIES = ("marian", "t5", "roberta", "embedder", "gpt2", "llama")
 """Those that are taken without SMELT_MATRIX=all: one of each kind, and two where what is fed differs."""
 
 
-def exported(family: str) -> Path:
+def exported_folder(family: str) -> Path:
     """Return a folder with the fp32 graphs of a family, its config and tokenizer; read only."""
-    return exports.exported(family, "fp32", "tensorrt").folder
+    return graph_exports.exported_graphs(family, "fp32", "tensorrt").folder
 
 
-def copy(family: str, out: Path, half: bool = False) -> Path:
+def copy_graphs(family: str, out: Path, half: bool = False) -> Path:
     """Copy the graphs and all else to the new folder `out`; with `half` in fp16, as `dtype: fp16` does."""
     import onnx
 
-    from smelt.export.precision.narrow import narrow
+    from smelt.export.precision.convert_to_half import convert_to_half
 
-    shutil.copytree(exported(family), out)
+    shutil.copytree(exported_folder(family), out)
     for path in sorted(out.glob("*.onnx")) if half else ():
         model = onnx.load(path)
-        narrow(model, path.stem)
+        convert_to_half(model, path.stem)
         onnx.save(model, path)
     return out
 
 
-def planned(family: str, folder: Path, **more: Any) -> dict[Path, Any]:
+def graphs_with_shapes(family: str, folder: Path, **more: Any) -> dict[Path, Any]:
     """Return the graphs that passed the preflight, with the shapes to build each for; more: settings."""
-    from smelt.export.tensorrt.ranges import profile_ranges
+    from smelt.export.tensorrt.profile_ranges import profile_ranges
     from smelt.export.tensorrt.settings import TensorrtSettings
     from smelt.export.tensorrt.stage import plan_graphs
 
-    ctx = context(folder, exports.FAMILIES[family][1])
+    ctx = make_context(folder, graph_exports.FAMILIES[family][1])
     settings = TensorrtSettings.model_validate({"max_batch_size": 4, "max_new_tokens": 12} | more)
     profiles, limit = profile_ranges(folder, settings, ctx)
     shapes = plan_graphs(folder, profiles, limit, ctx.warnings)

@@ -15,14 +15,14 @@ FAMILIES = ("gpt2", "llama", "qwen2")
 _END = "<|endoftext|>"
 
 
-def lines(path: Path, times: int = 6) -> Path:
+def write_lines(path: Path, times: int = 6) -> Path:
     """Write plain text, some thousand bytes."""
     rows = [line for n in range(times) for line in [*TEXT.splitlines(), f"Number {n} is the next one."]]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path
 
 
-def tokenizer(folder: Path, begin: bool = False) -> Any:
+def write_tokenizer(folder: Path, begin: bool = False) -> Any:
     """Write a byte-level BPE of 320 tokens; with `begin` it puts a first token before each text."""
     from tokenizers import ByteLevelBPETokenizer, processors
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +41,7 @@ def tokenizer(folder: Path, begin: bool = False) -> Any:
     return found
 
 
-def model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path:
+def write_model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path:
     """Write a random model of `family` with its tokenizer into `folder`; return it.
 
     Llama: 4 heads over 2 key-value heads, untied head, a first token before each text. Qwen2: the same
@@ -51,7 +51,7 @@ def model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path:
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    words = tokenizer(folder, begin=family == "llama")
+    words = write_tokenizer(folder, begin=family == "llama")
     common = {"vocab_size": len(words), "bos_token_id": 0, "eos_token_id": 0}
     gated = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tiny import SENTENCES, bert
+from tiny import SENTENCES, write_bert
 
-NAMES = ["calm", "angry", "glad"]
+CLASS_NAMES = ["calm", "angry", "glad"]
 
 
 def distilbert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
@@ -32,7 +32,9 @@ def distilbert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> P
         "num_labels": labels,
         "pad_token_id": 0,
     }
-    return _save(DistilBertForSequenceClassification, DistilBertConfig(**(values | config)), folder, seed)
+    return _save_model(
+        DistilBertForSequenceClassification, DistilBertConfig(**(values | config)), folder, seed
+    )
 
 
 def roberta(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
@@ -61,13 +63,13 @@ def roberta(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path
         "bos_token_id": 0,
         "eos_token_id": 2,
     }
-    return _save(RobertaForSequenceClassification, RobertaConfig(**(values | config)), folder, seed)
+    return _save_model(RobertaForSequenceClassification, RobertaConfig(**(values | config)), folder, seed)
 
 
-MAKERS = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
+MAKERS = {"bert": write_bert, "distilbert": distilbert, "roberta": roberta}
 
 
-def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
+def _save_model(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     import torch
 
     torch.manual_seed(seed)
@@ -80,11 +82,11 @@ def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     return folder
 
 
-def labelled(path: Path, problem: str, pairs: bool = False, rows: int = 8) -> Path:
+def write_labelled_rows(path: Path, problem: str, pairs: bool = False, rows: int = 8) -> Path:
     """Write `rows` rows as JSON lines: names of NAMES, lists of them, or numbers, by the problem type."""
     label_of = {
-        "single_label_classification": lambda i: NAMES[i % 3],
-        "multi_label_classification": lambda i: [n for k, n in enumerate(NAMES) if (i + 1) >> k & 1],
+        "single_label_classification": lambda i: CLASS_NAMES[i % 3],
+        "multi_label_classification": lambda i: [n for k, n in enumerate(CLASS_NAMES) if (i + 1) >> k & 1],
         "regression": lambda i: round(0.5 * (i % 5) - 1, 2),
     }[problem]
     lines = [{"text": SENTENCES[i % len(SENTENCES)], "label": label_of(i)} for i in range(rows)]

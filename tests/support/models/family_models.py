@@ -19,17 +19,17 @@ from torch import Tensor
 
 from smelt.runtime.models.checkpoint import load_model
 
-NAMES = sorted(every_family.OF_TEXTS)
+NAMES = sorted(every_family.TEXT_FAMILIES)
 MAKERS = {
-    "marian": tiny.marian,
-    "t5": seq2seq.t5,
-    "bart": seq2seq.bart,
-    "mbart": functools.partial(seq2seq.bart, kind="mbart"),
-    "bert": tiny.bert,
+    "marian": tiny.write_marian,
+    "t5": seq2seq.write_t5,
+    "bart": seq2seq.write_bart,
+    "mbart": functools.partial(seq2seq.write_bart, kind="mbart"),
+    "bert": tiny.write_bert,
     "distilbert": classifiers.distilbert,
     "roberta": classifiers.roberta,
-    **{name: functools.partial(causal.model, family=name) for name in causal.FAMILIES},
-    **{name: functools.partial(every_family.make, family=name) for name in every_family.CONFIGS},
+    **{name: functools.partial(causal.write_model, family=name) for name in causal.FAMILIES},
+    **{name: functools.partial(every_family.write_model, family=name) for name in every_family.CONFIGS},
 }
 
 
@@ -38,11 +38,11 @@ def load(name: str, **config: Any) -> Any:
 
     Norms too: as they are made, all of them multiply with one, and none could be told from another.
     """
-    return copy.deepcopy(_made(name, tuple(config.items())))
+    return copy.deepcopy(_load_cached(name, tuple(config.items())))
 
 
 @functools.cache
-def _made(name: str, config: tuple[tuple[str, Any], ...]) -> Any:
+def _load_cached(name: str, config: tuple[tuple[str, Any], ...]) -> Any:
     folder = Path(tempfile.mkdtemp(prefix=f"smelt-{name}-"))
     try:
         MAKERS[name](folder / "model", **dict(config))
@@ -58,7 +58,7 @@ def _made(name: str, config: tuple[tuple[str, Any], ...]) -> Any:
     return model
 
 
-def batch_for(model: Any) -> dict[str, Tensor]:
+def example_batch(model: Any) -> dict[str, Tensor]:
     """Return three texts of 7 tokens, none of them padding."""
     draw = torch.Generator().manual_seed(2)
     size = min(model.config.vocab_size, 40)
@@ -69,24 +69,28 @@ def batch_for(model: Any) -> dict[str, Tensor]:
     return batch
 
 
-def run(model: Any, batch: dict[str, Tensor], **more: Any) -> Any:
+def run_model(model: Any, batch: dict[str, Tensor], **more: Any) -> Any:
     """Return what the model gives, computed without a cache."""
-    cache = {"use_cache": False} if every_family.OF_TEXTS[model.config.model_type].kind != "encoder" else {}
+    cache = (
+        {"use_cache": False}
+        if every_family.TEXT_FAMILIES[model.config.model_type].architecture != "encoder"
+        else {}
+    )
     return model(**batch, **cache, **more)
 
 
-def graph(model: Any) -> Any:
+def dependency_graph(model: Any) -> Any:
     """Return torch-pruning's dependency graph of `model` (Fang et al. 2023, arXiv:2301.12900)."""
     import torch_pruning
 
     for parameter in model.parameters():  # it follows gradients
         parameter.requires_grad_(True)
     return torch_pruning.DependencyGraph().build_dependency(
-        model, batch_for(model), forward_fn=lambda m, batch: run(m, batch).logits, verbose=False
+        model, example_batch(model), forward_fn=lambda m, batch: run_model(m, batch).logits, verbose=False
     )
 
 
-def group(dependencies: Any, model: Any, root: str) -> set[tuple[str, int]]:
+def pruning_group(dependencies: Any, model: Any, root: str) -> set[tuple[str, int]]:
     """Return the axes, (tensor, dim), that torch-pruning cuts with the rows of the layer called `root`."""
     import torch_pruning
 
@@ -96,19 +100,19 @@ def group(dependencies: Any, model: Any, root: str) -> set[tuple[str, int]]:
     for dependency, _ in dependencies.get_pruning_group(layer, torch_pruning.prune_linear_out_channels, rows):
         module = dependency.target.module
         if isinstance(module, torch.nn.Parameter):
-            found.add((first_name(model, module), module.dim() - 1))
+            found.add((first_parameter_name(model, module), module.dim() - 1))
             continue
         tensors = [getattr(module, name, None) for name in ("weight", "bias")]
         weight, bias = (t if isinstance(t, torch.nn.Parameter) else None for t in tensors)
         gives = dependencies.is_out_channel_pruning_fn(dependency.handler)
         if weight is not None:
             across = isinstance(module, torch.nn.Embedding) or not gives
-            found.add((first_name(model, weight), 1 if across and weight.dim() == 2 else 0))
+            found.add((first_parameter_name(model, weight), 1 if across and weight.dim() == 2 else 0))
         if bias is not None and gives:
-            found.add((first_name(model, bias), 0))
+            found.add((first_parameter_name(model, bias), 0))
     return found
 
 
-def first_name(model: Any, tensor: Tensor) -> str:
+def first_parameter_name(model: Any, tensor: Tensor) -> str:
     """Return the first name of a parameter of `model`."""
     return next(name for name, parameter in model.named_parameters() if parameter is tensor)

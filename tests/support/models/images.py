@@ -12,32 +12,32 @@ import numpy as np
 from PIL import Image
 
 TASK = "image-classification"
-SIDE = 16
+IMAGE_SIZE = 16
 CONFIGS: dict[str, dict[str, Any]] = {
     "vit": {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-        "image_size": SIDE, "patch_size": 4,
+        "image_size": IMAGE_SIZE, "patch_size": 4,
     },
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
 }  # fmt: skip
 LABELS = ("dark", "light")
 
 
-def model(folder: Path, family: str = "vit", **config: Any) -> Path:
+def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
     """Write a random model with its image processor into `folder`, weights drawn widely; return it."""
     import torch
 
     from smelt.core.files import write_json
-    from smelt.runtime.images.processor import FILE, default_settings
+    from smelt.runtime.images.image_processor import PROCESSOR_FILE, default_processor_config
     from smelt.runtime.models.checkpoint import load_model, save_model
-    from smelt.runtime.models.making.new_model import make_model
+    from smelt.runtime.models.create.new_model import create_model
 
     drawn = folder.with_name(f"{folder.name}-drawn")
     for new in (folder, drawn):
         new.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, default_settings(SIDE))
+    write_json(folder / PROCESSOR_FILE, default_processor_config(IMAGE_SIZE))
     values = {"model_type": family} | CONFIGS[family] | config
-    make_model(values, folder, drawn, task=TASK, seed=0, labels=LABELS)
+    create_model(values, folder, drawn, task=TASK, seed=0, labels=LABELS)
     made, edits = load_model(drawn)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -48,13 +48,13 @@ def model(folder: Path, family: str = "vit", **config: Any) -> Path:
                 tensor.normal_(0, 0.5)
             elif name.endswith(("running_var", "normalization.weight")):
                 tensor.uniform_(0.5, 1.5)
-    (folder / FILE).unlink()
+    (folder / PROCESSOR_FILE).unlink()
     save_model(made, edits, folder, drawn)
     shutil.rmtree(drawn)
     return folder
 
 
-def picture(number: int, size: tuple[int, int] = (SIDE, SIDE), mode: str = "RGB") -> Any:
+def make_image(number: int, size: tuple[int, int] = (IMAGE_SIZE, IMAGE_SIZE), mode: str = "RGB") -> Any:
     """Return an image of Pillow's `size`, noise around a grey that is dark for even numbers."""
     draw = np.random.default_rng(number)
     depth = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
@@ -62,36 +62,36 @@ def picture(number: int, size: tuple[int, int] = (SIDE, SIDE), mode: str = "RGB"
     return Image.fromarray(values.astype(np.uint8).squeeze(), mode)
 
 
-def rows(path: Path, count: int = 8, columns: Sequence[str] = ("image", "label")) -> Path:
+def write_rows(path: Path, count: int = 8, columns: Sequence[str] = ("image", "label")) -> Path:
     """Write `count` images beside `path`, and rows of JSON that name them; return `path`."""
     folder = path.parent / f"{path.stem}-images"
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for number in range(count):
-        picture(number).save(folder / f"{number}.png")
+        make_image(number).save(folder / f"{number}.png")
         values = (f"{folder.name}/{number}.png", LABELS[number % 2])
         lines.append(json.dumps(dict(zip(columns, values, strict=True))))
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def classes(folder: Path, count: int = 8) -> Path:
+def write_class_folders(folder: Path, count: int = 8) -> Path:
     """Write `count` images into `folder`, one folder for each label; return it."""
     for number in range(count):
         place = folder / LABELS[number % 2]
         place.mkdir(parents=True, exist_ok=True)
-        picture(number).save(place / f"{number}.png")
+        make_image(number).save(place / f"{number}.png")
     return folder
 
 
-def archive(path: Path, count: int = 8) -> Path:
+def write_archive(path: Path, count: int = 8) -> Path:
     """Write `count` images into an archive as `shared/data/cifar10_jpeg` has it; return it."""
     import io
 
     parts = []
     for number in range(count):
         stream = io.BytesIO()
-        picture(number).save(stream, "JPEG")
+        make_image(number).save(stream, "JPEG")
         parts.append(stream.getvalue())
     offsets = np.cumsum([0, *map(len, parts)])
     labels = np.arange(count, dtype=np.uint8) % 2
@@ -99,9 +99,9 @@ def archive(path: Path, count: int = 8) -> Path:
     return path
 
 
-def split(path: Path) -> Any:
+def read_rows(path: Path) -> Any:
     """Return the rows that `path` holds."""
     from smelt.core.data import Columns
-    from smelt.core.rows.examples import read_split
+    from smelt.core.readers.examples import read_split
 
     return read_split(str(path), TASK, Columns(), path.parent)

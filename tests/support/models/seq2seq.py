@@ -10,7 +10,7 @@ from tiny import SENTENCES
 PREFIX = "summarize: "
 
 
-def t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) -> Path:
+def write_t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) -> Path:
     """Write a random T5 into `folder`: v1.0, or with `gated` v1.1 (gated FFN, a head of its own)."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -52,7 +52,7 @@ def t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) -> Path:
     model = T5ForConditionalGeneration(T5Config(**(values | config)))
     if gated:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    _draw(model, 0.2)
+    _randomize_weights(model, 0.2)
     with torch.no_grad():
         model.shared.weight.normal_(0, 1.0)
         for name, parameter in model.named_parameters():
@@ -66,13 +66,13 @@ def t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
-def bart(folder: Path, seed: int = 0, kind: str = "bart", **config: Any) -> Path:
+def write_bart(folder: Path, seed: int = 0, kind: str = "bart", **config: Any) -> Path:
     """Write a random BART (or with kind mbart an mBART-50) into `folder`."""
     import torch
     import transformers
 
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    size = _byte_tokenizer(folder, special) if kind == "bart" else _mbart_tokenizer(folder)
+    size = _write_byte_tokenizer(folder, special) if kind == "bart" else _write_mbart_tokenizer(folder)
     values = {
         "vocab_size": size,
         "d_model": 32,
@@ -92,7 +92,7 @@ def bart(folder: Path, seed: int = 0, kind: str = "bart", **config: Any) -> Path
     name = "Bart" if kind == "bart" else "MBart"
     made = getattr(transformers, f"{name}Config")(**(values | config))
     model = getattr(transformers, f"{name}ForConditionalGeneration")(made)
-    _draw(model, 0.3)
+    _randomize_weights(model, 0.3)
     model.save_pretrained(folder)
     forced = {"forced_bos_token_id": 0} if kind == "bart" else {}
     transformers.GenerationConfig(
@@ -106,7 +106,7 @@ def bart(folder: Path, seed: int = 0, kind: str = "bart", **config: Any) -> Path
     return folder
 
 
-def _byte_tokenizer(folder: Path, special: list[str]) -> int:
+def _write_byte_tokenizer(folder: Path, special: list[str]) -> int:
     """Write BART's kind of tokenizer, byte-level BPE between <s> and </s>; return its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -124,7 +124,7 @@ def _byte_tokenizer(folder: Path, special: list[str]) -> int:
     return tokenizer.get_vocab_size()
 
 
-def _mbart_tokenizer(folder: Path) -> int:
+def _write_mbart_tokenizer(folder: Path) -> int:
     """Write an mBART-50 tokenizer, which knows languages by their codes; return its size."""
     from transformers import MBart50Tokenizer
 
@@ -136,7 +136,7 @@ def _mbart_tokenizer(folder: Path) -> int:
     return len(tokenizer)
 
 
-def _draw(model: Any, spread: float) -> None:
+def _randomize_weights(model: Any, spread: float) -> None:
     """Draw all matrices widely; the defaults make every output the same."""
     import torch
 

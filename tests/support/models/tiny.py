@@ -20,7 +20,7 @@ SENTENCES = [
 ]
 
 
-def marian(folder: Path, seed: int = 0, **config: Any) -> Path:
+def write_marian(folder: Path, seed: int = 0, **config: Any) -> Path:
     """Write a random Marian with a real SentencePiece tokenizer into `folder`; return it."""
     import sentencepiece
     import torch
@@ -96,7 +96,7 @@ def marian(folder: Path, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
-def bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
+def write_bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
     """Write a random BERT classifier with a WordPiece tokenizer into `folder`; return it."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
@@ -128,7 +128,7 @@ def bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
     return folder
 
 
-def artifact(folder: Path, task: str = "translation", **details: Any) -> Any:
+def as_artifact(folder: Path, task: str = "translation", **details: Any) -> Any:
     """Present a model folder as a torch artifact."""
     from smelt.core.artifact import Artifact, Manifest
 
@@ -146,7 +146,7 @@ def artifact(folder: Path, task: str = "translation", **details: Any) -> Any:
     return Artifact(folder, manifest)
 
 
-def pairs(path: Path, rows: int = 8) -> Path:
+def write_pairs(path: Path, rows: int = 8) -> Path:
     """Write `rows` translation rows as JSON lines."""
     lines = [
         {"source": SENTENCES[i % len(SENTENCES)], "target": SENTENCES[(i + 4) % len(SENTENCES)]}
@@ -156,7 +156,7 @@ def pairs(path: Path, rows: int = 8) -> Path:
     return path
 
 
-def labelled(path: Path, rows: int = 8) -> Path:
+def write_labelled(path: Path, rows: int = 8) -> Path:
     """Write `rows` classification rows as JSON lines."""
     lines = [{"text": SENTENCES[i % len(SENTENCES)], "label": i % 2} for i in range(rows)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

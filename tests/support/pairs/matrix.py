@@ -13,12 +13,12 @@ Row = TypeVar("Row")
 Column = TypeVar("Column")
 
 
-def whole() -> bool:
+def is_full_matrix() -> bool:
     """Return whether all cells of all tables are asked for."""
     return os.environ.get("SMELT_MATRIX") == "all"
 
 
-def cells(
+def matrix_cells(
     rows: Sequence[Row], columns: Sequence[Column], full: Callable[[Row], bool] = lambda row: False
 ) -> list[tuple[Row, Column]]:
     """Return pairs of a row and a column; without SMELT_MATRIX=all, each row and each column at least once.
@@ -29,7 +29,7 @@ def cells(
         full: rows that are taken with every column all the same.
     """
     both = [(row, column) for row in rows for column in columns]
-    if whole():
+    if is_full_matrix():
         return both
     kept, least = [], max(len(rows), len(columns))
     diagonal = {(i % len(rows), i % len(columns)) for i in range(least)}

@@ -15,18 +15,18 @@ from typing import Any
 
 import causal
 import classifiers
+import embedders
 import every_family
 import images
-import sentences
 import seq2seq
 import tiny
 
-from smelt.core.data import IMAGES, SIMILARITY, Task
+from smelt.core.data import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
 from smelt.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)
-class Model:
+class TinyModel:
     """A tiny random model. kind: the name of its family."""
 
     kind: str
@@ -34,33 +34,33 @@ class Model:
     make: Callable[[Path], Any]
 
     @property
-    def in_pieces(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """Whether it has an encoder and a decoder."""
-        return FAMILIES[self.kind].kind == "seq2seq"
+        return FAMILIES[self.kind].architecture == "seq2seq"
 
 
-def _by_config() -> dict[str, Model]:
+def _models_by_config() -> dict[str, TinyModel]:
     return {
-        name: Model(name, FAMILIES[name].tasks[0], partial(every_family.make, family=name))
+        name: TinyModel(name, FAMILIES[name].tasks[0], partial(every_family.write_model, family=name))
         for name in every_family.CONFIGS
     }
 
 
-MODELS: dict[str, Model] = {
-    "marian": Model("marian", "translation", tiny.marian),
-    "t5": Model("t5", "summarization", partial(seq2seq.t5, gated=True)),
-    "bart": Model("bart", "summarization", seq2seq.bart),
-    "mbart": Model("mbart", "translation", partial(seq2seq.bart, kind="mbart")),
-    "bert": Model("bert", "text-classification", tiny.bert),
-    "distilbert": Model("distilbert", "text-classification", classifiers.distilbert),
-    "roberta": Model("roberta", "text-classification", classifiers.roberta),
-    "gpt2": Model("gpt2", "language-modeling", partial(causal.model, family="gpt2")),
-    "llama": Model("llama", "language-modeling", partial(causal.model, family="llama")),
-    "qwen2": Model("qwen2", "language-modeling", partial(causal.model, family="qwen2")),
-    "embedder": Model("bert", SIMILARITY, sentences.embedder),
-    **_by_config(),
-    "vit": Model("vit", images.TASK, images.model),
-    "resnet": Model("resnet", images.TASK, partial(images.model, family="resnet")),
+MODELS: dict[str, TinyModel] = {
+    "marian": TinyModel("marian", "translation", tiny.write_marian),
+    "t5": TinyModel("t5", "summarization", partial(seq2seq.write_t5, gated=True)),
+    "bart": TinyModel("bart", "summarization", seq2seq.write_bart),
+    "mbart": TinyModel("mbart", "translation", partial(seq2seq.write_bart, kind="mbart")),
+    "bert": TinyModel("bert", "text-classification", tiny.write_bert),
+    "distilbert": TinyModel("distilbert", "text-classification", classifiers.distilbert),
+    "roberta": TinyModel("roberta", "text-classification", classifiers.roberta),
+    "gpt2": TinyModel("gpt2", "language-modeling", partial(causal.write_model, family="gpt2")),
+    "llama": TinyModel("llama", "language-modeling", partial(causal.write_model, family="llama")),
+    "qwen2": TinyModel("qwen2", "language-modeling", partial(causal.write_model, family="qwen2")),
+    "embedder": TinyModel("bert", SENTENCE_SIMILARITY, embedders.write_embedder),
+    **_models_by_config(),
+    "vit": TinyModel("vit", images.TASK, images.write_model),
+    "resnet": TinyModel("resnet", images.TASK, partial(images.write_model, family="resnet")),
 }
 """Each family, and an embedder, which is trained otherwise."""
 LANGUAGES = {
@@ -68,12 +68,12 @@ LANGUAGES = {
     "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
 }
 DATA: dict[str, Callable[[Path], Any]] = {
-    "translation": tiny.pairs,
-    "summarization": tiny.pairs,
-    "text-classification": tiny.labelled,
-    images.TASK: images.rows,
-    "language-modeling": lambda path: causal.lines(path, 1),
-    SIMILARITY: sentences.rows,
+    "translation": tiny.write_pairs,
+    "summarization": tiny.write_pairs,
+    "text-classification": tiny.write_labelled,
+    images.TASK: images.write_rows,
+    "language-modeling": lambda path: causal.write_lines(path, 1),
+    SENTENCE_SIMILARITY: embedders.write_rows,
 }
 
 
@@ -81,42 +81,44 @@ DATA: dict[str, Callable[[Path], Any]] = {
 class Technique:
     """A stage with one small setting.
 
-    shrinks: whether fewer parameters, or for codes fewer bytes, must be left of a tiny model. behind: the
-    technique that stands before it where it goes first, for it takes codes; "" for the model itself.
+    shrinks: whether a tiny model must have fewer parameters afterwards, or fewer bytes if quantized.
+    applied_after: the technique that is applied first if it needs quantized weights; "" for the model itself.
     """
 
-    word: str
+    stage: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     shrinks: bool = False
-    behind: str = ""
+    applied_after: str = ""
 
-    def on(self, model: Model) -> dict[str, Any]:
+    def settings_for(self, model: TinyModel) -> dict[str, Any]:
         """Return the settings for `model`.
 
         A student's layers are called otherwise where there are two stacks, of models of images nothing inside
         is compared, and an embedder gives vectors.
         """
         found = dict(self.settings)
-        if "student" in found and model.in_pieces:
+        if "student" in found and model.is_encoder_decoder:
             found["student"] = {"decoder_layers": found["student"]["layers"]}
-        if model.task == IMAGES:
+        if model.task == IMAGE_CLASSIFICATION:
             found.pop("losses", None)
-        if model.task == SIMILARITY and "losses" in found:
-            found["losses"] = {"sentence_embedding": 1, **INSIDE}
+        if model.task == SENTENCE_SIMILARITY and "losses" in found:
+            found["losses"] = {"sentence_embedding": 1, **INTERMEDIATE_LOSSES}
         elif "losses" in found:
-            found["losses"] = {"logits": 1, **INSIDE}
+            found["losses"] = {"logits": 1, **INTERMEDIATE_LOSSES}
         return found
 
 
-TRAIN: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
-FEW: dict[str, Any] = {"calibration_samples": 4}
-STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 1}
-INSIDE = {"hidden_states": 1, "input_embeddings": 1, "self_attention_relations": 1}
+TRAINING_SETTINGS: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
+FEW_SAMPLES: dict[str, Any] = {"calibration_samples": 4}
+INT8_STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 1}
+INTERMEDIATE_LOSSES = {"hidden_states": 1, "input_embeddings": 1, "self_attention_relations": 1}
 TECHNIQUES: dict[str, Technique] = {
-    "finetune": Technique("finetune", TRAIN),
-    "lora": Technique("finetune", {"lora": {"rank": 2}, **TRAIN}),
+    "finetune": Technique("finetune", TRAINING_SETTINGS),
+    "lora": Technique("finetune", {"lora": {"rank": 2}, **TRAINING_SETTINGS}),
     "masks": Technique(
-        "finetune", {"learned_masks": {"learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAIN}, True
+        "finetune",
+        {"learned_masks": {"learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAINING_SETTINGS},
+        True,
     ),
     "masks-parts": Technique(
         "finetune",
@@ -127,39 +129,48 @@ TECHNIQUES: dict[str, Technique] = {
                 "warmup": 0.5,
                 "multiple_of": 4,
             },
-            **TRAIN,
+            **TRAINING_SETTINGS,
         },
         True,
     ),
     "masks-width": Technique(
         "finetune",
-        {"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5, "warmup": 0.5}, **TRAIN},
+        {
+            "learned_masks": {"targets": ["heads", "width"], "learning_rate": 5, "warmup": 0.5},
+            **TRAINING_SETTINGS,
+        },
         True,
     ),
-    "lsq": Technique("finetune", {"qat": {"scales": "lsq"}, **TRAIN}, behind="int4"),
-    "split": Technique("finetune", {"qat": {"weight_splitting": True}, **TRAIN}, behind="ternary"),
-    "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAIN}),
-    "distill": Technique("distill", TRAIN),
-    "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),
-    "vocabulary": Technique("trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True),
-    "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW}, True),
-    "prune": Technique("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW}, True),
-    "prune-budget": Technique("prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW}, True),
-    "depth-parts": Technique("drop-layers", {"targets": ["attention", "ffn"], **FEW}, True),
-    "width": Technique("prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW}, True),
-    "channels": Technique(
-        "prune", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW}, True
+    "lsq": Technique("finetune", {"qat": {"scales": "lsq"}, **TRAINING_SETTINGS}, applied_after="int4"),
+    "split": Technique(
+        "finetune", {"qat": {"weight_splitting": True}, **TRAINING_SETTINGS}, applied_after="ternary"
     ),
-    "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW}),
-    "factorize": Technique("factorize", {"rank": 12, "optimize_for": "size", **FEW}, True),
+    "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAINING_SETTINGS}),
+    "distill": Technique("distill", TRAINING_SETTINGS),
+    "student": Technique(
+        "distill", {"student": {"layers": 1}, "losses": INTERMEDIATE_LOSSES, **TRAINING_SETTINGS}, True
+    ),
+    "vocabulary": Technique("trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True),
+    "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW_SAMPLES}, True),
+    "prune": Technique("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW_SAMPLES}, True),
+    "prune-budget": Technique(
+        "prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW_SAMPLES}, True
+    ),
+    "depth-parts": Technique("drop-layers", {"targets": ["attention", "ffn"], **FEW_SAMPLES}, True),
+    "width": Technique("prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW_SAMPLES}, True),
+    "channels": Technique(
+        "prune", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW_SAMPLES}, True
+    ),
+    "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW_SAMPLES}),
+    "factorize": Technique("factorize", {"rank": 12, "optimize_for": "size", **FEW_SAMPLES}, True),
     "factorize-embeddings": Technique("factorize", {"targets": "embeddings", "rank": 12}, True),
     "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
     "share": Technique("share-weights", {}, True),
     "share-difference": Technique("share-weights", {"low_rank_delta": {"rank": 2}}, True),
     "shortlist": Technique("shortlist", {"candidates_per_token": 3, "frequent_tokens": 6}),
     "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
-    "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **STATIC}, True),
-    "int8-plain": Technique("quantize", STATIC, True),
+    "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **INT8_STATIC}, True),
+    "int8-plain": Technique("quantize", INT8_STATIC, True),
     "int8-groupwise": Technique(
         "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
     ),
@@ -169,9 +180,11 @@ TECHNIQUES: dict[str, Technique] = {
     "kmeans4": Technique("quantize", {"scheme": "kmeans4", "group_size": 128}, True),
     "pow2": Technique("quantize", {"scheme": "pow2", "group_size": 32}, True),
     "ternary": Technique("quantize", {"scheme": "ternary"}, True),
-    "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW}, True),
+    "gptq": Technique(
+        "quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW_SAMPLES}, True
+    ),
     "awq": Technique(
-        "quantize", {"scheme": "int4", "group_size": 32, "method": "awq", "clip": "awq", **FEW}, True
+        "quantize", {"scheme": "int4", "group_size": 32, "method": "awq", "clip": "awq", **FEW_SAMPLES}, True
     ),
     "hqq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "hqq"}, True),
     "bits": Technique(
@@ -180,7 +193,7 @@ TECHNIQUES: dict[str, Technique] = {
             "mixed_precision": {"target_bits": 8.5, "bit_widths": [4, 8]},
             "group_size": 16,
             "sensitivity_samples": 1,
-            **FEW,
+            **FEW_SAMPLES,
         },
         True,
     ),
@@ -193,9 +206,9 @@ TECHNIQUES: dict[str, Technique] = {
 }
 
 
-def chain(first: str, *others: str) -> tuple[str, ...]:
+def with_prerequisite(first: str, *others: str) -> tuple[str, ...]:
     """Return these techniques, and in front of them what the first one goes on from."""
-    stem = TECHNIQUES[first].behind
+    stem = TECHNIQUES[first].applied_after
     return (*((stem,) if stem else ()), first, *others)
 
 
@@ -215,9 +228,9 @@ def write_recipe(folder: Path, name: str, stages: list[str], target: str | None 
     data: dict[str, Any] = dict.fromkeys(("train", "validation", "test"), file.name)
     if model.task == "language-modeling":
         data["windows"] = {"length": 32}
-    if FAMILIES[model.kind].languages == "codes":
+    if FAMILIES[model.kind].language_selection == "codes":
         data |= LANGUAGES[model.kind]
-    steps = [{TECHNIQUES[stage].word: TECHNIQUES[stage].on(model)} for stage in stages]
+    steps = [{TECHNIQUES[stage].stage: TECHNIQUES[stage].settings_for(model)} for stage in stages]
     steps += [{"onnx": {"target": target}}] if target else []
     recipe = folder / "recipe.yaml"
     recipe.write_text(

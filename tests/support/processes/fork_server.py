@@ -20,23 +20,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-_IMPORTED_BY_A_RUN = [
+_RUN_IMPORTS = [
     *(
         "accelerate",
         "sklearn.metrics",
         "transformers.trainer",
         "smelt.execute.run",
-        "smelt.planning.order.checks",
+        "smelt.planning.order.plan_checker",
     ),
-    *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.stage"),
+    *("smelt.compress.finetune", "smelt.compress.distill.stage", "smelt.compress.factorize.stage"),
     *(
-        "smelt.compress.prune.structured",
-        "smelt.compress.prune.importance.of_units",
-        "smelt.compress.train.loop",
+        "smelt.compress.prune.stage",
+        "smelt.compress.prune.importance.score_units",
+        "smelt.compress.train.planned_trainer",
     ),
-    *("smelt.compress.quantize.coding", "smelt.evaluate.environment", "smelt.evaluate.quality"),
-    *("smelt.evaluate.report.html", "smelt.evaluate.report.markdown", "smelt.evaluate.report.table"),
-    *("smelt.runtime.predict", "smelt.runtime.layers.quantized", "smelt.runtime.backends.torch_backend"),
+    *("smelt.compress.quantize.weight_quantizer", "smelt.evaluate.environment", "smelt.evaluate.quality"),
+    *("smelt.evaluate.report.html", "smelt.evaluate.report.markdown", "smelt.evaluate.report.terminal_table"),
+    *(
+        "smelt.runtime.predict_texts",
+        "smelt.runtime.layers.quantized",
+        "smelt.runtime.backends.torch_backend",
+    ),
 ]
 
 
@@ -77,7 +81,7 @@ class ForkServer:
         self._child = int(self._ask(request | {"errors": output is not None}))
         return self._child
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Tell whether the run that was begun last has not ended."""
         return bool(self._ask("runs"))
 
@@ -86,7 +90,7 @@ class ForkServer:
         self._child = None
         return int(self._ask("wait"))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the run that was begun last, unless someone waited for its end."""
         if self._child is not None:
             os.kill(self._child, signal.SIGKILL)
@@ -104,7 +108,7 @@ def _serve() -> None:
 
     import smelt.cli
 
-    for name in _IMPORTED_BY_A_RUN:
+    for name in _RUN_IMPORTS:
         import_module(name)
     for name in ("BertForSequenceClassification", "BertTokenizer"):
         getattr(import_module("transformers"), name)  # imported when it is asked for

@@ -23,22 +23,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-_IMPORTED_BY_A_WORKER = [
-    *("smelt.runtime.class_predictions", "smelt.runtime.predict", "smelt.runtime.backends.open_runner"),
+_WORKER_IMPORTS = [
+    *("smelt.runtime.class_predictions", "smelt.runtime.predict_texts", "smelt.runtime.backends.open_runner"),
     *("smelt.runtime.backends.torch_backend", "smelt.runtime.backends.onnx_backend"),
-    *("smelt.evaluate.latency.watch", "transformers.modeling_utils", "transformers.tokenization_utils_base"),
+    *(
+        "smelt.evaluate.latency.timed_runner",
+        "transformers.modeling_utils",
+        "transformers.tokenization_utils_base",
+    ),
 ]
-_LONGEST = 1 << 20
+_MAX_MESSAGE_BYTES = 1 << 20
 
 
 def install(monkeypatch: Any) -> None:
     """Fork timing processes until the test ends."""
-    from smelt.evaluate.latency import process
+    from smelt.evaluate.latency import worker_process
 
-    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(
+        worker_process, "subprocess", SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE)
+    )
 
 
-class Forked:
+class ForkedWorker:
     """Stands in for the subprocess.Popen of a worker."""
 
     def __init__(
@@ -85,7 +91,7 @@ class _Server:
 
     def ask(self, request: Any, descriptors: Sequence[int] = ()) -> Any:
         socket.send_fds(self._ours, [json.dumps(request).encode()], descriptors)
-        answer = self._ours.recv(_LONGEST)
+        answer = self._ours.recv(_MAX_MESSAGE_BYTES)
         assert answer, "the process that forks timing processes has ended"
         return json.loads(answer)
 
@@ -104,18 +110,18 @@ def _server() -> _Server:
 def _serve(requests: socket.socket) -> None:
     import torch
 
-    for name in _IMPORTED_BY_A_WORKER:
+    for name in _WORKER_IMPORTS:
         import_module(name)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    while (found := socket.recv_fds(requests, _LONGEST, 3))[0]:
+    while (found := socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3))[0]:
         request, descriptors = json.loads(found[0]), found[1]
         if "start" in request:
             answer: Any = os.fork()
             if not answer:
                 requests.close()
-                _work(request["start"], descriptors)
+                _run_worker(request["start"], descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
@@ -124,7 +130,7 @@ def _serve(requests: socket.socket) -> None:
         requests.send(json.dumps(answer).encode())
 
 
-def _work(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
+def _run_worker(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
     """Be the child: answer until the pipe closes."""
     from smelt.evaluate.latency.worker import main
 

@@ -23,12 +23,12 @@ from typing import Any
 import yaml
 
 SECONDS, MEMORY = 20, 3 << 30
-ODD: list[Any] = [
+ODD_VALUES: list[Any] = [
     *(None, True, -1, 0, 1, 10**30, 1e308, float("nan"), float("inf"), "", "a", [], {}, [None], {"a": None}),
     *("x" * 100_000, "\ud800", "\u202e\x1b[31m", "../../etc/passwd", "a\0b", "9" * 400, [[]] * 50, "|<b>`"),
     *(2**31, -(2**63), 10_000_000, 0.5, "(?<=a+)b", "\\p{", "true", "1"),
 ]
-BYTES = [
+ODD_BYTES = [
     b"",
     b"\0",
     b"\xff\xfe",
@@ -45,15 +45,15 @@ BYTES = [
 ]
 
 
-ENDS = Counter[int]()  # how many commands ended with which exit code
+OUTCOMES = Counter[int]()  # how many commands ended with which exit code
 
 
-class TooLong(BaseException):
+class DrawTimeout(BaseException):
     """A draw took longer than it may; not an Exception, which somebody could catch."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class FuzzKind:
     """What is changed and who reads it. files: of which a draw changes one. commands: lines, `{home}`."""
 
     files: tuple[str, ...]
@@ -61,28 +61,28 @@ class Kind:
 
 
 KINDS = {
-    "recipes": Kind(("recipe.yaml",), (("plan", "recipe.yaml"),)),
-    "configs": Kind(
+    "recipes": FuzzKind(("recipe.yaml",), (("plan", "recipe.yaml"),)),
+    "configs": FuzzKind(
         ("m/config.json", "m/generation_config.json"),
         (("plan", "recipe.yaml"), ("init", "m", "--data", "data.jsonl")),
     ),
-    "tokenizers": Kind(
+    "tokenizers": FuzzKind(
         ("a/tokenizer.json", "a/tokenizer_config.json", "a/vocab.txt", "a/tokenizing.json"),
         (("predict", "a", "a man rides"), ("package", "a", "--out", "p")),
     ),
-    "manifests": Kind(
+    "manifests": FuzzKind(
         ("a/manifest.json",), (("predict", "a", "a man rides"), ("package", "a", "--out", "p"))
     ),
-    "reports": Kind(
+    "reports": FuzzKind(
         ("run/report.json",), (("report", "run"), ("package", "run/artifacts/onnx", "--out", "p"))
     ),
-    "rows": Kind(
+    "rows": FuzzKind(
         ("data.jsonl", "data.csv", "data.tsv"),
         tuple(("eval", "a", "--data", f"data.{end}") for end in ("jsonl", "csv", "tsv")),
     ),
-    "onnx": Kind(("a/model.onnx",), (("predict", "a", "a man rides"),)),
-    "foreign": Kind(("g.onnx",), (("init", "g.onnx"),)),
-    "images": Kind(
+    "onnx": FuzzKind(("a/model.onnx",), (("predict", "a", "a man rides"),)),
+    "foreign": FuzzKind(("g.onnx",), (("init", "g.onnx"),)),
+    "images": FuzzKind(
         ("images-images/0.png", "v/preprocessor_config.json"), (("eval", "v", "--data", "images.jsonl"),)
     ),
 }
@@ -102,44 +102,44 @@ def fuzz(kind: str, draws: int, home: Path, first: int = 0) -> Iterator[str]:
             path = (work / name).resolve()
             if home in path.parents:  # a link into the folder that is copied
                 path = work / path.relative_to(home)
-            path.write_bytes(mutated(draw, name, path.read_bytes()))
+            path.write_bytes(mutate(draw, name, path.read_bytes()))
             if not name.endswith("manifest.json"):
-                _record(path)
+                _update_manifest(path)
             for words in KINDS[kind].commands:
-                if (end := _end_of(words, work)) is not None:
+                if (end := _run_command(words, work)) is not None:
                     yield f"{kind} {number}: {name}: smelt {' '.join(words)}: {end}"
         finally:
             shutil.rmtree(work)
 
 
-def mutated(draw: random.Random, name: str, content: bytes) -> bytes:
+def mutate(draw: random.Random, name: str, content: bytes) -> bytes:
     """Return `content` with one to three changes: of values where it is JSON or YAML, else of bytes."""
     if name.endswith((".json", ".yaml")) and draw.random() < 0.8:
         value = json.loads(content) if name.endswith(".json") else yaml.safe_load(content)
         for _ in range(draw.randint(1, 3)):
-            value = _changed(draw, value)
+            value = _mutate_value(draw, value)
         return json.dumps(value).encode("utf-8", "surrogatepass")
     found = bytearray(content)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(found) + 1)
-        found[at : at + draw.choice([0, 1, 1, 8, 200])] = draw.choice([*BYTES, draw.randbytes(4)])
+        found[at : at + draw.choice([0, 1, 1, 8, 200])] = draw.choice([*ODD_BYTES, draw.randbytes(4)])
     return bytes(found[: draw.randrange(len(found) + 1)] if draw.random() < 0.1 else found)
 
 
-def _changed(draw: random.Random, value: Any) -> Any:
+def _mutate_value(draw: random.Random, value: Any) -> Any:
     """Return a JSON value in which one value, near the top rather than deep inside, is another or gone."""
     if not isinstance(value, dict | list) or not value or draw.random() < 0.1:
-        return draw.choice(ODD)
+        return draw.choice(ODD_VALUES)
     at = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
     if draw.random() < 0.15:
         if isinstance(value, dict):
             return {name: inner for name, inner in value.items() if name != at}
         return value[:at] + value[at + 1 :]
-    value[at] = _changed(draw, value[at])
+    value[at] = _mutate_value(draw, value[at])
     return value
 
 
-def _record(path: Path) -> None:
+def _update_manifest(path: Path) -> None:
     """Have the manifest beside `path`, where there is one, list its bytes, as whoever changed it would."""
     from smelt.core.files import sha256_of
 
@@ -151,7 +151,7 @@ def _record(path: Path) -> None:
             manifest.write_text(json.dumps(said))
 
 
-def _end_of(words: tuple[str, ...], work: Path) -> str | None:
+def _run_command(words: tuple[str, ...], work: Path) -> str | None:
     """Return how the command line ended in `work` if it must not end so."""
     import os
 
@@ -160,7 +160,7 @@ def _end_of(words: tuple[str, ...], work: Path) -> str | None:
     from smelt.cli import main
 
     def too_long(*_: Any) -> None:
-        raise TooLong
+        raise DrawTimeout
 
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(SECONDS)
@@ -173,7 +173,7 @@ def _end_of(words: tuple[str, ...], work: Path) -> str | None:
     finally:
         signal.alarm(0)
         os.chdir(before)
-    ENDS[result.exit_code] += 1
+    OUTCOMES[result.exit_code] += 1
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return f"{type(result.exception).__name__}: {str(result.exception)[:300]}"
     if "[unforeseen]" in result.output or "Traceback" in result.output:
@@ -181,40 +181,40 @@ def _end_of(words: tuple[str, ...], work: Path) -> str | None:
     return "an error of more than 20,000 characters" if len(result.output) > 20_000 else None
 
 
-def prepare(home: Path, kind: str) -> None:
+def write_files(home: Path, kind: str) -> None:
     """Write the files of `kind` into the new folder `home`."""
-    import exported
-    import foreign_graphs
+    import exported_artifacts
     import images
+    import third_party_graphs
     import tiny
 
     home.mkdir()
-    tiny.labelled(home / "data.jsonl", 8)
+    tiny.write_labelled(home / "data.jsonl", 8)
     rows = [json.loads(line) for line in (home / "data.jsonl").read_text().splitlines()]
     for end, sign in (("csv", ","), ("tsv", "\t")):
         lines = [sign.join(rows[0]), *(sign.join(str(value) for value in row.values()) for row in rows)]
         (home / f"data.{end}").write_text("\n".join(lines) + "\n")
     if kind in ("recipes", "configs"):
-        tiny.bert(home / "m")
-        (home / "recipe.yaml").write_text(RECIPE)
+        tiny.write_bert(home / "m")
+        (home / "recipe.yaml").write_text(TEXT_RECIPE)
     if kind in ("tokenizers", "manifests", "rows", "onnx"):
-        shutil.copytree(exported.artifact("classifier").resolve(), home / "a")
+        shutil.copytree(exported_artifacts.exported_artifact("classifier").resolve(), home / "a")
     if kind == "reports":
-        run = exported.artifact("classifier").parent.parent
+        run = exported_artifacts.exported_artifact("classifier").parent.parent
         shutil.copytree(run, home / "run", symlinks=False)
     if kind == "foreign":
-        foreign_graphs.save(foreign_graphs.two_layers(), home / "g.onnx")
+        third_party_graphs.save_model(third_party_graphs.two_layer_classifier(), home / "g.onnx")
     if kind == "images":
         import smelt
 
-        images.model(home / "m")
-        images.rows(home / "images.jsonl")
-        (home / "recipe.yaml").write_text(OF_IMAGES)
+        images.write_model(home / "m")
+        images.write_rows(home / "images.jsonl")
+        (home / "recipe.yaml").write_text(IMAGE_RECIPE)
         smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)
         shutil.copytree(home / "run" / "artifacts" / "onnx", home / "v")
 
 
-RECIPE = """model: m
+TEXT_RECIPE = """model: m
 task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl, columns: {label: label}}
 stages:
@@ -233,7 +233,7 @@ gates:
   accuracy: {max_drop: 1.0, at: [quantize]}
 seed: 3
 """
-OF_IMAGES = """model: m
+IMAGE_RECIPE = """model: m
 task: image-classification
 data: {test: images.jsonl}
 stages: [onnx]
@@ -247,7 +247,7 @@ def main(kind: str, draws: int, home: Path, first: int = 0) -> int:
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         found = list(fuzz(kind, draws, home, first))
     print("\n".join(found))
-    print(f"{kind}: {dict(ENDS)}", file=sys.stderr)
+    print(f"{kind}: {dict(OUTCOMES)}", file=sys.stderr)
     return len(found)
 
 

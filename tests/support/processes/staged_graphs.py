@@ -21,19 +21,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import drawn_graphs
 import numpy as np
-from drawn_graphs import Drawn
+import random_graphs
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from random_graphs import RandomGraph
 
 SECONDS, MEMORY = 120, 3 << 30
 ROWS = 12
 # Root mean square of the difference, as a share of that of the values, from which on it has to be told.
-FAR = {"simplify": 1e-3, "fp16": 0.05, "dynamic": 0.4, "minmax": 0.4, "entropy": 0.4, "percentile": 0.4}
-STAGES = tuple(FAR)
+TOLERANCES = {
+    "simplify": 1e-3,
+    "fp16": 0.05,
+    "dynamic": 0.4,
+    "minmax": 0.4,
+    "entropy": 0.4,
+    "percentile": 0.4,
+}
+STAGES = tuple(TOLERANCES)
 
 
-def draw(draws: int, number: int | None, see: Callable[[int, Drawn], None]) -> None:
+def draw_graphs(draws: int, number: int | None, see: Callable[[int, RandomGraph], None]) -> None:
     """Call `see` with each of so many drawn graphs and its number; without `number` always the same ones."""
     count = iter(range(10**9))
 
@@ -41,14 +48,16 @@ def draw(draws: int, number: int | None, see: Callable[[int, Drawn], None]) -> N
         max_examples=draws, database=None, deadline=None, derandomize=number is None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(drawn_graphs.graphs())
-    def drawn(graph: Drawn) -> None:
+    @given(random_graphs.random_graphs())
+    def drawn(graph: RandomGraph) -> None:
         see(next(count), graph)
 
     (drawn if number is None else seed(number)(drawn))()
 
 
-def faults_of(graph: Drawn, folder: Path, stages: tuple[str, ...] = STAGES) -> tuple[list[str], list[str]]:
+def find_faults(
+    graph: RandomGraph, folder: Path, stages: tuple[str, ...] = STAGES
+) -> tuple[list[str], list[str]]:
     """Return what is wrong of a graph in these stages, and how each ended; in processes of their own.
 
     A stage that crashes once more with its native parts in processes of their own, as a user has them, is
@@ -57,14 +66,18 @@ def faults_of(graph: Drawn, folder: Path, stages: tuple[str, ...] = STAGES) -> t
     ends, left = [], list(stages)
     faults: list[str] = []
     while left:
-        said, signalled = _forked(lambda tell, some=left: _all(graph, folder, some, True, tell), folder)
+        said, signalled = _run_forked(
+            lambda tell, some=left: _run_stages(graph, folder, some, True, tell), folder
+        )
         for stage, end, fault in said:
             ends.append(f"{stage}: {end}")
             faults += [f"{stage}: {fault}"] if fault else []
         left = left[len(said) :]
         if left and left[0] in stages and signalled:
             [stage, *left] = left
-            said, signalled = _forked(lambda tell, one=stage: _all(graph, folder, [one], False, tell), folder)
+            said, signalled = _run_forked(
+                lambda tell, one=stage: _run_stages(graph, folder, [one], False, tell), folder
+            )
             end, fault = said[0][1:] if said else ("crashed", f"ended by signal {signalled}")
             ends.append(f"{stage}: {end}")
             faults += [f"{stage}: {fault}"] if fault else []
@@ -73,7 +86,7 @@ def faults_of(graph: Drawn, folder: Path, stages: tuple[str, ...] = STAGES) -> t
     return faults, ends
 
 
-def _forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tuple[list[Any], int]:
+def _run_forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tuple[list[Any], int]:
     """Return what `work` told in a forked process with limits, and the signal that ended it."""
     told = folder.with_suffix(".jsonl")
     told.write_text("")
@@ -103,37 +116,39 @@ def _forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tupl
     return lines, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def _all(graph: Drawn, folder: Path, stages: list[str], here: bool, tell: Callable[[Any], None]) -> None:
+def _run_stages(
+    graph: RandomGraph, folder: Path, stages: list[str], here: bool, tell: Callable[[Any], None]
+) -> None:
     """Tell of each stage (stage, how it ended, what is wrong or None)."""
-    import foreign_graphs
+    import third_party_graphs
 
-    from smelt.core.data import split_of
-    from smelt.core.rows.arrays import Arrays
+    from smelt.core.data import split_from_arrays
+    from smelt.core.readers.npz_arrays import SampleArrays
 
     if here:
-        _ask_here()
+        _run_requests_inline()
     shutil.rmtree(folder, ignore_errors=True)
-    source = foreign_graphs.artifact(folder / "source", graph.model)
-    data = {"calibration": split_of("rows.npz", Arrays(graph.rows(ROWS, 1), ROWS))}
-    wanted = _run(folder / "source" / "model.onnx", graph, 1)
+    source = third_party_graphs.make_artifact(folder / "source", graph.model)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays(graph.rows(ROWS, 1), ROWS))}
+    wanted = _run_graph(folder / "source" / "model.onnx", graph, 1)
     for stage in stages:
-        end, fault = _staged(stage, source, data, graph, wanted, folder / stage)
+        end, fault = _run_stage(stage, source, data, graph, wanted, folder / stage)
         tell((stage, end, fault))
 
 
-def _ask_here() -> None:
+def _run_requests_inline() -> None:
     """Let stages do in this process, which is watched, what they ask of processes of their own."""
     import importlib
 
     def ask(module: str, arguments: Any, limits: Any) -> Any:
         return json.loads(json.dumps(importlib.import_module(module).answer(list(arguments))))
 
-    for name in ("smelt.export.foreign.simplify", "smelt.runtime.foreign.trial"):
+    for name in ("smelt.export.third_party.simplify_stage", "smelt.runtime.third_party.trial_run"):
         importlib.import_module(name).ask = ask  # type: ignore[attr-defined]
 
 
-def _staged(
-    name: str, source: Any, data: Any, graph: Drawn, wanted: list[Any], out: Path
+def _run_stage(
+    name: str, source: Any, data: Any, graph: RandomGraph, wanted: list[Any], out: Path
 ) -> tuple[str, str | None]:
     """Return how a stage ended, and what is wrong with that."""
     import harness
@@ -141,9 +156,9 @@ def _staged(
 
     from smelt.core.errors import SmeltError
 
-    stage, chosen = _stage(name)
+    stage, chosen = _stage_and_settings(name)
     try:
-        ctx = harness.run(stage, chosen, source, out, data=data)
+        ctx = harness.run_stage(stage, chosen, source, out, data=data)
     except SmeltError as error:
         words = re.sub(r"\S*draw/\S*", "FILE", " ".join(str(error).split()))
         end = f"refused {error.code}" + (f" {words[:300]}" if "SMELT_DRAWS_SHOWN" in os.environ else "")
@@ -161,10 +176,10 @@ def _staged(
         return "invalid", f"onnx.checker: {' '.join(str(error).split())[:300]}"
     for threads in (1, 2):
         try:
-            got = _run(path, graph, threads)
+            got = _run_graph(path, graph, threads)
         except Exception as error:
             return "invalid", f"ONNX Runtime, {threads} threads: {' '.join(str(error).split())[:300]}"
-        if (off := _difference(got, wanted)) > FAR[name] and not ctx.warnings:
+        if (off := _worst_difference(got, wanted)) > TOLERANCES[name] and not ctx.warnings:
             return (
                 "far",
                 f"{off:.3g} off with {threads} threads, parity {ctx.details.get('parity')}, no warning",
@@ -172,10 +187,10 @@ def _staged(
     return (f"warned {ctx.warnings[0].code}" if ctx.warnings else "done"), None
 
 
-def _stage(name: str) -> tuple[Any, Any]:
-    from smelt.export.foreign.fp16 import Fp16, Fp16Settings
-    from smelt.export.foreign.quantize import QuantizeOnnx, QuantizeOnnxSettings
-    from smelt.export.foreign.simplify import Simplify, SimplifySettings
+def _stage_and_settings(name: str) -> tuple[Any, Any]:
+    from smelt.export.third_party.fp16 import Fp16, Fp16Settings
+    from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+    from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
 
     if name == "simplify":
         return Simplify(), SimplifySettings()
@@ -186,7 +201,7 @@ def _stage(name: str) -> tuple[Any, Any]:
     return QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static", calibration_method=name)  # type: ignore[arg-type]
 
 
-def _run(path: Path, graph: Drawn, threads: int) -> list[Any]:
+def _run_graph(path: Path, graph: RandomGraph, threads: int) -> list[Any]:
     """Return the outputs of a graph on the calibration rows in other batches, opened as users do.
 
     Other rows may lie outside of the ranges that a stage saw, which it cannot warn of.
@@ -208,7 +223,7 @@ def _run(path: Path, graph: Drawn, threads: int) -> list[Any]:
     ]
 
 
-def _difference(got: list[Any], wanted: list[Any]) -> float:
+def _worst_difference(got: list[Any], wanted: list[Any]) -> float:
     """Return how far the worst output is off: root mean squares; infinite where shape or finiteness is."""
     worst = 0.0
     for outputs in zip(zip(*got, strict=True), zip(*wanted, strict=True), strict=True):
@@ -229,7 +244,7 @@ def _difference(got: list[Any], wanted: list[Any]) -> float:
     return worst
 
 
-def problem_of(graph: Drawn, folder: Path) -> str | None:
+def unsupported_reason(graph: RandomGraph, folder: Path) -> str | None:
     """Return why onnx or ONNX Runtime does not take the graph by itself."""
 
     def look(tell: Callable[[Any], None]) -> None:
@@ -240,13 +255,13 @@ def problem_of(graph: Drawn, folder: Path) -> str | None:
         path.write_bytes(graph.model.SerializeToString())
         try:
             onnx.checker.check_model(str(path), full_check=True)
-            _run(path, graph, 2)
+            _run_graph(path, graph, 2)
         except Exception as error:
             tell(" ".join(str(error).split())[:400])
             return
         tell(None)
 
-    said, signalled = _forked(look, folder)
+    said, signalled = _run_forked(look, folder)
     return f"signal {signalled}" if not said else said[0]
 
 
@@ -261,13 +276,13 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
     home.mkdir(parents=True, exist_ok=True)
     ends, found = Counter[str](), 0
 
-    def see(at: int, graph: Drawn) -> None:
+    def see(at: int, graph: RandomGraph) -> None:
         nonlocal found
-        if (problem := problem_of(graph, home / "draw")) is not None:
+        if (problem := unsupported_reason(graph, home / "draw")) is not None:
             ends["not valid by itself"] += 1
             ends[f"  {problem[:150]}"] += "SMELT_DRAWS_SHOWN" in os.environ
             return
-        faults, ended = faults_of(graph, home / "draw")
+        faults, ended = find_faults(graph, home / "draw")
         ends.update(ended)
         for fault in faults:
             print(f"{at}: {graph}: {fault}", flush=True)
@@ -275,7 +290,7 @@ def main(draws: int, home: Path, number: int | None = None) -> int:
             (home / f"{at}.json").write_text(json.dumps([[vars(i) for i in graph.inputs], graph.batch]))
         found += len(faults)
 
-    draw(draws, number, see)
+    draw_graphs(draws, number, see)
     for end, count in sorted(ends.items()):
         print(f"{count:5} {end}", file=sys.stderr)
     print(f"drawn: {draws}", file=sys.stderr)

@@ -41,7 +41,7 @@ class NoRigError(Exception):
     """Why there is no rig here."""
 
 
-def require() -> dict[str, str]:
+def rig_environment() -> dict[str, str]:
     """Return the rig's environment, or skip the test with the reason."""
     import pytest
 
@@ -61,7 +61,7 @@ def environment() -> dict[str, str]:
     if place == "off":
         raise NoRigError("SMELT_TENSORRT_RIG is off")
     base = Path(place) if place else Path(__file__).resolve().parents[3] / "build" / "rig"
-    found = _made(base.resolve())
+    found = _make_rig(base.resolve())
     if isinstance(found, NoRigError):
         raise found
     libraries = [str(found), str(found / "site" / LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _made(base: Path) -> Path | NoRigError:
+def _make_rig(base: Path) -> Path | NoRigError:
     """Return the finished rig below `base`; the answer, also a bad one, holds for the whole test run."""
     name = "-".join([sys.implementation.cache_tag, *(p.split("==")[1] for p in PACKAGES), str(_LAYOUT)])
     rig = base / name
@@ -166,7 +166,7 @@ def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, __file__],
         input=json.dumps(requests),
-        env=require(),
+        env=rig_environment(),
         text=True,
         capture_output=True,
         timeout=900,
@@ -177,10 +177,10 @@ def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
     return answers
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _run_request(request: dict[str, Any]) -> dict[str, Any]:
     from smelt.core.errors import RunError
-    from smelt.core.messages import as_json, codes
-    from smelt.export.tensorrt.build import BuildOptions, build_engine
+    from smelt.core.messages import message_codes, messages_to_json
+    from smelt.export.tensorrt.build_engine import BuildOptions, build_engine
     from smelt.runtime.backends.tensorrt_module import import_tensorrt
 
     cache = Path(request["timing_cache"]) if "timing_cache" in request else None
@@ -194,14 +194,19 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         plan, warnings = build_engine(import_tensorrt(), Path(request["onnx"]), profiles, options, progress)
     except RunError as error:
-        return {"error": str(error), "codes": codes(error.found) or [error.code]}
+        return {"error": str(error), "codes": message_codes(error.found) or [error.code]}
     if "plan" in request:
         Path(request["plan"]).write_bytes(plan)
-    types = _types(import_tensorrt(), request["onnx"])
-    return {"bytes": len(plan), "warnings": as_json(warnings), "progress": len(steps), "types": types}
+    types = _layer_counts(import_tensorrt(), request["onnx"])
+    return {
+        "bytes": len(plan),
+        "warnings": messages_to_json(warnings),
+        "progress": len(steps),
+        "types": types,
+    }
 
 
-def _types(trt: Any, path: str) -> dict[str, int]:
+def _layer_counts(trt: Any, path: str) -> dict[str, int]:
     """Return how many layers of the parsed network give each type."""
     from collections import Counter
 
@@ -213,4 +218,4 @@ def _types(trt: Any, path: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([_answer(request) for request in json.load(sys.stdin)]))
+    print(json.dumps([_run_request(request) for request in json.load(sys.stdin)]))

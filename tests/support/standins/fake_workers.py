@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from smelt.core.errors import RunError
 from smelt.evaluate import frontier
-from smelt.evaluate.latency import job, rounds
+from smelt.evaluate.latency import rounds, timing_job
 
 
-class Worker:
+class FakeWorker:
     """Stands in for `WorkerProcess`.
 
     ms: how long a call takes, by the artifact's folder name; any other takes 15 ms. used: which share of
@@ -54,15 +54,15 @@ class Worker:
 
 def install(monkeypatch: Any) -> Any:
     """Use made-up workers until the test ends; return their class, to set what they do."""
-    kind = type("Worker", (Worker,), {"asked": []})
-    monkeypatch.setattr(job, "WorkerProcess", kind)
-    monkeypatch.setattr(job, "_SETTLE_SECONDS", 0)
+    kind = type("Worker", (FakeWorker,), {"asked": []})
+    monkeypatch.setattr(timing_job, "WorkerProcess", kind)
+    monkeypatch.setattr(timing_job, "_SETTLE_SECONDS", 0)
     # the times are made up, and so is whether random tiny models are worth having
-    monkeypatch.setattr(frontier, "is_chance", lambda *score: False)
+    monkeypatch.setattr(frontier, "is_chance_level", lambda *score: False)
     return kind
 
 
-def calm(monkeypatch: Any) -> None:
+def ignore_disturbance(monkeypatch: Any) -> None:
     """Take every round for undisturbed: most tests must not depend on what else the machine does."""
-    monkeypatch.setattr(rounds, "DISTURBED", 2.0)
-    monkeypatch.setattr(rounds, "SPREAD", 1e9)
+    monkeypatch.setattr(rounds, "MAX_ROUND_LOST_SHARE", 2.0)
+    monkeypatch.setattr(rounds, "MAX_INTERVAL_SHARE", 1e9)

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from smelt.evaluate.frontier import frontier
+from smelt.evaluate.frontier import pareto_front
 
 # name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
 STEPS = [
@@ -19,21 +19,21 @@ STEPS = [
 ]
 
 
-def sample():
+def ten_step_report():
     """A report.json of ten steps."""
-    steps = [step(*row) for row in STEPS]
+    steps = [make_step(*row) for row in STEPS]
     by_name = {one["name"]: one for one in steps}
     by_name["engine"].update(
         status="skipped", reason="TensorRT is not installed. pip install tensorrt adds it."
     )
     by_name["openvino"].update(
         status="error",
-        error=message(
+        error=make_message(
             "the exported decoder differs from its parent by 0.31 (limit 0.001).", "parity-failed", "error"
         ),
     )
     by_name["small"]["warnings"] = [
-        message("decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is")
+        make_message("decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is")
     ]
     by_name["model"]["status"] = "cached"
     by_name["onnx-int8"]["gates"] = [
@@ -59,16 +59,16 @@ def sample():
         "status": "gate-failed",
         "baseline": "model",
         "steps": steps,
-        "frontier": frontier(steps, "model"),
+        "frontier": pareto_front(steps, "model"),
     }
 
 
-def message(text, code="made-up", severity="warning"):
+def make_message(text, code="made-up", severity="warning"):
     """A warning or an error as a report has it."""
     return {"code": code, "severity": severity, "message": text}
 
 
-def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
+def make_step(name, stage, parent, kind, target, bleu, p50, size, parameters):
     measured = bleu is not None
     lost = bleu - STEPS[0][5] if measured else 0
     difference = {
@@ -98,8 +98,8 @@ def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
         "seconds": 12.5 if measured else None,
         "peak_memory_bytes": 812_000_000 if measured else None,
         "warnings": [],
-        "quality": scores(bleu) if measured else {},
-        "latency": [times(p50 * f, STEPS[0][6] * f, size) for f, size in ((1, 1), (4.6, 8))]
+        "quality": make_scores(bleu) if measured else {},
+        "latency": [make_latency(p50 * f, STEPS[0][6] * f, size) for f, size in ((1, 1), (4.6, 8))]
         if measured
         else [],
         "against_baseline": difference if measured and parent else {},
@@ -109,7 +109,7 @@ def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
     }
 
 
-def scores(bleu):
+def make_scores(bleu):
     common = {"higher_is_better": True, "n": 1000}
     return {
         "bleu": {
@@ -129,7 +129,7 @@ def scores(bleu):
     }
 
 
-def times(p50, baseline, size):
+def make_latency(p50, baseline, size):
     ratio = baseline / p50
     return {
         "batch_size": size,
@@ -156,11 +156,11 @@ def times(p50, baseline, size):
             "detokenizing_ms": 0.2,
         },
         "rounds_ms": [p50 * 0.99, p50, p50 * 1.02],
-        "rounds": [circumstances(f, baseline / p50 / f) for f in (0.99, 1.0, 1.02)],
+        "rounds": [make_round(f, baseline / p50 / f) for f in (0.99, 1.0, 1.02)],
     }
 
 
-def circumstances(factor, ratio):
+def make_round(factor, ratio):
     return {
         "counted": True,
         "speedup": ratio,
@@ -174,15 +174,15 @@ def circumstances(factor, ratio):
     }
 
 
-def disturb(row):
+def mark_disturbed(row):
     """Make one row of times one that was disturbed."""
     row.update(stable=False, cause="busy")
     row.update(reason="other work took the processor in 9 of 9 rounds, up to 46 % of the time")
 
 
-def unscored():
+def report_with_unscored_step():
     """The sample with an engine that was built where nothing can run it."""
-    report = sample()
+    report = ten_step_report()
     why = "scoring needs a CUDA GPU that torch can use, and there is none here"
     engine = report["steps"][8]
     engine.update(status="done", reason=why, format="tensorrt", target="tensorrt", size_bytes=40_000_000)
@@ -193,7 +193,7 @@ def unscored():
     return report
 
 
-class Outline(HTMLParser):
+class HtmlOutline(HTMLParser):
     """Collects tags, attributes and text, and checks that tags close in order."""
 
     VOID = frozenset({"meta", "br", "rect", "circle", "path", "line", "wbr"})

@@ -1,5 +1,5 @@
-"""What infer.py is put together from: it imports nothing of smelt (`assemble.py` puts these in its place).
+"""The parts of infer.py, which import nothing of smelt (`assemble.py` inlines them).
 
-Each file is a part or, named after a task, the rest of infer.py for it. What they compute is what smelt
-computes; the tests compare them token for token.
+Each file is a part or, if named after a task, the main file of infer.py for that task. They compute the same
+as smelt; the tests compare them token for token.
 """

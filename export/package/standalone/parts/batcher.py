@@ -1,4 +1,4 @@
-"""Inputs of requests that arrive at the same time share a call of the model."""
+"""Batch the inputs of requests that arrive at the same time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class FullError(Exception):
-    """As many inputs are waiting as may wait."""
+class QueueFullError(Exception):
+    """The queue of waiting inputs is full."""
 
 
 @dataclass
-class Job:
-    """An input that waits for its answer; since: when it came, of `time.monotonic`."""
+class PendingInput:
+    """An input that waits for its answer. since: its time of arrival, of `time.monotonic`."""
 
     value: Any
     since: float = field(default_factory=time.monotonic)
@@ -25,10 +25,10 @@ class Job:
 
 
 class Batcher:
-    """Threads that take what is waiting, up to a batch, and call the model with it.
+    """Threads that take waiting inputs, up to a batch, and call the model.
 
-    A batch begins when a thread is free and `size` inputs are waiting, or the first of them has waited for
-    `wait_s`. While the model computes inputs gather, so that batches are large under load without a wait.
+    A batch starts when a thread is free and `size` inputs are waiting, or the first of them has waited for
+    `wait_s`. While the model computes, inputs queue up, so batches are large under load without a delay.
     """
 
     def __init__(
@@ -37,39 +37,39 @@ class Batcher:
         """Start the threads.
 
         Args:
-            call: the model: inputs -> an answer for each, in their order.
-            size: inputs in a call, at most.
+            call: the model: inputs -> one answer each, in their order.
+            size: maximum number of inputs in a call.
             wait_s: seconds that an input waits for others.
-            most: inputs that may wait.
-            workers: calls at the same time.
+            most: maximum number of waiting inputs.
+            workers: number of concurrent calls.
         """
         self.call, self.size, self.wait_s, self.most = call, size, wait_s, most
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[PendingInput] = deque()
         self.changed = threading.Condition()
         for _ in range(workers):
             threading.Thread(target=self.work, daemon=True).start()
 
-    def submit(self, values: list[Any]) -> list[Job]:
-        """Let `values` wait, all of them or none.
+    def submit(self, values: list[Any]) -> list[PendingInput]:
+        """Queue `values`, all of them or none.
 
         Raises:
-            FullError: too many are waiting.
+            QueueFullError: too many are waiting.
         """
         with self.changed:
             if len(self.jobs) + len(values) > self.most:
-                raise FullError
-            new = [Job(value) for value in values]
+                raise QueueFullError
+            new = [PendingInput(value) for value in values]
             self.jobs.extend(new)
             self.changed.notify_all()
             return new
 
     def work(self) -> None:
-        """Call the model again and again."""
+        """Call the model in a loop."""
         while True:
-            self.run(self.take())
+            self.run(self.next_batch())
 
-    def take(self) -> list[Job]:
-        """Return the next batch; a job that was cancelled meanwhile is in none."""
+    def next_batch(self) -> list[PendingInput]:
+        """Return the next batch, without jobs that were cancelled."""
         with self.changed:
             while True:
                 while not self.jobs:
@@ -81,8 +81,8 @@ class Batcher:
                 if batch := [job for job in found if job.answer.set_running_or_notify_cancel()]:
                     return batch
 
-    def run(self, batch: list[Job]) -> None:
-        """Answer a batch; where the call fails each input is asked alone, so that one fails no other."""
+    def run(self, batch: list[PendingInput]) -> None:
+        """Answer a batch; if the call fails, each input is run alone, so that one cannot fail the others."""
         try:
             answers = self.call([job.value for job in batch])
             pairs = list(zip(batch, answers, strict=True))

@@ -1,4 +1,4 @@
-"""Texts of like lengths together, padded to the longest."""
+"""Batch texts of similar length, padded to the longest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 
-def batches(rows: list[list[int]], pad: int, size: int, left: bool = False) -> Iterator[Any]:
-    """Yield places, ids and mask (int64 [B, L]) of rows of like lengths, the longest first."""
+def length_batches(rows: list[list[int]], pad: int, size: int, left: bool = False) -> Iterator[Any]:
+    """Yield indices, ids and mask (int64 [B, L]) of rows of similar length, the longest first."""
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
     for start in range(0, len(order), size):
         places = order[start : start + size]

@@ -1,4 +1,4 @@
-"""What the logits of a classifier mean."""
+"""Convert the logits of a classifier to labels and probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 
-def class_of(logits: Any, labels: list[str], problem: str) -> tuple[Any, Any]:
+def predict_class(logits: Any, labels: list[str], problem: str) -> tuple[Any, Any]:
     """Return label and probabilities, a dict by label, of one input's logits, [C]."""
     values = logits.astype(np.float64)
     if problem == "regression":
@@ -19,12 +19,12 @@ def class_of(logits: Any, labels: list[str], problem: str) -> tuple[Any, Any]:
     return labels[odds.argmax()], dict(zip(labels, (odds / odds.sum()).tolist(), strict=True))
 
 
-# No name of a label moves a terminal's cursor or ends a line.
+# Control characters in a label's name cannot move a terminal's cursor or end a line.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 
-def line(label: Any, chances: dict[str, float]) -> str:
-    """Return an answer as a line: label, tab, probability; a number alone."""
+def prediction_line(label: Any, chances: dict[str, float]) -> str:
+    """Return an answer as a line: label, tab, probability; for a regression model only the number."""
     if isinstance(label, float):
         return f"{label:.4f}"
     names = [label] if isinstance(label, str) else list(label)

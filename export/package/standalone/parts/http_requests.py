@@ -1,4 +1,4 @@
-"""What the service answers to a request: errors in words, with the status that HTTP has for them."""
+"""The HTTP requests of the service: answers, and errors with their status."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from smelt.export.package.standalone.parts.batcher import Batcher, FullError
-from smelt.export.package.standalone.parts.measures import Measures
-from smelt.export.package.standalone.parts.packaged_model import IMAGES, PackagedModel, shown
+from smelt.export.package.standalone.parts.batcher import Batcher, QueueFullError
+from smelt.export.package.standalone.parts.packaged_model import IMAGES, PackagedModel, describe_value
+from smelt.export.package.standalone.parts.prometheus_metrics import PrometheusMetrics
 
 PATHS = {"/": "GET", "/health": "GET", "/metrics": "GET", "/predict": "POST"}
-AGAIN = {"Retry-After": "1"}  # seconds
-MOST_CONNECTIONS, SPARE_CONNECTIONS = 512, 16  # the spare ones are for /health, /metrics and refusals
-# HEAD_S: from the last answer until the head of the next request is whole; IDLE_S: with nothing sent
+RETRY_HEADERS = {"Retry-After": "1"}  # seconds
+MAX_CONNECTIONS, SPARE_CONNECTIONS = 512, 16  # the spare ones are for /health, /metrics and refusals
+# HEAD_S: from the last answer until the headers of the next request are complete; IDLE_S: with nothing sent
 IDLE_S, HEAD_S, BODY_S, DRAIN_S = 30, 60, 60, 2
-MOST_HEAD = 65536  # bytes
+MAX_HEADER_BYTES = 65536  # bytes
 HEADER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class RefusedError(Exception):
-    """A request that gets no answer but `words`, with a status and headers."""
+class HttpError(Exception):
+    """A request that is answered with the error `words`, a status and headers."""
 
     def __init__(self, status: int, words: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(words)
         self.status, self.headers = status, headers or {}
 
 
-class Service(ThreadingHTTPServer):
-    """A thread for each connection, the model in threads of its own behind a `Batcher`.
+class InferenceServer(ThreadingHTTPServer):
+    """A thread for each connection; the model runs in the threads of a `Batcher`.
 
-    `model` and `batcher` are there as soon as the model is loaded; `stopping` is set at the end.
+    `model` and `batcher` are set when the model is loaded; `stopping` is set at the end.
     """
 
     daemon_threads, request_queue_size = True, 128
@@ -53,28 +53,28 @@ class Service(ThreadingHTTPServer):
     stopping = failed = False
 
     def __init__(self, options: Any) -> None:
-        """Listen; options: those of the command line."""
+        """Listen. options: those of the command line."""
         found = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         self.address_family, address = found[0][0], found[0][4]
-        self.options, self.measures = options, Measures()
+        self.options, self.measures = options, PrometheusMetrics()
         self.decoding = threading.Semaphore(options.workers)
         self.idle = threading.Condition()
         self.busy = self.held = 0  # held: bytes of bodies
         self.lock = threading.Lock()
-        self.waiting: dict[Any, float] = {}  # connection -> since when its next request is waited for, or inf
-        super().__init__((str(address[0]), int(address[1])), Handler)
+        self.waiting: dict[Any, float] = {}  # connection -> since when it is idle, or inf
+        super().__init__((str(address[0]), int(address[1])), RequestHandler)
 
     def server_bind(self) -> None:
-        """Bind, without a look-up of the host's name, which may take seconds."""
+        """Bind without a look-up of the host's name, which may take seconds."""
         self.allow_reuse_address = True
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread, where there are not too many."""
-        if not self.has_room(MOST_CONNECTIONS + SPARE_CONNECTIONS - 1):
+        """Start a thread for a connection, unless there are too many."""
+        if not self.has_room(MAX_CONNECTIONS + SPARE_CONNECTIONS - 1):
             request.sendall(BUSY)
             self.shutdown_request(request)
             return
@@ -83,7 +83,7 @@ class Service(ThreadingHTTPServer):
         try:
             super().process_request(request, client_address)
         except Exception:  # no thread can be started
-            self.forget(request)
+            self.drop_connection(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -91,57 +91,57 @@ class Service(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.forget(request)
+            self.drop_connection(request)
 
     def has_room(self, most: int) -> bool:
-        """Say whether at most `most` connections are open, where need be after idle ones were closed."""
+        """Return whether at most `most` connections are open, if necessary after closing idle ones."""
         with self.lock:
             while len(self.waiting) > most:
                 oldest = min(self.waiting, key=self.waiting.__getitem__)
                 if self.waiting[oldest] == math.inf:
                     return False
-                self.cut(oldest)
+                self.end_connection(oldest)
             return True
 
     def service_actions(self) -> None:
-        """Close connections whose next request did not come in time; called by the loop that accepts."""
+        """Close connections whose next request did not arrive in time; called by the accept loop."""
         with self.lock:
             late = time.monotonic() - HEAD_S
             for request in [request for request, since in self.waiting.items() if since < late]:
-                self.cut(request)
+                self.end_connection(request)
 
-    def cut(self, request: Any) -> None:
-        """End a connection, under the lock; its thread then reads no more and ends."""
+    def end_connection(self, request: Any) -> None:
+        """End a connection, while holding the lock; its thread then stops reading and ends."""
         del self.waiting[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
-    def waits(self, request: Any, since: float) -> bool:
-        """Note since when a connection waits for its next request; False: it was closed meanwhile."""
+    def mark_idle(self, request: Any, since: float) -> bool:
+        """Record since when a connection is idle; return False if it was closed meanwhile."""
         with self.lock:
             if there := request in self.waiting:
                 self.waiting[request] = since
             return there
 
-    def forget(self, request: Any) -> None:
-        """Count a connection no more."""
+    def drop_connection(self, request: Any) -> None:
+        """Remove a connection from the count."""
         with self.lock:
             self.waiting.pop(request, None)
 
-    def hold(self, count: int) -> bool:
-        """Count bytes of bodies; False: they are too many."""
+    def reserve_bytes(self, count: int) -> bool:
+        """Reserve bytes for bodies; return False if they are too many."""
         with self.idle:
             self.held += count
             return bool(self.held <= max(self.options.max_bodies, self.options.max_body))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong; that a client went away is none of it."""
+        """Log an error, except if the client closed the connection."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             traceback.print_exc()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Count a request among those that are waited for at the end."""
+    def track_request(self) -> Iterator[None]:
+        """Count a request as in flight, so that a shutdown waits for it."""
         with self.idle:
             self.busy += 1
         try:
@@ -152,7 +152,7 @@ class Service(ThreadingHTTPServer):
                 self.idle.notify_all()
 
     def call(self, inputs: list[Any]) -> list[Any]:
-        """Call the model, measured."""
+        """Call the model and measure the time."""
         assert self.model is not None
         begin = time.perf_counter()
         try:
@@ -166,11 +166,11 @@ class Service(ThreadingHTTPServer):
             self.measures.observe("smelt_batch_seconds", time.perf_counter() - begin)
 
 
-class Head(io.BufferedIOBase):
+class HeaderStream(io.BufferedIOBase):
     """The lines of headers, kept as they are read.
 
-    The parser of the standard library ends at a line that is no header, and at a carriage return alone. What
-    follows is lost, its Content-Length too, so that a body would be read as the next request.
+    The parser of the standard library stops at a line that is not a header, and at a lone carriage return.
+    The rest is lost, including Content-Length, so a body would be read as the next request.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -179,42 +179,42 @@ class Head(io.BufferedIOBase):
     def readline(self, size: int | None = -1, /) -> bytes:
         """Return the next line."""
         self.lines.append(self.stream.readline(size))
-        if sum(map(len, self.lines)) > MOST_HEAD:
+        if sum(map(len, self.lines)) > MAX_HEADER_BYTES:
             raise LineTooLong("head")
         return self.lines[-1]
 
-    def whole(self) -> bool:
-        """Say whether all lines are headers, and the last one is empty."""
+    def is_complete(self) -> bool:
+        """Return whether all lines are headers and the last one is empty."""
         *headers, last = self.lines[1:]
         return last in (b"\r\n", b"\n") and all(map(HEADER.fullmatch, headers))
 
 
-class Handler(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
     """The requests of one connection."""
 
     protocol_version, server_version, sys_version = "HTTP/1.1", "smelt", ""
     timeout, disable_nagle_algorithm, wbufsize = IDLE_S, True, -1
-    server: Service
-    unread = held = 0  # bytes of the body: still to come, read
-    expecting = False  # the client sends its body only when it is told to
+    server: InferenceServer
+    unread = held = 0  # bytes of the body: not yet received, received
+    expecting = False  # the client sends its body only after "100 Continue"
 
     def handle_one_request(self) -> None:
-        """Answer the next request, if it comes in time."""
-        self.server.waits(self.connection, time.monotonic())
+        """Answer the next request, if it arrives in time."""
+        self.server.mark_idle(self.connection, time.monotonic())
         super().handle_one_request()
 
     def parse_request(self) -> bool:
-        """Read the head of a request; one that others may understand in another way is refused."""
-        stream, head = self.rfile, Head(self.rfile)
+        """Read the headers of a request; refuse one that other software may parse differently."""
+        stream, head = self.rfile, HeaderStream(self.rfile)
         self.rfile = head
         try:
             found = super().parse_request()
         finally:
             self.rfile = stream
-        if found and not head.whole():
+        if found and not head.is_complete():
             self.send_error(HTTPStatus.BAD_REQUEST)
             return False
-        if not self.server.waits(self.connection, math.inf):
+        if not self.server.mark_idle(self.connection, math.inf):
             self.close_connection = True
             return False
         return found
@@ -224,23 +224,23 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.respond_measured()
         finally:
-            self.server.hold(-self.held)
+            self.server.reserve_bytes(-self.held)
             self.held = 0
 
     def respond_measured(self) -> None:
-        """Answer a request, and measure how long that takes."""
+        """Answer a request and measure the time."""
         begin, path = time.perf_counter(), self.path.partition("?")[0]
-        with self.server.at_work():
+        with self.server.track_request():
             try:
                 self.unread = self.length()
                 status, kind, body, headers = HTTPStatus.OK, *self.answer(path), {}
-            except RefusedError as error:
+            except HttpError as error:
                 status, headers = HTTPStatus(error.status), {**error.headers}
                 kind, body = self.error(str(error))
             except Exception:
                 traceback.print_exc()
                 status, headers = HTTPStatus.INTERNAL_SERVER_ERROR, {}
-                kind, body = self.error("the service failed; its log says how")
+                kind, body = self.error("internal error; see the service's log")
             self.server.measures.count(
                 "smelt_requests_total", path=path if path in PATHS else "other", status=str(int(status))
             )
@@ -254,20 +254,22 @@ class Handler(BaseHTTPRequestHandler):
         """Return type and body of the answer."""
         server = self.server
         if path not in PATHS:
-            raise RefusedError(404, f"no such path; there are {', '.join(PATHS)}")
+            raise HttpError(404, f"no such path; use {', '.join(PATHS)}")
         if self.command != PATHS[path] and (self.command, PATHS[path]) != ("HEAD", "GET"):
             allowed = "GET, HEAD" if PATHS[path] == "GET" else PATHS[path]
-            raise RefusedError(405, f"{path} takes {allowed}", {"Allow": allowed})
+            raise HttpError(405, f"{path} supports {allowed}", {"Allow": allowed})
         if path == "/metrics":
-            return "text/plain; version=0.0.4; charset=utf-8", server.measures.text(self.now()).encode()
+            return "text/plain; version=0.0.4; charset=utf-8", server.measures.render(
+                self.current_metrics()
+            ).encode()
         if path == "/":
             return self.json({"task": server.options.task, "paths": PATHS})
         if server.stopping or server.model is None or server.batcher is None:
-            raise RefusedError(503, "stopping" if server.stopping else "the model is being loaded", AGAIN)
+            raise HttpError(503, "stopping" if server.stopping else "the model is loading", RETRY_HEADERS)
         if path == "/health":
             return self.json({"status": "ok"})
-        if not server.has_room(MOST_CONNECTIONS):
-            raise RefusedError(503, "too many connections; ask again", AGAIN)
+        if not server.has_room(MAX_CONNECTIONS):
+            raise HttpError(503, "too many connections; retry later", RETRY_HEADERS)
         return self.json({"outputs": self.predict(server.model, server.batcher)})
 
     def predict(self, model: PackagedModel, batcher: Batcher) -> list[Any]:
@@ -275,70 +277,72 @@ class Handler(BaseHTTPRequestHandler):
         inputs = self.inputs(model)
         most = self.server.options.max_waiting
         if len(inputs) > most:
-            raise RefusedError(422, f"at most {most} inputs in a request, read {len(inputs)}")
+            raise HttpError(422, f"at most {most} inputs are allowed in a request, got {len(inputs)}")
         try:
             jobs = batcher.submit(inputs)
-        except FullError:
-            raise RefusedError(503, f"{most} inputs are waiting already; ask again", AGAIN) from None
+        except QueueFullError:
+            raise HttpError(503, f"{most} inputs are already waiting; retry later", RETRY_HEADERS) from None
         end = time.monotonic() + self.server.options.timeout
         try:
             answers = [job.answer.result(max(0, end - time.monotonic())) for job in jobs]
         except TimeoutError:
-            raise RefusedError(503, f"no answer within {self.server.options.timeout:g} s", AGAIN) from None
-        except Exception:  # `Service.call` has logged it
-            raise RefusedError(500, "the model failed on this input; the service's log says how") from None
+            raise HttpError(
+                503, f"timeout: no answer within {self.server.options.timeout:g} s", RETRY_HEADERS
+            ) from None
+        except Exception:  # `InferenceServer.call` has logged it
+            raise HttpError(500, "the model failed on this input; see the service's log") from None
         finally:
             for job in jobs:
-                job.answer.cancel()  # those that nobody waits for
+                job.answer.cancel()  # no client waits for these
         self.server.measures.count("smelt_inputs_total", len(answers))
         return answers
 
     def inputs(self, model: PackagedModel) -> list[Any]:
-        """Return what the model is called with."""
+        """Return the inputs of the model."""
         kind = self.headers.get_content_type() if "Content-Type" in self.headers else "none"
         coding = self.headers.get("Content-Encoding", "identity")
         wanted = ("application/json", "image/*") if model.task == IMAGES else ("application/json",)
         image = kind.startswith("image/") and model.task == IMAGES
         if (kind != wanted[0] and not image) or coding != "identity":
             said = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
-            raise RefusedError(415, f"send Content-Type: {' or '.join(wanted)}; read {said}")
+            raise HttpError(415, f"send Content-Type: {' or '.join(wanted)}; got {said}")
         body = self.body()
         if image:
             return [self.read("the body", model.image, body)]
         try:
             sent = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
-            raise RefusedError(400, f"the body is no JSON in UTF-8: {error}") from None
+            raise HttpError(400, f"the body is not JSON in UTF-8: {error}") from None
         if not isinstance(sent, dict) or set(sent) != {"inputs"} or not isinstance(sent["inputs"], list):
-            raise RefusedError(422, f'expected {{"inputs": [...]}}, read {shown(sent)}')
+            raise HttpError(422, f'expected {{"inputs": [...]}}, got {describe_value(sent)}')
         return [self.read(f"inputs[{at}]", model.read, value) for at, value in enumerate(sent["inputs"])]
 
     def read(self, name: str, reader: Any, value: Any) -> Any:
-        """Return what `reader` makes of an input."""
+        """Return the result of `reader` for an input."""
         try:
-            with self.server.decoding:  # an image that is decoded takes memory
+            with self.server.decoding:  # decoding an image needs memory
                 return reader(value)
         except ValueError as error:
-            raise RefusedError(422, f"{name}: {error}") from None
+            raise HttpError(422, f"{name}: {error}") from None
 
     def length(self) -> int:
-        """Return how many bytes the body has."""
+        """Return the length of the body in bytes."""
         if "Transfer-Encoding" in self.headers:
             self.close_connection = True
-            raise RefusedError(411, "send the body with Content-Length, not in chunks")
+            raise HttpError(411, "send the body with Content-Length, not in chunks")
         said = set(self.headers.get_all("Content-Length") or ["0"])
         if len(said) > 1 or not re.fullmatch(r"[0-9]{1,15}", next(iter(said))):
             self.close_connection = True
-            raise RefusedError(400, "Content-Length is no number")
+            raise HttpError(400, "Content-Length is not a number")
         return int(said.pop())
 
     def body(self) -> bytes:
         """Read the body."""
         most = self.server.options.max_body
         if "Content-Length" not in self.headers:
-            raise RefusedError(411, "send the body with Content-Length")
+            raise HttpError(411, "send the body with Content-Length")
         if self.unread > most:
-            raise RefusedError(413, f"a body of {self.unread:,} bytes; at most {most:,} are read")
+            raise HttpError(413, f"the body has {self.unread:,} bytes; at most {most:,} are allowed")
         if self.expecting:
             self.send_response_only(HTTPStatus.CONTINUE)
             self.end_headers()
@@ -353,21 +357,21 @@ class Handler(BaseHTTPRequestHandler):
                 found += part
                 self.unread -= len(part)
                 self.held += len(part)
-                if not self.server.hold(len(part)):
-                    raise RefusedError(503, "too many bodies at the same time; ask again", AGAIN)
+                if not self.server.reserve_bytes(len(part)):
+                    raise HttpError(503, "too many bodies at the same time; retry later", RETRY_HEADERS)
         except TimeoutError:
             pass
         if self.unread:
-            raise RefusedError(408, f"{self.unread:,} bytes of the body did not come")
+            raise HttpError(408, f"{self.unread:,} bytes of the body were not received in time")
         return bytes(found)
 
     def handle_expect_100(self) -> bool:
-        """Let the body come when it is read: not where the request is refused before."""
+        """Delay "100 Continue" until the body is read: not if the request is refused before."""
         self.expecting = True
         return True
 
     def send(self, status: HTTPStatus, kind: str, body: bytes, headers: dict[str, str]) -> None:
-        """Send an answer; what was not read of the body ends the connection."""
+        """Send an answer; if a part of the body is unread, the connection is closed."""
         self.close_connection |= bool(self.unread) or self.server.stopping
         self.send_response_only(status)
         self.send_header("Server", self.version_string())
@@ -383,7 +387,7 @@ class Handler(BaseHTTPRequestHandler):
         self.drain()
 
     def drain(self) -> None:
-        """Read for a while what else is sent: a client that still sends does not read the answer."""
+        """Read the rest of a body for a while: a client that still sends does not read the answer."""
         if not self.unread or self.expecting:
             self.expecting = False
             return
@@ -396,7 +400,7 @@ class Handler(BaseHTTPRequestHandler):
             pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is no HTTP that is known here, as http.server found."""
+        """Answer a request that http.server rejects."""
         status = HTTPStatus(code)
         if self.request_version == "HTTP/0.9":
             self.request_version = "HTTP/1.1"
@@ -404,8 +408,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.measures.count("smelt_requests_total", path="other", status=str(code))
         self.send(status, *self.error(status.phrase), {})
 
-    def now(self) -> dict[str, float]:
-        """Return the metrics that are asked for and not counted."""
+    def current_metrics(self) -> dict[str, float]:
+        """Return the metrics that are computed on request."""
         server = self.server
         waiting = len(server.batcher.jobs) if server.batcher else 0
         return {

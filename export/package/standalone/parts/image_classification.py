@@ -1,4 +1,4 @@
-"""Classes of images, with onnxruntime, numpy and Pillow: python infer.py FILE, or file names as input."""
+"""Image classification with onnxruntime, numpy and Pillow: python infer.py FILE, or file names on stdin."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.package.standalone.parts.classes import class_of, line
-from smelt.export.package.standalone.parts.lines import answer_all
-from smelt.export.package.standalone.parts.numbers import numbers
-from smelt.export.package.standalone.parts.pixels import pixels_of
+from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
+from smelt.export.package.standalone.parts.command_line import run_command_line
+from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
+from smelt.export.package.standalone.parts.pixels import preprocess_image
 from smelt.export.package.standalone.parts.session import open_graph
 
 
 class ImageClassifier:
     """ImageClassifier(folder)(images) -> (label, probabilities) of each image.
 
-    The label is a name; of a model with several labels an image, the tuple of those above one half; of one
-    that predicts a number, the number. Several threads may use one; `threads` is for each call.
+    The label is a name; for a multi-label model, the tuple of labels with a probability above 0.5; for a
+    regression model, the number. Thread-safe; `threads` is per call.
     """
 
-    cut = 0  # no image is too long
+    cut = 0  # images are not truncated
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
@@ -33,25 +33,25 @@ class ImageClassifier:
     def __call__(self, images: Iterable[Any], batch_size: int = 32) -> list[tuple[Any, Any]]:
         """Return label and probabilities, a dict by label, for each image, in their order.
 
-        An image is the path of a file, the bytes of one, or what `pixels` made of it.
+        An image is a file's path, its bytes, or a result of `pixels`.
         """
         given, answers = list(images), []
         for start in range(0, len(given), batch_size):
             part = given[start : start + batch_size]
             batch = np.stack([x if isinstance(x, np.ndarray) else self.pixels(x) for x in part])
-            found = numbers(self.graph.run(["logits"], {"pixel_values": batch})[0])
-            answers += [class_of(logits, self.labels, self.problem) for logits in found]
+            found = finite_outputs(self.graph.run(["logits"], {"pixel_values": batch})[0])
+            answers += [predict_class(logits, self.labels, self.problem) for logits in found]
         return answers
 
     def pixels(self, image: str | Path | bytes) -> Any:
-        """Return the pixels of an image, float32 [3, h, w]; a ValueError where it is none."""
-        return pixels_of(image, self.images)
+        """Return the pixels of an image, float32 [3, h, w]; raise ValueError if it is not an image."""
+        return preprocess_image(image, self.images)
 
 
-def lines(model: ImageClassifier, files: list[str]) -> list[str]:
+def answer_lines(model: ImageClassifier, files: list[str]) -> list[str]:
     """Return a line for each file."""
-    return [line(*found) for found in model(files)]
+    return [prediction_line(*found) for found in model(files)]
 
 
 if __name__ == "__main__":
-    answer_all(ImageClassifier, lines, __doc__)
+    run_command_line(ImageClassifier, answer_lines, __doc__)

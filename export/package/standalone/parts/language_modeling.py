@@ -1,4 +1,4 @@
-"""Texts go on, with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on standard input."""
+"""Text generation with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on stdin."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import answer_all
-from smelt.export.package.standalone.parts.search import new_tokens, search
+from smelt.export.package.standalone.parts.batches import length_batches
+from smelt.export.package.standalone.parts.command_line import run_command_line
+from smelt.export.package.standalone.parts.generation_inputs import generation_inputs, new_tokens
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
 
 
 class Writer:
-    """Writer(folder)(texts) -> texts that go on. Several threads may use one; `threads` is for each call."""
+    """Writer(folder)(texts) -> texts with continuations. Thread-safe; `threads` is per call."""
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
@@ -23,45 +23,49 @@ class Writer:
         self.graph = open_graph(Path(folder) / self.generation["graph"], threads or said["threads"])
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
-        """Return each text with what the model writes behind it, in their order."""
+        """Return each text with the generated continuation, in their order."""
         answers = list(texts)
         rows = [self.prompt(text) for text in answers]
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         for (new, *_), same in groupby(order, lambda i: self.limits(len(rows[i]))):
             alike = list(same)
-            for places, ids, mask in batches(
+            for places, ids, mask in length_batches(
                 [rows[i] for i in alike], self.tokenizer.said["pad"], batch_size, True
             ):
                 prompt = ids.shape[1]
-                feeds = {"input_ids": ids, "attention_mask": mask} | search(self.generation, prompt, new)
+                feeds = {"input_ids": ids, "attention_mask": mask} | generation_inputs(
+                    self.generation, prompt, new
+                )
                 found = self.graph.run(["sequences"], feeds)[0]
                 for i, row in zip([alike[place] for place in places], found, strict=True):
                     tail = new_tokens(row, prompt, self.generation["eos"])
-                    both, before = map(self.tokenizer.decode, (rows[i] + tail, rows[i]))  # a blank stays
+                    both, before = map(self.tokenizer.decode, (rows[i] + tail, rows[i]))  # keeps the space
                     more = both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tail)
                     answers[i] += more
         return answers
 
     def limits(self, prompt: int) -> tuple[int, int, bool]:
-        """Return the most and the fewest new tokens, and whether the first is forced, behind so many."""
+        """Return the most and fewest new tokens after `prompt` tokens, and whether the first is forced."""
         said = self.generation
-        most = min(self.asked(prompt), max(1, (said["positions"] or 10**9) + 1 - prompt))
+        most = min(self.requested_new_tokens(prompt), max(1, (said["positions"] or 10**9) + 1 - prompt))
         return most, max(0, (said["min_length"] or 0) - prompt), bool(said["forced_bos"]) and prompt == 1
 
-    def asked(self, prompt: int) -> int:
-        """Return how many new tokens are asked for behind a prompt of so many."""
+    def requested_new_tokens(self, prompt: int) -> int:
+        """Return the requested number of new tokens after `prompt` tokens."""
         by_length = max(0, (self.generation["max_length"] or 0) - prompt)
         return int(self.generation["max_new_tokens"] or by_length or 128)
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of `text`; of a long one the end, behind the token that texts begin with."""
+        """Return the ids of `text` after the start token; a long text is truncated at its start."""
         begin, limit = self.tokenizer.said["bos"], self.generation["limit"]
         ids = self.tokenizer.encode(text) or [self.tokenizer.said["eos"] if begin is None else begin]
-        most = len(ids) if limit is None else max(1, limit // 2, limit + 1 - self.asked(len(ids)))
+        most = (
+            len(ids) if limit is None else max(1, limit // 2, limit + 1 - self.requested_new_tokens(len(ids)))
+        )
         self.tokenizer.cut += len(ids) > most
         first = ids[:1] if len(ids) > most > 1 and ids[0] == begin else []
         return first + ids[max(0, len(ids) - most + len(first)) :]
 
 
 if __name__ == "__main__":
-    answer_all(Writer, Writer.__call__, __doc__)
+    run_command_line(Writer, Writer.__call__, __doc__)

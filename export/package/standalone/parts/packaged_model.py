@@ -1,4 +1,4 @@
-"""The model of infer.py, as a service asks it: inputs and answers are what JSON holds."""
+"""The model of infer.py for the service: inputs and answers are JSON values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CLASSES = {
+TASK_CLASSES = {
     "language-modeling": "Writer",
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
     "image-classification": "ImageClassifier",
 }
 IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"
-# a white image of one pixel, with which a model of images is called first
-WHITE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
+# a white image of one pixel, for the first call of an image model
+WHITE_PIXEL_PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
+)
 
 
 class PackagedModel:
-    """Opens the class that infer.py has for the task and calls it once, since the first call is the slowest.
+    """Opens the class of infer.py for the task and calls it once, because the first call is the slowest.
 
-    A service of another runtime has an infer.py of its own, with this class and `__call__` alone.
+    A service for another runtime has its own infer.py, which needs only this class and `__call__`.
     """
 
     def __init__(self, folder: Path, task: str, threads: int) -> None:
@@ -35,18 +37,18 @@ class PackagedModel:
         module = importlib.util.module_from_spec(spec)
         sys.modules["infer"] = module
         spec.loader.exec_module(module)
-        self.model = getattr(module, CLASSES.get(self.task, "Translator"))(folder, threads=threads)
-        self.answer([self.read(WHITE if self.task == IMAGES else "Warm up.")])
+        self.model = getattr(module, TASK_CLASSES.get(self.task, "Translator"))(folder, threads=threads)
+        self.answer([self.read(WHITE_PIXEL_PNG if self.task == IMAGES else "Warm up.")])
 
     def read(self, value: Any) -> Any:
-        """Return what the model is called with, of one of the `inputs` that were sent.
+        """Return the model's input for one of the `inputs` of a request.
 
         Raises:
-            ValueError: it is none; the message says what is expected.
+            ValueError: it is not valid; the message says what is expected.
         """
         if self.task == IMAGES:
             if not isinstance(value, str):
-                raise ValueError(f"expected an image file in base64, read {shown(value)}")
+                raise ValueError(f"expected an image file in base64, got {describe_value(value)}")
             try:
                 return self.image(base64.b64decode(value, validate=True))
             except binascii.Error as error:
@@ -55,19 +57,19 @@ class PackagedModel:
         texts = value if pair else [value]
         if not all(isinstance(text, str) for text in texts):
             pairs = " or a list of two" if self.task == PAIRS else ""
-            raise ValueError(f"expected a text{pairs}, read {shown(value)}")
+            raise ValueError(f"expected a text{pairs}, got {describe_value(value)}")
         try:
             "".join(texts).encode()
         except UnicodeEncodeError:
-            raise ValueError("a text with half of a surrogate pair (\\ud800 to \\udfff)") from None
+            raise ValueError("a text contains a lone surrogate (\\ud800 to \\udfff). Remove it") from None
         return tuple(texts) if pair else value
 
     def image(self, data: bytes) -> Any:
-        """Return what the model is called with, of the bytes of an image file; a ValueError as in `read`."""
+        """Return the model's input for the bytes of an image file; raise ValueError as `read`."""
         return self.model.pixels(data)
 
     def answer(self, inputs: list[Any]) -> list[Any]:
-        """Return an answer, as JSON has it, for each of what `read` gave."""
+        """Return a JSON answer for each result of `read`."""
         found = self.model(inputs, batch_size=len(inputs))
         if self.task == VECTORS:
             return [[round(x, 7) for x in vector.tolist()] for vector in found]
@@ -77,12 +79,12 @@ class PackagedModel:
 
     @property
     def cut(self) -> int:
-        """How many texts were longer than the model takes."""
+        """The number of texts that were truncated."""
         return int(getattr(self.model, "cut", getattr(getattr(self.model, "tokenizer", None), "cut", 0)))
 
 
-def shown(value: Any) -> str:
-    """Return `value`, in short; of lists and objects, which may be large and deep, only what they are."""
+def describe_value(value: Any) -> str:
+    """Return a short form of `value`; for lists and objects, which may be large, only type and size."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     cut = isinstance(value, str) and len(value) > 60

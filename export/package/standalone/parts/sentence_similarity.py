@@ -1,6 +1,6 @@
-"""Vectors of texts, with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines as input.
+"""Sentence embeddings with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on stdin.
 
-A tab parts the two texts of a pair, whose cosine is printed.
+A tab separates the two texts of a pair, whose cosine similarity is printed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import answer_all
-from smelt.export.package.standalone.parts.numbers import numbers
+from smelt.export.package.standalone.parts.batches import length_batches
+from smelt.export.package.standalone.parts.command_line import run_command_line
+from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
 
 
 class Embedder:
-    """Embedder(folder)(texts) -> vectors. Several threads may use one; `threads` is for each call."""
+    """Embedder(folder)(texts) -> vectors. Thread-safe; `threads` is per call."""
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
@@ -31,14 +31,14 @@ class Embedder:
         """Return the vectors of the texts in their order, float32 [n, D]."""
         rows = [self.tokenizer.encode(text) for text in texts]
         vectors = np.zeros((len(rows), self.width), dtype=np.float32)
-        for places, ids, mask in batches(rows, self.tokenizer.said["pad"], batch_size):
+        for places, ids, mask in length_batches(rows, self.tokenizer.said["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask}
-            vectors[places] = numbers(self.graph.run(["sentence_embedding"], feeds)[0])
+            vectors[places] = finite_outputs(self.graph.run(["sentence_embedding"], feeds)[0])
         return vectors
 
 
-def lines(model: Embedder, texts: list[str]) -> list[str]:
-    """Return the vector of each text as JSON, or where a tab parts two texts their cosine."""
+def answer_lines(model: Embedder, texts: list[str]) -> list[str]:
+    """Return the vector of each text as JSON, or for two texts separated by a tab their cosine similarity."""
     pairs = [text.partition("\t") for text in texts]
     second = [at for at, (_, tab, _) in enumerate(pairs) if tab]
     found = model([text for text, _, _ in pairs] + [pairs[at][2] for at in second]).astype(np.float64)
@@ -50,4 +50,4 @@ def lines(model: Embedder, texts: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    answer_all(Embedder, lines, __doc__)
+    run_command_line(Embedder, answer_lines, __doc__)

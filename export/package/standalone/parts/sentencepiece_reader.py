@@ -1,4 +1,4 @@
-"""Texts to ids and back for Marian: SentencePiece, and a vocabulary with an order of its own."""
+"""Tokenizer of Marian: SentencePiece, and a vocabulary with its own ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sentencepiece
 
 
 class Tokenizer:
-    """Reads texts as infer.json says; `cut` counts those that were too long."""
+    """Encode and decode texts with the settings of infer.json; `cut` counts truncated texts."""
 
     def __init__(self, folder: Path, said: dict[str, Any]) -> None:
         self.said, self.cut = said, 0
@@ -23,7 +23,7 @@ class Tokenizer:
         self.split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` behind the model's prefix, with the one that ends it."""
+        """Return the ids of `text` with the model's prefix and the end token."""
         parts = [part for part in self.split.split(self.said["prefix"] + text) if part]
         row = [i for p in parts for i in ([self.added[p]] if p in self.added else self.plain(p))]
         room = len(row) if self.said["limit"] is None else max(0, self.said["limit"] - 1)
@@ -32,7 +32,7 @@ class Tokenizer:
         return [*kept, self.said["eos"]]
 
     def plain(self, text: str) -> list[int]:
-        """Return the ids of a text without added tokens; a first word such as >>deu<< is one token."""
+        """Return the ids of a text without special tokens; a first word such as >>deu<< is one token."""
         first = []
         if text.startswith(">>") and (end := text.find("<<")) != -1:
             first, text = [text[: end + 2]], text[end + 2 :]
@@ -44,6 +44,6 @@ class Tokenizer:
         shown = [i for i in ids if i not in self.said["special"]]
         names = [self.names[i] if i in self.names else self.pieces.id_to_piece(i) for i in shown]
         text: str = self.pieces.decode_pieces(names).replace("\u2581", " ").strip()
-        for found, wanted in self.said["replace"]:  # blanks before punctuation
+        for found, wanted in self.said["replace"]:  # spaces before punctuation
             text = text.replace(found, wanted)
         return text

@@ -1,6 +1,6 @@
-"""The model of this folder as a service: python serve.py, and then POST /predict with {"inputs": [...]}.
+"""HTTP service for the model in this folder: python serve.py, then POST /predict with {"inputs": [...]}.
 
-Every option may be given in the environment too, as --max-batch in MAX_BATCH.
+Every option can also be set as an environment variable: --max-batch as MAX_BATCH.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from pathlib import Path
 from typing import Any
 
 from smelt.export.package.standalone.parts.batcher import Batcher
-from smelt.export.package.standalone.parts.http_requests import Service
+from smelt.export.package.standalone.parts.http_requests import InferenceServer
 from smelt.export.package.standalone.parts.packaged_model import PackagedModel
 
-FOLDER = Path(__file__).parent
+MODEL_FOLDER = Path(__file__).parent
 
 
-def cores() -> int:
-    """Return how many cores this process may use: those of the machine, and of a container's limit."""
+def available_cores() -> int:
+    """Return the number of cores that this process may use: of the machine, and of a container's limit."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(count, int(quota) // int(period)))
-    except (OSError, ValueError):  # no limit, or no Linux
+    except (OSError, ValueError):  # no limit, or not Linux
         return count
 
 
-def at_least(least: int, most: int = 10**9) -> Any:
-    """Return what reads a whole number of an option."""
+def int_option(least: int, most: int = 10**9) -> Any:
+    """Return a parser for an integer option."""
 
     def number(word: str) -> int:
         if least <= int(word) <= most:
             return int(word)
-        raise argparse.ArgumentTypeError(f"expected {least} or more, read {word}")
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {word}")
 
     return number
 
 
-def seconds(word: str) -> float:
-    """Read an option."""
+def parse_seconds(word: str) -> float:
+    """Parse an option in seconds."""
     if 0 <= float(word) < float("inf"):
         return float(word)
-    raise argparse.ArgumentTypeError(f"expected seconds, read {word}")
+    raise argparse.ArgumentTypeError(f"expected seconds, got {word}")
 
 
-def options_of(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line, over those of the environment, over the defaults."""
-    said = json.loads((FOLDER / "infer.json").read_text(encoding="utf-8"))
+def parse_options(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the options: of the command line, else of the environment, else the defaults."""
+    said = json.loads((MODEL_FOLDER / "infer.json").read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(prog="serve.py", description=__doc__)
 
     def add(name: str, default: Any, kind: Any, about: str) -> None:
@@ -62,26 +62,26 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", default=found, type=kind, help=f"{about} (default: {default})")
 
     add("host", "127.0.0.1", str, "address to listen on; 0.0.0.0: all, as in the container")
-    add("port", 8000, at_least(0, 65535), "0: any that is free")
-    add("threads", said.get("threads") or 1, at_least(1), "threads of a call of the model")
-    add("workers", 0, at_least(0), "calls at the same time; 0: as many as the cores have room for")
-    add("max-batch", 16, at_least(1), "inputs in a call; 1: an input is always called alone")
-    add("max-wait", 0, seconds, "seconds that an input waits for others, also where the model is free")
-    add("max-waiting", 256, at_least(1), "inputs that may wait, and of a request; more get 503")
-    add("max-body", 16 * 2**20, at_least(1), "bytes of a request")
-    add("max-bodies", 256 * 2**20, at_least(1), "bytes of all requests on their way; more get 503")
-    add("timeout", 60, seconds, "seconds until an input that waits gets 503")
-    add("grace", 8, seconds, "seconds for requests on their way after SIGTERM")
-    about = "ask the service that runs there whether it is ready, and end with 0 or 1"
+    add("port", 8000, int_option(0, 65535), "0: any free port")
+    add("threads", said.get("threads") or 1, int_option(1), "threads per call of the model")
+    add("workers", 0, int_option(0), "concurrent calls; 0: as many as fit the cores")
+    add("max-batch", 16, int_option(1), "maximum inputs per call; 1: no batching")
+    add("max-wait", 0, parse_seconds, "seconds that an input waits for others, even if the model is free")
+    add("max-waiting", 256, int_option(1), "maximum waiting inputs, and inputs per request; more get 503")
+    add("max-body", 16 * 2**20, int_option(1), "maximum bytes of a request")
+    add("max-bodies", 256 * 2**20, int_option(1), "maximum bytes of all requests in flight; more get 503")
+    add("timeout", 60, parse_seconds, "seconds until a waiting input gets 503")
+    add("grace", 8, parse_seconds, "seconds to finish requests in flight after SIGTERM")
+    about = "check whether the running service is ready; exit with 0 or 1"
     parser.add_argument("--health", action="store_true", help=about)
     found = parser.parse_args(words)
     found.task = said["task"]
-    found.workers = found.workers or max(1, cores() // found.threads)
+    found.workers = found.workers or max(1, available_cores() // found.threads)
     return found
 
 
-def healthy(options: argparse.Namespace) -> bool:
-    """Say whether the service that runs with these options answers that it is ready."""
+def is_healthy(options: argparse.Namespace) -> bool:
+    """Return whether the service with these options reports that it is ready."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     connection = http.client.HTTPConnection(host, options.port, timeout=2)
     try:
@@ -93,11 +93,11 @@ def healthy(options: argparse.Namespace) -> bool:
         connection.close()
 
 
-def load(service: Service) -> None:
-    """Load the model, and end the service where that fails."""
+def load_service_model(service: InferenceServer) -> None:
+    """Load the model; stop the service if that fails."""
     options = service.options
     try:
-        service.model = PackagedModel(FOLDER, options.task, options.threads)
+        service.model = PackagedModel(MODEL_FOLDER, options.task, options.threads)
         service.batcher = Batcher(
             service.call, options.max_batch, options.max_wait, options.max_waiting, options.workers
         )
@@ -108,8 +108,8 @@ def load(service: Service) -> None:
         service.shutdown()
 
 
-def stop(service: Service) -> None:
-    """Let the requests on their way be answered, as long as `grace` allows."""
+def stop_gracefully(service: InferenceServer) -> None:
+    """Wait for the requests in flight, at most `grace` seconds."""
     service.stopping = True
     service.server_close()
     end = time.monotonic() + service.options.grace
@@ -120,30 +120,32 @@ def stop(service: Service) -> None:
 
 def main() -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
-    options = options_of()
+    options = parse_options()
     if options.health:
-        return 0 if healthy(options) else 1
+        return 0 if is_healthy(options) else 1
     try:
-        service = Service(options)
+        service = InferenceServer(options)
     except OSError as error:
         print(f"error: cannot listen on {options.host}, port {options.port}: {error}", file=sys.stderr)
         return 2
 
     def ended(*_: Any) -> None:
         service.stopping = True
-        threading.Thread(target=service.shutdown).start()  # it waits for the loop, in which this is called
+        threading.Thread(target=service.shutdown).start()  # shutdown waits for the loop, in which this runs
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ended)
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"listening on http://{host}:{service.server_port}", flush=True)
-    threading.Thread(target=load, args=(service,), daemon=True).start()  # which prints a line, the second
+    threading.Thread(
+        target=load_service_model, args=(service,), daemon=True
+    ).start()  # it prints the second line
     service.serve_forever(0.1)
-    stop(service)
+    stop_gracefully(service)
     return 1 if service.failed else 0
 
 
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # not through the end of Python: a thread may still be inside of the model
+    os._exit(status)  # not a normal exit of Python: a thread may still be inside the model

@@ -1,6 +1,6 @@
-"""Classes of texts, with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines as input.
+"""Text classification with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on stdin.
 
-A tab parts the two texts of a pair.
+A tab separates the two texts of a pair.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.classes import class_of, line
-from smelt.export.package.standalone.parts.lines import answer_all
-from smelt.export.package.standalone.parts.numbers import numbers
+from smelt.export.package.standalone.parts.batches import length_batches
+from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
+from smelt.export.package.standalone.parts.command_line import run_command_line
+from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
 from smelt.export.package.standalone.parts.session import open_graph
 
 
 class Classifier:
     """Classifier(folder)(texts) -> (label, probabilities) of each text or pair, a tuple of two texts.
 
-    The label is a name; of a model with several labels a text, the tuple of those above one half; of one
-    that predicts a number, the number. Several threads may use one; `threads` is for each call.
+    The label is a name; for a multi-label model, the tuple of labels with a probability above 0.5; for a
+    regression model, the number. Thread-safe; `threads` is per call.
     """
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
@@ -38,18 +38,18 @@ class Classifier:
         """Return label and probabilities, a dict by label, for each text or pair, in their order."""
         encoded = [self.encode(text) for text in texts]
         answers: list[tuple[Any, Any]] = [("", {})] * len(encoded)
-        for places, ids, mask in batches([row for row, _ in encoded], self.said["pad"], batch_size):
+        for places, ids, mask in length_batches([row for row, _ in encoded], self.said["pad"], batch_size):
             types = np.zeros_like(ids)
             for at, i in enumerate(places):
                 types[at, : len(encoded[i][1])] = encoded[i][1]
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
             feeds = {name: value for name, value in feeds.items() if name in self.inputs}
-            for i, logits in zip(places, numbers(self.graph.run(["logits"], feeds)[0]), strict=True):
-                answers[i] = class_of(logits, self.labels, self.problem)
+            for i, logits in zip(places, finite_outputs(self.graph.run(["logits"], feeds)[0]), strict=True):
+                answers[i] = predict_class(logits, self.labels, self.problem)
         return answers
 
     def encode(self, text: str | tuple[str, str]) -> tuple[list[int], list[int]]:
-        """Return ids and token types; of a pair that is too long the longer text is cut first."""
+        """Return ids and token types; in a pair that is too long the longer text is truncated first."""
         first, second = (text, None) if isinstance(text, str) else text
         first = self.said["prefix"] + first
         found = self.tokenizer.encode(first.lower() if self.said["lower"] else first, second)
@@ -71,11 +71,11 @@ class Classifier:
         return [found.ids[at] for at in kept], [types[at] for at in kept if types]
 
 
-def lines(model: Classifier, texts: list[str]) -> list[str]:
-    """Return a line for each text, or pair where a tab parts two texts."""
+def answer_lines(model: Classifier, texts: list[str]) -> list[str]:
+    """Return a line for each text, or pair of texts separated by a tab."""
     pairs: Any = [tuple(text.split("\t", 1)) if "\t" in text else text for text in texts]
-    return [line(*found) for found in model(pairs)]
+    return [prediction_line(*found) for found in model(pairs)]
 
 
 if __name__ == "__main__":
-    answer_all(Classifier, lines, __doc__)
+    run_command_line(Classifier, answer_lines, __doc__)

@@ -1,4 +1,4 @@
-"""Texts to ids and back, by tokenizer.json."""
+"""Tokenizer of tokenizer.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenizers
 
 
 class Tokenizer:
-    """Reads texts as infer.json says; `cut` counts those that were too long."""
+    """Encode and decode texts with the settings of infer.json; `cut` counts truncated texts."""
 
     def __init__(self, folder: Path, said: dict[str, Any]) -> None:
         self.said, self.cut = said, 0
@@ -18,7 +18,7 @@ class Tokenizer:
             self.inner.enable_truncation(said["limit"], direction=said["truncation_side"])
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` behind the model's prefix, special ones included."""
+        """Return the ids of `text` with the model's prefix and special tokens."""
         text = self.said["prefix"] + text
         found = self.inner.encode(text.lower() if self.said["lower"] else text)
         self.cut += bool(found.overflowing)
@@ -27,6 +27,6 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids` without special tokens."""
         text: str = self.inner.decode(ids, skip_special_tokens=True)
-        for found, wanted in self.said["replace"]:  # blanks before punctuation
+        for found, wanted in self.said["replace"]:  # spaces before punctuation
             text = text.replace(found, wanted)
         return text

@@ -1,4 +1,4 @@
-"""Text to text, with onnxruntime, numpy and a tokenizer: python infer.py "TEXT", or lines as input."""
+"""Translation with onnxruntime, numpy and a tokenizer: python infer.py "TEXT", or lines on stdin."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import answer_all
-from smelt.export.package.standalone.parts.search import new_tokens, search
+from smelt.export.package.standalone.parts.batches import length_batches
+from smelt.export.package.standalone.parts.command_line import run_command_line
+from smelt.export.package.standalone.parts.generation_inputs import generation_inputs, new_tokens
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
 
 
 class Translator:
-    """Translator(folder)(texts) -> texts. Several threads may use one; `threads` is for each call."""
+    """Translator(folder)(texts) -> texts. Thread-safe; `threads` is per call."""
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.tokenizer, self.generation = Tokenizer(Path(folder), said["tokenizer"]), said["generation"]
         self.graph = open_graph(Path(folder) / self.generation["graph"], threads or said["threads"])
-        self.search = search(self.generation, 1, self.generation["max_new_tokens"])
+        self.search = generation_inputs(self.generation, 1, self.generation["max_new_tokens"])
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
-        """Return what the model makes of each text, in their order."""
+        """Return the output text of each text, in their order."""
         rows = [self.tokenizer.encode(text) for text in texts]
         answers = [""] * len(rows)
-        for places, ids, mask in batches(rows, self.tokenizer.said["pad"], batch_size):
+        for places, ids, mask in length_batches(rows, self.tokenizer.said["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask} | self.search
             for i, row in zip(places, self.graph.run(["sequences"], feeds)[0], strict=True):
                 answers[i] = self.tokenizer.decode(new_tokens(row, 1, self.generation["eos"]))
@@ -34,4 +34,4 @@ class Translator:
 
 
 if __name__ == "__main__":
-    answer_all(Translator, Translator.__call__, __doc__)
+    run_command_line(Translator, Translator.__call__, __doc__)

@@ -7,16 +7,16 @@ import harness
 import pytest
 import tiny
 import torch
-from refusals import invalid, refused
+from expected_errors import raises_code, raises_setting_codes
 from transformers import BertConfig
 
-from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.distill.teachers.ensemble import averaged, joined, united
+from smelt.compress.distill.stage import Distill
+from smelt.compress.distill.teachers.ensemble import average_logits, combine_label_logits, make_ensemble
 from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError
-from smelt.core.labels import MULTI, SINGLE
-from smelt.core.rows.examples import read_split
+from smelt.core.labels import MULTI_LABEL, SINGLE_LABEL
+from smelt.core.readers.examples import read_split
 
 T = 2.0
 SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "num_evals": 1}
@@ -29,7 +29,7 @@ def logits(*shape, seed=0):
 def test_the_mean_is_that_of_probabilities_and_not_of_logits():
     one, other = logits(4, 7), logits(4, 7, seed=1)
     expected = ((one / T).softmax(-1) + (other / T).softmax(-1)) / 2
-    found = (averaged([one, other], T) / T).softmax(-1)
+    found = (average_logits([one, other], T) / T).softmax(-1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     of_logits = ((one + other) / (2 * T)).softmax(-1)
     assert float((found - of_logits).abs().max()) > 0.05
@@ -37,7 +37,9 @@ def test_the_mean_is_that_of_probabilities_and_not_of_logits():
 
 def test_each_teaches_its_labels_and_of_shared_ones_the_mean():
     one, other = logits(5, 2), logits(5, 3, seed=1)
-    found = (united([one, other], [[0, 1], [1, 2, 3]], 4, [SINGLE, MULTI], T) / T).sigmoid()
+    found = (
+        combine_label_logits([one, other], [[0, 1], [1, 2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], T) / T
+    ).sigmoid()
     p, q = (one / T).softmax(-1), (other / T).sigmoid()
     expected = torch.stack([p[:, 0], (p[:, 1] + q[:, 0]) / 2, q[:, 1], q[:, 2]], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -45,7 +47,7 @@ def test_each_teaches_its_labels_and_of_shared_ones_the_mean():
 
 def test_a_teacher_that_is_sure_gives_finite_logits():
     sure = torch.tensor([[900.0, -900.0], [-30.0, 30.0]])
-    found = united([sure, sure], [[0, 1], [2, 3]], 4, [SINGLE, MULTI], 1.0)
+    found = combine_label_logits([sure, sure], [[0, 1], [2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], 1.0)
     assert bool(torch.isfinite(found).all())
     assert float(found[1, 3]) == pytest.approx(30.0, abs=1e-3)  # no float32 says 1 - e^-30
 
@@ -53,7 +55,7 @@ def test_a_teacher_that_is_sure_gives_finite_logits():
 class Says:
     """A classifier that always says the same."""
 
-    def __init__(self, labels, values, kind=SINGLE):
+    def __init__(self, labels, values, kind=SINGLE_LABEL):
         names = dict(enumerate(labels))
         self.config = BertConfig(id2label=names, label2id={n: i for i, n in names.items()}, problem_type=kind)
         self.values = torch.tensor([values])
@@ -80,7 +82,7 @@ def joined_of(models, student):
 
     before, module.Ensemble = module.Ensemble, lambda models, join, config: Plain(join=join, config=config)
     try:
-        return joined(models, ["one", "other"], student, 1.0)
+        return make_ensemble(models, ["one", "other"], student, 1.0)
     finally:
         module.Ensemble = before
 
@@ -88,20 +90,20 @@ def joined_of(models, student):
 @pytest.mark.parametrize(
     ("labels", "kind", "code", "named"),
     [
-        (["a", "b", "c"], MULTI, "labels-mismatch", "'d'"),
-        (["a", "b", "c", "d", "e"], MULTI, "untaught-labels", "'e'"),
-        (["a", "b", "c", "d"], SINGLE, "single-label-student", '["a", "d"]'),
+        (["a", "b", "c"], MULTI_LABEL, "labels-mismatch", "'d'"),
+        (["a", "b", "c", "d", "e"], MULTI_LABEL, "untaught-labels", "'e'"),
+        (["a", "b", "c", "d"], SINGLE_LABEL, "single-label-student", '["a", "d"]'),
     ],
 )
 def test_a_student_that_cannot_say_what_they_know_is_refused(labels, kind, code, named):
     teachers = [Says(["a", "b"], [0.0, 0.0]), Says(["c", "d"], [0.0, 0.0])]
-    with refused(code, InputError) as caught:
+    with raises_code(code, InputError) as caught:
         joined_of(teachers, Says(labels, [0.0] * len(labels), kind))
     assert named in str(caught.value)
 
 
 def classifier(folder, names, seed, **more):
-    made = tiny.bert(folder, seed=seed, labels=len(names), **more)
+    made = tiny.write_bert(folder, seed=seed, labels=len(names), **more)
     config = json.loads((made / "config.json").read_text())
     config |= {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
     (made / "config.json").write_text(json.dumps(config))
@@ -111,18 +113,20 @@ def classifier(folder, names, seed, **more):
 def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
     one = classifier(tmp_path / "one", ["neg", "pos"], 1)
     other = classifier(tmp_path / "other", ["man", "cat", "dog"], 2)
-    student = classifier(tmp_path / "m", ["cat", "dog", "man", "neg", "pos"], 3, problem_type=MULTI)
+    student = classifier(tmp_path / "m", ["cat", "dog", "man", "neg", "pos"], 3, problem_type=MULTI_LABEL)
     rows = Split("x", tuple(Example(text, label=("pos", "cat")) for text in tiny.SENTENCES * 2))
     said = SHORT | {"teacher": [{"model": str(one)}, {"model": str(other)}], "temperature": 1.0}
     settings = DistillSettings.model_validate(
         said | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "cache_logits": {}}
     )
-    ctx = harness.run(Distill(), settings, student, tmp_path / "o/out", "text-classification", data=rows)
+    ctx = harness.run_stage(
+        Distill(), settings, student, tmp_path / "o/out", "text-classification", data=rows
+    )
     start, *_, end = [found["loss"] for found in ctx.details["training"]["validations"]]
     assert end < 0.05 * start
-    made = harness.model_of(ctx)
+    made = harness.load_output_model(ctx)
     ids = torch.tensor([[2, 7, 9, 3], [2, 6, 8, 3]])
-    models = [harness.model_of(SimpleNamespace(out=folder)) for folder in (one, other)]
+    models = [harness.load_output_model(SimpleNamespace(out=folder)) for folder in (one, other)]
     with torch.no_grad():
         ours, p, q = made(ids).logits.sigmoid(), *(m(ids).logits.softmax(-1) for m in models)
     expected = torch.cat([q[:, [1, 2, 0]], p], dim=1)
@@ -131,8 +135,8 @@ def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
 
 
 def test_two_translators_teach_and_each_is_run(tmp_path):
-    rows = read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
-    source, other = tiny.marian(tmp_path / "m"), tiny.marian(tmp_path / "other", 1)
+    rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    source, other = tiny.write_marian(tmp_path / "m"), tiny.write_marian(tmp_path / "other", 1)
     losses = {}
     for name, teacher in (
         ("one", "model"),
@@ -142,7 +146,7 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
         settings = DistillSettings.model_validate(
             SHORT | {"teacher": teacher, "max_steps": 1, "losses": {"logits": 1, "labels": 0}}
         )
-        ctx = harness.run(Distill(), settings, source, tmp_path / name / "out", data=rows)
+        ctx = harness.run_stage(Distill(), settings, source, tmp_path / name / "out", data=rows)
         losses[name] = ctx.details["training"]["validations"][0]["loss"]
     assert losses["one"] == pytest.approx(0, abs=1e-5)  # the student is its own teacher
     assert losses["same"] == pytest.approx(0, abs=1e-4)
@@ -162,17 +166,17 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
     ],
 )
 def test_what_several_cannot_do_is_refused(said, code, named):
-    with invalid(code) as caught:
+    with raises_setting_codes(code) as caught:
         DistillSettings.model_validate(said)
     assert named in caught.value.errors()[0]["msg"]
 
 
 def test_the_recipe_finds_the_steps_and_the_folders_in_a_list(tmp_path):
     settings = DistillSettings.model_validate({"teacher": ["tuned", {"model": "b"}]})
-    assert settings.references() == {"teacher.0": "tuned"}
+    assert settings.step_references() == {"teacher.0": "tuned"}
     assert settings.paths() == {("teacher", 1, "model"): "b"}
-    assert settings.below(tmp_path).paths() == {("teacher", 1, "model"): str(tmp_path / "b")}
-    assert DistillSettings(teacher="tuned").references() == {"teacher": "tuned"}
+    assert settings.resolve_paths(tmp_path).paths() == {("teacher", 1, "model"): str(tmp_path / "b")}
+    assert DistillSettings(teacher="tuned").step_references() == {"teacher": "tuned"}
     assert DistillSettings.model_validate({"teacher": {"model": "b"}}).paths() == {
         ("teacher", 0, "model"): "b"
     }

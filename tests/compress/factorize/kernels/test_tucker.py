@@ -16,28 +16,33 @@ def test_tucker_loses_no_more_than_tensorly(ranks):
     from tensorly.tucker_tensor import tucker_to_tensor
 
     whole, (inner, outer) = kernel(), ranks
-    into, core, out = tucker.tucker(whole, inner, outer)
+    into, core, out = tucker.tucker2_decompose(whole, inner, outer)
     assert (into.shape, core.shape, out.shape) == ((10, inner), (outer, inner, 3, 3), (12, outer))
     (theirs, factors), _ = partial_tucker(
         whole.numpy(), rank=[outer, inner], modes=[0, 1], n_iter_max=100, tol=1e-9
     )
     whole_factors = [*factors, torch.eye(3).numpy(), torch.eye(3).numpy()]
     expected = (torch.tensor(tucker_to_tensor((theirs, whole_factors))) - whole).norm()
-    assert float((tucker.product(into, core, out) - whole).norm()) == pytest.approx(float(expected), rel=1e-3)
+    assert float((tucker.tucker2_kernel(into, core, out) - whole).norm()) == pytest.approx(
+        float(expected), rel=1e-3
+    )
 
 
 def test_tucker_of_the_channels_out_alone_is_the_best_matrix_of_its_rank():
     whole = kernel(1)
-    _, core, out = tucker.tucker(whole, None, 5)
+    _, core, out = tucker.tucker2_decompose(whole, None, 5)
     dropped = torch.linalg.svdvals(whole.flatten(1))[5:].square().sum().sqrt()
-    assert float((tucker.product(None, core, out) - whole).norm()) == pytest.approx(float(dropped))
+    assert float((tucker.tucker2_kernel(None, core, out) - whole).norm()) == pytest.approx(float(dropped))
 
 
 def test_a_kernel_of_the_rank_is_kept_whole():
     factors = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)).double() for n in (12, 10, 3, 3)]
-    whole = cp.product(factors)
-    assert float((cp.product(cp.cp(whole, 4, 0)) - whole).norm() / whole.norm()) < 1e-3
-    assert float((tucker.product(*tucker.tucker(whole, 4, 4)) - whole).norm() / whole.norm()) < 1e-10
+    whole = cp.cp_kernel(factors)
+    assert float((cp.cp_kernel(cp.cp_decompose(whole, 4, 0)) - whole).norm() / whole.norm()) < 1e-3
+    assert (
+        float((tucker.tucker2_kernel(*tucker.tucker2_decompose(whole, 4, 4)) - whole).norm() / whole.norm())
+        < 1e-10
+    )
 
 
 def test_cp_loses_no_more_than_tensorly_and_its_vectors_have_one_size():
@@ -45,9 +50,9 @@ def test_cp_loses_no_more_than_tensorly_and_its_vectors_have_one_size():
     from tensorly.decomposition import parafac
 
     whole = kernel(2, (8, 6, 3, 3))
-    ours = cp.cp(whole, 10, 0)
+    ours = cp.cp_decompose(whole, 10, 0)
     theirs = parafac(whole.numpy(), rank=10, n_iter_max=200, init="svd", random_state=0)
     expected = (torch.tensor(tensorly.cp_to_tensor(theirs)) - whole).norm()
-    assert float((cp.product(ours) - whole).norm()) < 1.05 * float(expected)
+    assert float((cp.cp_kernel(ours) - whole).norm()) < 1.05 * float(expected)
     norms = torch.stack([factor.norm(dim=0) for factor in ours])
     assert torch.allclose(norms, norms[:1].expand_as(norms))

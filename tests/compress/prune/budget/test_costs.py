@@ -3,17 +3,17 @@
 import every_family
 import pytest
 import torch
-from matrix import cells
-from refusals import refused
+from expected_errors import raises_code
+from matrix import matrix_cells
 from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.float_model import stored_parameters
-from smelt.compress.prune.budget.costs import operation_costs, parameter_costs, text_length
+from smelt.compress.float_model import count_stored_parameters
+from smelt.compress.prune.budget.costs import flop_costs, parameter_costs, resolve_sequence_length
 from smelt.compress.prune.cut import cut_heads, cut_neurons
-from smelt.compress.prune.groups import AttentionGroup, find_groups
-from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
+from smelt.compress.prune.unit_groups import AttentionGroup, find_groups
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import load_model
 
@@ -47,28 +47,30 @@ def multiplications(model, tokens):
     return counter.get_total_flops() / 2
 
 
-@pytest.mark.parametrize(("family", "before"), cells(FAMILIES, list(STAGES)))
+@pytest.mark.parametrize(("family", "before"), matrix_cells(FAMILIES, list(STAGES)))
 def test_what_a_cut_model_costs_is_what_was_foretold(family, before, tmp_path):
-    folder = every_family.of_layers(family, 3)
+    folder = every_family.model_with_layers(family, 3)
     if STAGES[before]:
-        folder = every_family.run(*STAGES[before], folder, family, tmp_path / "before").out
+        folder = every_family.run_stage(*STAGES[before], folder, family, tmp_path / "before").out
     model, _ = load_model(folder)
     groups = [group for kind in find_groups(model) for group in kind]
-    values, work = parameter_costs(model, groups), operation_costs(model, groups, 11)
-    assert values.whole == stored_parameters(model)
-    assert work.whole == multiplications(load_model(folder)[0], 11)
+    values, work = parameter_costs(model, groups), flop_costs(model, groups, 11)
+    assert values.total == count_stored_parameters(model)
+    assert work.total == multiplications(load_model(folder)[0], 11)
     kept = half_of(model)
-    for costs, now in ((values, stored_parameters(model)), (work, multiplications(model, 11))):
-        assert costs.fixed + sum(float(costs.of[n][count]) for n, count in kept.items()) == pytest.approx(now)
-        assert now < costs.whole
+    for costs, now in ((values, count_stored_parameters(model)), (work, multiplications(model, 11))):
+        assert costs.fixed + sum(
+            float(costs.by_group[n][count]) for n, count in kept.items()
+        ) == pytest.approx(now)
+        assert now < costs.total
 
 
 def test_a_text_is_as_long_as_the_model_has_places():
-    bert, _ = load_model(every_family.of_layers("bert", 3))
-    t5, _ = load_model(every_family.of_layers("t5", 3))
+    bert, _ = load_model(every_family.model_with_layers("bert", 3))
+    t5, _ = load_model(every_family.model_with_layers("t5", 3))
     places = bert.config.max_position_embeddings
-    assert (text_length(bert, None), text_length(t5, None)) == (min(128, places), 128)
-    with refused("longer-than-model", InputError) as caught:
-        text_length(bert, 9999)
+    assert (resolve_sequence_length(bert, None), resolve_sequence_length(t5, None)) == (min(128, places), 128)
+    with raises_code("longer-than-model", InputError) as caught:
+        resolve_sequence_length(bert, 9999)
     assert caught.value.setting == "budget.sequence_length"
     assert str(places) in str(caught.value)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from prunable import batch_for, bert, marian
+from pruning_models import bert_model, example_batch, marian_model
 from torch.nn.functional import cross_entropy
 
-from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance.fisher import fisher_scores
+from smelt.compress.prune.unit_groups import find_groups, linear_with_inputs
 
 
 def _rows(batch):
@@ -22,17 +22,17 @@ def _loss(model, batch):
     return cross_entropy(logits.flatten(0, -2), labels.flatten() % logits.shape[-1])
 
 
-@pytest.mark.parametrize("build", [bert, marian])
+@pytest.mark.parametrize("build", [bert_model, marian_model])
 def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
     model = build().double()
     attentions, blocks = find_groups(model)
-    rows = _rows(batch_for(model))
+    rows = _rows(example_batch(model))
     assert len(rows) > 1
     scores = fisher_scores(model, attentions, blocks, rows, _loss)
-    units = [(attentions[1], attentions[1].parts.out, 1, attentions[1].head_dim(model), scores.heads)]
-    units += [(blocks[0], blocks[0].parts.down, 3, 1, scores.neurons)]
+    units = [(attentions[1], attentions[1].structure.out, 1, attentions[1].head_dim(model), scores.heads)]
+    units += [(blocks[0], blocks[0].structure.down, 3, 1, scores.neurons)]
     for group, product, unit, width, found in units:
-        weight, step = columns_of(model, product).weight, 1e-4
+        weight, step = linear_with_inputs(model, product).weight, 1e-4
         original, total = weight.detach().clone(), 0.0
         for row in rows:  # scaling what a unit gives is scaling its columns of the product behind it
             values = []
@@ -50,9 +50,9 @@ def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
 
 def test_rows_in_one_batch_give_less():
     """The square of a mean is at most the mean of squares, which is why rows are taken one by one."""
-    model = bert()
+    model = bert_model()
     attentions, blocks = find_groups(model)
-    batch = batch_for(model)
+    batch = example_batch(model)
     alone = fisher_scores(model, attentions, blocks, _rows(batch), _loss)
     together = fisher_scores(model, attentions, blocks, [batch], _loss)
     for name, found in alone.neurons.items():

@@ -6,25 +6,25 @@ import pytest
 import seq2seq
 import tiny
 import torch
-from prunable import batch_for, bert, factorized, loss_of, marian
+from pruning_models import bert_model, example_batch, example_loss, factorized_model, marian_model
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.groups import columns_of, find_groups, rows_of
 from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.importance.taylor import taylor_scores
-from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.prune.unit_groups import find_groups, linear_with_inputs, linear_with_outputs
 from smelt.compress.train.objective import label_objective
-from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 
 RANK = 5
 MADE = {
-    "marian": lambda f: tiny.marian(f, d_model=64),
-    "bert": lambda f: tiny.bert(f, hidden_size=64),
-    "t5-gated": lambda f: seq2seq.t5(f, gated=True),
-    "gpt2": lambda f: causal.model(f, "gpt2"),
-    "llama": lambda f: causal.model(f, "llama"),
+    "marian": lambda f: tiny.write_marian(f, d_model=64),
+    "bert": lambda f: tiny.write_bert(f, hidden_size=64),
+    "t5-gated": lambda f: seq2seq.write_t5(f, gated=True),
+    "gpt2": lambda f: causal.write_model(f, "gpt2"),
+    "llama": lambda f: causal.write_model(f, "llama"),
 }
 
 
@@ -43,11 +43,11 @@ def both(request, tmp_path):
                 module.weight.copy_(left @ torch.randn(RANK, columns) / RANK)
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
-    source = tiny.artifact(tmp_path / "whole")
+    source = tiny.as_artifact(tmp_path / "whole")
     Factorize()(
         source,
         FactorizeSettings(method="svd", optimize_for="size", rank=RANK),
-        harness.context(tmp_path / "pairs"),
+        harness.make_context(tmp_path / "pairs"),
     )
     return tmp_path / "whole", tmp_path / "pairs"
 
@@ -64,8 +64,8 @@ def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_pat
     settings = PruneSettings(keep_ratio=0.5, importance="magnitude", multiple_of=1)
     kept = []
     for at, folder in enumerate(both):
-        ctx = harness.context(tmp_path / str(at))
-        Prune()(tiny.artifact(folder), settings, ctx)
+        ctx = harness.make_context(tmp_path / str(at))
+        Prune()(tiny.as_artifact(folder), settings, ctx)
         model, _ = load_model(ctx.out)
         products = {}
         for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_pat
 
 def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     """Both halves are differentiated, and w . dL/dw of a unit is the same on either side of the rank."""
-    folder = tiny.bert(tmp_path / "first", hidden_size=64)
+    folder = tiny.write_bert(tmp_path / "first", hidden_size=64)
     model, edits = load_model(folder)
     torch.manual_seed(3)
     for module in model.bert.encoder.modules():
@@ -94,9 +94,9 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     Factorize()(
-        tiny.artifact(tmp_path / "whole"),
+        tiny.as_artifact(tmp_path / "whole"),
         FactorizeSettings(method="svd", optimize_for="size", rank=RANK),
-        harness.context(tmp_path / "pairs"),
+        harness.make_context(tmp_path / "pairs"),
     )
     ids = torch.arange(5, 25).view(2, 10)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
@@ -110,12 +110,12 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
 
 
 def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
-    model = bert().double()
+    model = bert_model().double()
     attentions, blocks = find_groups(model)
-    batches = [batch_for(model), {k: v[:2] for k, v in batch_for(model).items()}]
-    scores = taylor_scores(model, attentions, blocks, batches, loss_of)
+    batches = [example_batch(model), {k: v[:2] for k, v in example_batch(model).items()}]
+    scores = taylor_scores(model, attentions, blocks, batches, example_loss)
     group, head, step = attentions[1], 2, 1e-4
-    weight = columns_of(model, group.parts.out).weight
+    weight = linear_with_inputs(model, group.structure.out).weight
     width = group.head_dim(model)
     original = weight.detach().clone()
     total = 0.0
@@ -125,20 +125,23 @@ def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
             with torch.no_grad():
                 weight.copy_(original)
                 weight[:, head * width : (head + 1) * width] *= scale
-                values.append(float(loss_of(model, batch)))
+                values.append(float(example_loss(model, batch)))
         total += abs(values[0] - values[1]) / (2 * step)
     assert float(scores.heads[group.name][head]) == pytest.approx(total, rel=1e-2)
 
 
-@pytest.mark.parametrize("build", [bert, factorized])
+@pytest.mark.parametrize("build", [bert_model, factorized_model])
 def test_taylor_neuron_score_is_dynaberts_formula(build):
     model = build()
     attentions, blocks = find_groups(model)
-    batch = batch_for(model)
-    scores = taylor_scores(model, attentions, blocks, [batch, batch], loss_of)
+    batch = example_batch(model)
+    scores = taylor_scores(model, attentions, blocks, [batch, batch], example_loss)
     block = blocks[0]
-    first, second = rows_of(model, block.parts.up), columns_of(model, block.parts.down)
-    w1, b1, w2 = torch.autograd.grad(loss_of(model, batch), [first.weight, first.bias, second.weight])
+    first, second = (
+        linear_with_outputs(model, block.structure.up),
+        linear_with_inputs(model, block.structure.down),
+    )
+    w1, b1, w2 = torch.autograd.grad(example_loss(model, batch), [first.weight, first.bias, second.weight])
     model.requires_grad_(False)
     n = 3
     by_hand = abs(float((first.weight[n] * w1[n]).sum() + first.bias[n] * b1[n])) + abs(
@@ -149,19 +152,19 @@ def test_taylor_neuron_score_is_dynaberts_formula(build):
 
 
 def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
-    model = marian()
+    model = marian_model()
     _, blocks = find_groups(model)
     before = magnitude_scores(model, [], blocks).neurons[blocks[0].name]
     with torch.no_grad():
-        rows_of(model, blocks[0].parts.up).weight[4] *= 8
-        columns_of(model, blocks[0].parts.down).weight[:, 4] /= 8
+        linear_with_outputs(model, blocks[0].structure.up).weight[4] *= 8
+        linear_with_inputs(model, blocks[0].structure.down).weight[:, 4] /= 8
     torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)
 
 
 GATED = {
-    "t5-gated": lambda f: seq2seq.t5(f, gated=True),
-    "llama": lambda f: causal.model(f, "llama"),
-    "qwen2": lambda f: causal.model(f, "qwen2"),
+    "t5-gated": lambda f: seq2seq.write_t5(f, gated=True),
+    "llama": lambda f: causal.write_model(f, "llama"),
+    "qwen2": lambda f: causal.write_model(f, "qwen2"),
 }
 
 
@@ -173,14 +176,15 @@ def gated(request, tmp_path):
 
 def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
     model, blocks = gated
-    batch = batch_for(model)
-    scores = taylor_scores(model, [], blocks, [batch], loss_of)
+    batch = example_batch(model)
+    scores = taylor_scores(model, [], blocks, [batch], example_loss)
     for block in blocks:
-        assert block.parts.gate is not None
+        assert block.structure.gate is not None
         parts = [
-            model.get_submodule(name).weight for name in (block.parts.up, block.parts.gate, block.parts.down)
+            model.get_submodule(name).weight
+            for name in (block.structure.up, block.structure.gate, block.structure.down)
         ]
-        slopes = torch.autograd.grad(loss_of(model, batch), parts)
+        slopes = torch.autograd.grad(example_loss(model, batch), parts)
         terms = [
             (part * slope).sum(dim=dim).abs().double()
             for part, slope, dim in zip(parts, slopes, (1, 1, 0), strict=True)
@@ -195,7 +199,7 @@ def test_magnitude_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
     before = magnitude_scores(model, [], blocks).neurons
     for block in blocks:
         with torch.no_grad():
-            model.get_submodule(block.parts.gate).weight[3] *= 2
+            model.get_submodule(block.structure.gate).weight[3] *= 2
     after = magnitude_scores(model, [], blocks).neurons
     for block in blocks:
         factor = torch.ones_like(before[block.name])

@@ -7,31 +7,31 @@ import harness
 import pytest
 import tiny
 import torch
-import what_follows
-from every_family import OF_TEXTS
-from refusals import invalid, refused
+import usability_checks
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.learned.masks import LearnedMasks
+from smelt.compress.prune.learned.learned_masks import LearnedMasks
 from smelt.compress.prune.learned.settings import LearnedMasksSettings
-from smelt.compress.train.settings import check_training, left_by_training
+from smelt.compress.train.settings import check_training, provided_by_training
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.messages import codes
-from smelt.core.rows.examples import read_split
+from smelt.core.messages import message_codes
+from smelt.core.readers.examples import read_split
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.edits.skip import skip
+from smelt.runtime.models.edits.skip_sublayer import skip_sublayer
 
 KINDS = ("attention", "cross-attention", "ffn")
 
 
 def kinds_of(family):
-    return KINDS if FAMILIES[family].kind == "seq2seq" else KINDS[::2]
+    return KINDS if FAMILIES[family].architecture == "seq2seq" else KINDS[::2]
 
 
 def masks_of(family, **settings):
-    model, edits = load_model(every_family.of_layers(family, 3))
+    model, edits = load_model(every_family.model_with_layers(family, 3))
     said = {"multiple_of": 1, "parts": kinds_of(family)} | settings
     found = LearnedMasks(model, LearnedMasksSettings(**said), edits)
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def close(masks, *gone):
     """Close the parts of these names (`encoder_layers 0 attention`), and leave all others half open."""
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
-            (place,) = masks.masked[int(number)].places
+            (place,) = masks.masked[int(number)].positions
             log_alpha.fill_(-3.0 if f"{place.stack} {place.name}" in gone else 0.5)
 
 
@@ -62,7 +62,7 @@ def test_the_expected_size_is_that_of_the_reference():
     config, layers = model.config, 3
     by_kind = {"heads": [], "ffn": []}
     for number, masked in enumerate(masks.masked):
-        kind = "ffn" if masked.places[0].kind == "ffn" else "heads"
+        kind = "ffn" if masked.positions[0].kind == "ffn" else "heads"
         by_kind[kind].append((masks.units[str(number)], masks.parts[str(number)]))
     (head_loga, headlayer_loga), (int_loga, intlayer_loga) = (
         (torch.stack([u for u, _ in found]), torch.cat([p for _, p in found])) for found in by_kind.values()
@@ -82,8 +82,8 @@ def test_the_expected_size_is_that_of_the_reference():
 
     wanted = float(num_parameters.detach() / prunable_model_size)
     assert 0.1 < wanted < 0.6
-    assert float(masks.expected().detach()) == pytest.approx(wanted, abs=1e-5)
-    masks.expected().backward()
+    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(wanted, abs=1e-5)
+    masks.expected_keep_ratio().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in masks.parts.values())
 
 
@@ -93,39 +93,39 @@ def test_of_a_kind_as_many_stay_as_are_expected_to():
     alphas = {"attention": (-1.0, 3.0, -0.4), "ffn": (-1.5, -1.6, -1.4)}
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
-            (place,) = masks.masked[int(number)].places
-            log_alpha.fill_(alphas[place.kind][place.block.number])
+            (place,) = masks.masked[int(number)].positions
+            log_alpha.fill_(alphas[place.kind][place.block.index])
     counts = {}
     for kind, values in alphas.items():
         expected_num_zeros = 3 - float((1 - cdf_qz(0, torch.tensor(values))).sum())
         counts[kind] = 3 - round(expected_num_zeros)
     assert counts == {"attention": 2, "ffn": 2}
-    names = [masked.places[0].name for masked in masks.masked]
-    gone = {name for name, stays in zip(names, masks.staying(), strict=True) if not stays}
+    names = [masked.positions[0].name for masked in masks.masked]
+    gone = {name for name, stays in zip(names, masks.kept_parts(), strict=True) if not stays}
     assert gone == {"0 attention", "1 ffn"}
 
 
-@pytest.mark.parametrize("family", sorted(OF_TEXTS))
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
 def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     masks, model, edits = masks_of(family)
-    assert not all(masks.staying())
-    with masks._around():
+    assert not all(masks.kept_parts())
+    with masks._masked_training():
         masked = harness.logits(model)
-        with masks.stored():
+        with masks.as_stored():
             weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    plain, _ = load_model(every_family.of_layers(family, 3))
+    plain, _ = load_model(every_family.model_with_layers(family, 3))
     before = {n: p.detach().clone() for n, p in plain.named_parameters()}
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     plain.load_state_dict(weights, strict=False)
     near = {"rtol": 1e-4, "atol": 1e-4 * float(masked.abs().max())}
     torch.testing.assert_close(harness.logits(plain), masked, **near)
-    left, source = masks.left(), every_family.of_layers(family, 3)
-    ctx = harness.context(tmp_path / "out")
-    masks.settle(ctx)
+    left, source = masks.final_keep_ratio(), every_family.model_with_layers(family, 3)
+    ctx = harness.make_context(tmp_path / "out")
+    masks.finalize(ctx)
     torch.testing.assert_close(harness.logits(model), masked, **near)
     details = ctx.details["learned_masks"]
     gone = sum(map(len, details["dropped_parts"].values()))
-    assert gone == masks.staying().count(False) == sum(edit["op"] == "skip" for edit in edits)
+    assert gone == masks.kept_parts().count(False) == sum(edit["op"] == "skip" for edit in edits)
     assert details["kept"] == pytest.approx(left, abs=1e-4)
     save_model(model, edits, tmp_path / "out", source)
     again, _ = load_model(tmp_path / "out")
@@ -141,11 +141,11 @@ def test_parts_alone_go_whole_and_others_are_as_they_were():
             if float(log_alpha) > 0:
                 log_alpha.fill_(50.0)  # 1 to the last bit
     left = 1 - 2 / 9  # attentions are equally large
-    assert masks.left() == pytest.approx(left)
-    plain, _ = load_model(every_family.of_layers("t5", 3))
+    assert masks.final_keep_ratio() == pytest.approx(left)
+    plain, _ = load_model(every_family.model_with_layers("t5", 3))
     for place, number in (("encoder.block.0", 0), ("decoder.block.2", 1)):
-        skip(plain, place, number)
-    masks.settle(harness.context(every_family.of_layers("t5", 3)))
+        skip_sublayer(plain, place, number)
+    masks.finalize(harness.make_context(every_family.model_with_layers("t5", 3)))
     assert torch.equal(harness.logits(model), harness.logits(plain))
     assert [edit["op"] for edit in edits] == ["skip", "skip"]
 
@@ -155,8 +155,8 @@ def test_of_each_kind_one_stays_in_each_stack(tmp_path):
     with torch.no_grad():
         for number, log_alpha in masks.parts.items():
             log_alpha.fill_(-9.0 + 0.01 * int(number))
-    ctx = harness.context(tmp_path / "out")
-    masks.settle(ctx)
+    ctx = harness.make_context(tmp_path / "out")
+    masks.finalize(ctx)
     gone = ctx.details["learned_masks"]["dropped_parts"]
     assert {stack: len(parts) for stack, parts in gone.items()} == {"encoder_layers": 4, "decoder_layers": 6}
     assert not any(name.startswith("2 ") for parts in gone.values() for name in parts)  # the largest alphas
@@ -167,7 +167,7 @@ def test_drawn_masks_of_parts_are_those_of_the_training_alone():
     masks, model, _ = masks_of("llama")
     close(masks)
     inputs = torch.randint(5, 20, (2, 9))
-    with masks._around():
+    with masks._masked_training():
         assert torch.equal(harness.logits(model), harness.logits(model))
         model.train()
         torch.manual_seed(0)
@@ -182,22 +182,24 @@ def test_weights_are_not_kept_while_what_would_be_cut_is_above_the_budget():
     with torch.no_grad():
         for log_alpha in masks.parts.values():
             log_alpha.fill_(-1.4)  # open with a chance of 0.55: of three 1.65, and so two
-    masks._before(50, 100)
-    assert float(masks.expected().detach()) < 0.6 < masks.left() == pytest.approx(2 / 3)
-    assert not masks._eligible(50)
+    masks._before_step(50, 100)
+    assert (
+        float(masks.expected_keep_ratio().detach()) < 0.6 < masks.final_keep_ratio() == pytest.approx(2 / 3)
+    )
+    assert not masks._may_be_best(50)
     close(masks, "layers 0 attention", "layers 1 attention", "layers 0 ffn", "layers 2 ffn")
-    assert masks.left() < 0.6
-    assert masks._eligible(50)
+    assert masks.final_keep_ratio() < 0.6
+    assert masks._may_be_best(50)
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     home = tmp_path_factory.mktemp("rows")
-    return read_split(str(tiny.pairs(home / "rows.jsonl")), "translation", Columns(), home)
+    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
 
 
 def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
-    source = every_family.of_layers("marian", 3)
+    source = every_family.model_with_layers("marian", 3)
     settings = FinetuneSettings(
         max_steps=120,
         batch_size=4,
@@ -212,14 +214,14 @@ def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
             "parts": KINDS,
         },
     )
-    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
     details = ctx.details["learned_masks"]
     assert details["kept"] == pytest.approx(0.5, abs=0.06)
-    assert not {"more-kept-than-asked", "fewer-kept-than-asked"} & set(codes(ctx.warnings))
+    assert not {"more-kept-than-asked", "fewer-kept-than-asked"} & set(message_codes(ctx.warnings))
     assert ctx.details["training"]["kept_step"] >= 96
     assert any(details["dropped_parts"].values())
     again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
-    later = harness.run(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
+    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
     told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
     kept = told[ctx.details["training"]["kept_step"]]
     assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
@@ -228,21 +230,21 @@ def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
 def test_what_is_left_can_be_exported(family, tmp_path):
     masks, model, edits = masks_of(family)
-    source, out = every_family.of_layers(family, 3), tmp_path / "cut"
-    masks.settle(harness.context(out))
+    source, out = every_family.model_with_layers(family, 3), tmp_path / "cut"
+    masks.finalize(harness.make_context(out))
     save_model(model, edits, out, source)
-    what_follows.graphs_agree(out, family, tmp_path / "graphs")
+    usability_checks.check_export(out, family, tmp_path / "graphs")
 
 
 def test_settings_that_mean_nothing():
-    with invalid("missing-setting"):
+    with raises_setting_codes("missing-setting"):
         LearnedMasksSettings(targets=[])
     settings = FinetuneSettings(learned_masks={"targets": [], "parts": ["cross-attention"]})
     wrong = check_training(settings, {"model_type": "llama"})
     assert [(one.setting, one.code) for one in wrong] == [("learned_masks.parts", "unknown-part")]
     assert check_training(settings, {"model_type": "marian"}) == []
-    with refused("unknown-part", InputError) as caught:
+    with raises_code("unknown-part", InputError) as caught:
         masks_of("llama", parts=["cross-attention"])
     assert caught.value.setting == "learned_masks.parts"
-    assert left_by_training(settings) == {"training", "parts"}
-    assert left_by_training(FinetuneSettings(learned_masks={})) == {"training", "widths"}
+    assert provided_by_training(settings) == {"training", "parts"}
+    assert provided_by_training(FinetuneSettings(learned_masks={})) == {"training", "widths"}

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.calibration.rows import calibration_rows
-from smelt.compress.prune.compensate import DAMP
-from smelt.compress.prune.width.refit import fit_norm, refit_reader, refit_readers
-from smelt.compress.share.layers import ShareWeights, ShareWeightsSettings
+from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING
+from smelt.compress.prune.width.refit import fit_norm, refit_narrow_layer, refit_width
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
 from smelt.core.data import Columns
-from smelt.core.rows.examples import read_split
+from smelt.core.readers.examples import read_split
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.edits.narrow import narrow, width_of
+from smelt.runtime.models.edits.hidden_width import hidden_width, prune_hidden_width
 
 
 class _One(nn.Module):
@@ -35,10 +35,10 @@ def test_a_reader_gets_the_weights_of_ridge_regression(bias):
     old, model = torch.randn(3, 8, generator=draw), _One(bias)
     cut, shift = model.reader.weight.detach().clone().double(), model.reader.bias
     before = None if shift is None else shift.detach().clone().double()
-    left = refit_reader(model, "reader", old, wanted, found)
+    left = refit_narrow_layer(model, "reader", old, wanted, found)
     x, y = found.double().numpy(), (wanted.double() @ old.double().t()).numpy()
     centred = (x - x.mean(0), y - y.mean(0)) if bias else (x, y)
-    e = DAMP * np.trace(centred[0].T @ centred[0]) / 5
+    e = RECONSTRUCTION_DAMPING * np.trace(centred[0].T @ centred[0]) / 5
     rows = np.concatenate([centred[0], np.sqrt(e) * np.eye(5)])
     values = np.concatenate([centred[1], np.sqrt(e) * cut.numpy().T])
     expected = np.linalg.lstsq(rows, values, rcond=None)[0].T
@@ -69,15 +69,15 @@ def test_a_norm_gets_the_scale_and_shift_of_each_channel(kind, plus_one):
 
 @pytest.mark.parametrize("family", ["marian", "bart", "t5", "gpt2", "opt", "modernbert", "gemma"])
 def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
-    whole, _ = load_model(every_family.of_layers(family, 2))
-    keep = torch.tensor([at for at in range(width_of(whole)) if at % 4 != 1])
+    whole, _ = load_model(every_family.model_with_layers(family, 2))
+    keep = torch.tensor([at for at in range(hidden_width(whole)) if at % 4 != 1])
     task = FAMILIES[family].tasks[0]
-    ctx = harness.context(tmp_path / "out", task)
+    ctx = harness.make_context(tmp_path / "out", task)
     rows = _rows(whole, family, task, ctx, tmp_path)
     cut = copy.deepcopy(whole)
-    narrow(cut, keep.tolist())
+    prune_hidden_width(cut, keep.tolist())
     plain = copy.deepcopy(cut)
-    left = refit_readers(whole, cut, keep, rows, ctx)
+    left = refit_width(whole, cut, keep, rows, ctx)
     assert left
     assert all(0 <= value <= 1 for value in left.values())
     there = {name for name, _ in whole.named_modules()}
@@ -85,24 +85,28 @@ def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
     errors = [_error(whole, model, rows) for model in (plain, cut)]
     assert errors[1] < 0.9 * errors[0]
     assert torch.equal(
-        harness.logits(whole), harness.logits(load_model(every_family.of_layers(family, 2))[0])
+        harness.logits(whole), harness.logits(load_model(every_family.model_with_layers(family, 2))[0])
     )
 
 
 @pytest.mark.parametrize("family", ["bert", "marian", "gpt2"])
 def test_layers_that_are_one_are_fitted_to_all_of_their_uses(family, tmp_path):
-    made = every_family.run(
-        ShareWeights(), ShareWeightsSettings(), every_family.of_layers(family, 2), family, tmp_path / "shared"
+    made = every_family.run_stage(
+        ShareWeights(),
+        ShareWeightsSettings(),
+        every_family.model_with_layers(family, 2),
+        family,
+        tmp_path / "shared",
     ).out
     whole, _ = load_model(made)
     task = FAMILIES[family].tasks[0]
-    ctx = harness.context(tmp_path / "out", task)
+    ctx = harness.make_context(tmp_path / "out", task)
     rows = _rows(whole, family, task, ctx, tmp_path)
     cut = copy.deepcopy(whole)
-    keep = torch.tensor([at for at in range(width_of(whole)) if at % 4 != 1])
-    narrow(cut, keep.tolist())
+    keep = torch.tensor([at for at in range(hidden_width(whole)) if at % 4 != 1])
+    prune_hidden_width(cut, keep.tolist())
     plain = copy.deepcopy(cut)
-    assert all(value <= 1 for value in refit_readers(whole, cut, keep, rows, ctx).values())
+    assert all(value <= 1 for value in refit_width(whole, cut, keep, rows, ctx).values())
     assert _error(whole, cut, rows) < 0.9 * _error(whole, plain, rows)
 
 
@@ -112,20 +116,22 @@ def _rows(model, family, task, ctx, space):
 
     from smelt.core.artifact import Artifact
 
-    source: Artifact = tiny.artifact(every_family.of_layers(family, 2), task)
-    make = {"language-modeling": lambda p: causal.lines(p.with_suffix(".txt"), 2)}.get(
+    source: Artifact = tiny.as_artifact(every_family.model_with_layers(family, 2), task)
+    make = {"language-modeling": lambda p: causal.write_lines(p.with_suffix(".txt"), 2)}.get(
         task,
-        lambda p: (tiny.labelled if task == "text-classification" else tiny.pairs)(p.with_suffix(".jsonl")),
+        lambda p: (tiny.write_labelled if task == "text-classification" else tiny.write_pairs)(
+            p.with_suffix(".jsonl")
+        ),
     )
     ctx.data["train"] = read_split(str(make(space / "rows")), task, Columns(), space)
-    return calibration_rows(model, source, 64, ctx, "prune", padded=True)
+    return load_calibration_samples(model, source, 64, ctx, "prune", padded=True)
 
 
 def _error(whole, model, rows):
     """Return the squared distance of the last states' products, at tokens."""
-    from smelt.compress.calibration.rows import outputs
+    from smelt.compress.calibration.samples import model_outputs
 
     total = 0.0
-    for a, b in zip(outputs(whole, rows.batches), outputs(model, rows.batches), strict=True):
+    for a, b in zip(model_outputs(whole, rows.batches), model_outputs(model, rows.batches), strict=True):
         total += float((a - b).square().mean())
     return total

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compress.quantize.coding import round_to_nearest
-from smelt.compress.quantize.methods.channel_scales import Product, clipped, scales_of, searched_scales
-from smelt.runtime.schemes.registry import defaults, find
+from smelt.compress.quantize.methods.channel_scales import (
+    LayerToScale,
+    clip_and_quantize,
+    scales_from_magnitudes,
+    search_scales,
+)
+from smelt.compress.quantize.weight_quantizer import round_to_nearest
+from smelt.runtime.schemes.registry import default_options, find_scheme
 
 SCHEMES = {
     "int4": {"group_size": 16},
@@ -36,15 +41,15 @@ def pseudo_quantize(weight, bits=4, group=16):
 
 def values(weight, scheme, options):
     codes = round_to_nearest(weight, scheme, options)
-    return scheme.values(codes.codes, codes.grid, options).flatten(1)[:, : weight.shape[1]]
+    return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : weight.shape[1]]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_it_is_the_grid_of_auto_scale(name):
     """_search_module_scale: twenty ratios, the mean squared error of the outputs, the first of the least."""
     x, weights = drawn()
-    scheme = find(name)
-    options = defaults(scheme) | SCHEMES[name]
+    scheme = find_scheme(name)
+    options = default_options(scheme) | SCHEMES[name]
     best = (np.inf, 0.0, None)
     errors = []
     for ratio in range(20):
@@ -58,38 +63,38 @@ def test_it_is_the_grid_of_auto_scale(name):
         errors.append(error)
         if error < best[0]:
             best = (error, ratio / 20, scales)
-    products = [Product(w, scheme, options) for w in weights]
-    found = searched_scales(products, x.abs().mean(0), x.T @ x)
+    products = [LayerToScale(w, scheme, options) for w in weights]
+    found = search_scales(products, x.abs().mean(0), x.T @ x)
     assert found.alpha == best[1] > 0
     np.testing.assert_allclose(found.scales.numpy(), best[2], rtol=1e-5)
-    assert found.left == pytest.approx(best[0] / errors[0], rel=1e-3)
-    assert found.left < 0.9
+    assert found.error_ratio == pytest.approx(best[0] / errors[0], rel=1e-3)
+    assert found.error_ratio < 0.9
 
 
 def test_int4_with_zero_points_is_what_the_published_quantizer_gives():
     """pseudo_quantize_tensor on groups with values on both sides of zero; scales are float16 in smelt."""
     _, (w, _) = drawn(inputs=32)
-    options = defaults(find("int4")) | {"group_size": 16, "symmetric": False}
-    near = np.isclose(values(w, find("int4"), options), pseudo_quantize(w.numpy()), atol=4e-3)
+    options = default_options(find_scheme("int4")) | {"group_size": 16, "symmetric": False}
+    near = np.isclose(values(w, find_scheme("int4"), options), pseudo_quantize(w.numpy()), atol=4e-3)
     assert near.mean() > 0.98  # a weight in the middle of two codes may become either
 
 
 def test_channels_without_activations_have_the_least_scale():
-    scales = scales_of(torch.tensor([4.0, 1.0, 0.0]), 0.5)
+    scales = scales_from_magnitudes(torch.tensor([4.0, 1.0, 0.0]), 0.5)
     wanted = torch.tensor([2.0, 1.0, 1e-4]) / (2.0 * 1e-4) ** 0.5
     torch.testing.assert_close(scales, wanted)
-    assert scales_of(torch.tensor([4.0, 0.0]), 0.0).tolist() == [1.0, 1.0]
+    assert scales_from_magnitudes(torch.tensor([4.0, 0.0]), 0.0).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-dynamic"])
 def test_it_is_the_clip_search_of_auto_clip(name):
     """auto_clip_layer: of each group, ten ends down to 0.55 of the largest magnitude, by its own output."""
     x, (w, _) = drawn()
-    scheme = find(name)
-    options = defaults(scheme) | SCHEMES[name]
-    size = scheme.group(40, options)
-    found = clipped(Product(w, scheme, options), x.T @ x)
-    result = scheme.values(found.codes, found.grid, options).flatten(1)[:, :40]
+    scheme = find_scheme(name)
+    options = default_options(scheme) | SCHEMES[name]
+    size = scheme.group_size(40, options)
+    found = clip_and_quantize(LayerToScale(w, scheme, options), x.T @ x)
+    result = scheme.dequantize(found.q_weight, found.qparams, options).flatten(1)[:, :40]
     cut = 0
     for row in range(len(w)):
         for start in range(0, 40, size):
@@ -98,8 +103,8 @@ def test_it_is_the_clip_search_of_auto_clip(name):
             best, least, at = None, np.inf, 0
             for step in range(10):
                 end = part.abs().max() * (1 - step / 20)
-                grid = scheme.fit(part[0, None].clamp(-end, end), min(size, 40 - start), options)
-                tried = scheme.values(scheme.nearest(part[0, None], grid, options), grid, options)[0, 0]
+                grid = scheme.compute_qparams(part[0, None].clamp(-end, end), min(size, 40 - start), options)
+                tried = scheme.dequantize(scheme.quantize(part[0, None], grid, options), grid, options)[0, 0]
                 tried = tried[: 40 - start]
                 error = float(((x[:, inside] @ (tried - w[row, inside])) ** 2).mean())
                 if error < least:
@@ -119,7 +124,9 @@ def test_one_scale_for_a_matrix_is_cut_off_by_the_output_of_all_its_rows():
         error = float(((x.double() @ (tried - w).T.double()) ** 2).sum())
         if error < least:
             best, least, at = scale, error, step
-    found = clipped(Product(w, find("int8-dynamic"), options), x.T @ x).grid["scales"]
+    found = clip_and_quantize(LayerToScale(w, find_scheme("int8-dynamic"), options), x.T @ x).qparams[
+        "scales"
+    ]
     assert found.unique().numel() == 1
     assert float(found[0]) == pytest.approx(best, rel=1e-5)
     assert at

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import others
 import pytest
+import third_party_tools
 import torch
 
 from smelt.compress.calibration.statistics import empty_statistics
-from smelt.compress.quantize.coding import plain_fit
-from smelt.compress.quantize.methods.gptq import gptq_codes
-from smelt.runtime.schemes.registry import WIDTHS, defaults
+from smelt.compress.quantize.methods.gptq import gptq_quantize
+from smelt.compress.quantize.weight_quantizer import scheme_grid
+from smelt.runtime.schemes.registry import SCHEMES_BY_BITS, default_options
 
 pytestmark = pytest.mark.peers
 CASES = [
     {"bits": bits, "group": group, "symmetric": symmetric}
-    for bits in sorted(WIDTHS)
+    for bits in sorted(SCHEMES_BY_BITS)
     for group in (32, 64)
     for symmetric in (False, True)
 ]
@@ -29,10 +29,12 @@ def decided(tmp_path_factory):
     weight = torch.randn(16, 320, generator=draw)
     np.save(folder / "weight.npy", weight.numpy())
     np.save(folder / "fed.npy", fed.numpy())
-    done = others.gptqmodel("codes_by_gptqmodel.py", {"folder": str(folder), "cases": CASES})
+    done = third_party_tools.run_in_gptqmodel(
+        "codes_by_gptqmodel.py", {"folder": str(folder), "cases": CASES}
+    )
     assert done == len(CASES)
     found = empty_statistics(320, second=True)
-    found.see(fed)
+    found.update(fed)
     return weight, found, [dict(np.load(folder / f"{at}.npz")) for at in range(len(CASES))]
 
 
@@ -40,18 +42,18 @@ def decided(tmp_path_factory):
 def test_codes_are_those_of_gptqmodel_on_its_grids(decided, at):
     weight, found, theirs = decided
     case, made = CASES[at], theirs[at]
-    scheme = WIDTHS[case["bits"]]
-    options = defaults(scheme) | {"group_size": case["group"], "symmetric": case["symmetric"]}
+    scheme = SCHEMES_BY_BITS[case["bits"]]
+    options = default_options(scheme) | {"group_size": case["group"], "symmetric": case["symmetric"]}
     scales, zeros = torch.from_numpy(made["scales"]), torch.from_numpy(made["zeros"]).byte()
     middle = 2 ** (case["bits"] - 1)
     if case["symmetric"]:
         assert bool((zeros == middle).all())
     grid = {"scales": scales} | ({} if case["symmetric"] else {"zeros": zeros})
-    codes = gptq_codes(weight, found, scheme, options, lambda *_: grid).codes
+    codes = gptq_quantize(weight, found, scheme, options, lambda *_: grid).q_weight
     wanted = torch.from_numpy(made["codes"])
     # a weight between two codes may become either, and what it leaves moves others a little
     assert float((codes == wanted).float().mean()) > 0.999
-    rounded = scheme.nearest(weight.view(16, -1, case["group"]), grid, options)
+    rounded = scheme.quantize(weight.view(16, -1, case["group"]), grid, options)
     assert float((rounded == wanted).float().mean()) < 0.9  # it is not the nearest that agrees
 
 
@@ -59,9 +61,9 @@ def test_codes_are_those_of_gptqmodel_on_its_grids(decided, at):
 def test_grids_with_zero_points_are_those_of_gptqmodel_to_float16(decided, at):
     weight, _, theirs = decided
     case, made = CASES[at], theirs[at]
-    scheme = WIDTHS[case["bits"]]
-    options = defaults(scheme) | {"group_size": case["group"], "symmetric": False}
-    grid = plain_fit(weight.view(16, -1, case["group"]), 320, scheme, options)
+    scheme = SCHEMES_BY_BITS[case["bits"]]
+    options = default_options(scheme) | {"group_size": case["group"], "symmetric": False}
+    grid = scheme_grid(weight.view(16, -1, case["group"]), 320, scheme, options)
     torch.testing.assert_close(grid["scales"], torch.from_numpy(made["scales"]), rtol=2**-11, atol=0)
     off = grid["zeros"].float().numpy() - made["zeros"]  # a scale of fewer digits may move one by a step
     assert np.abs(off).max() <= 1

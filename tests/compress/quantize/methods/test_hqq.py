@@ -2,15 +2,15 @@
 
 import every_family
 import numpy as np
-import others
 import pytest
+import third_party_tools
 import torch
 
-from smelt.compress.quantize.coding import nearest_on, plain_fit
-from smelt.compress.quantize.methods.hqq import half_quadratic_grid, moved_zeros, shrunk
+from smelt.compress.quantize.methods.hqq import hqq_grid, shrink, zero_point_shift
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.runtime.schemes.registry import SCHEMES, defaults, find
+from smelt.compress.quantize.weight_quantizer import round_on_grid, scheme_grid
+from smelt.runtime.schemes.registry import SCHEMES, default_options, find_scheme
 
 HEAVY = torch.distributions.StudentT(3.0)
 
@@ -24,8 +24,8 @@ def test_the_operator_is_that_of_the_published_code():
     """shrink_lp_op: sign(x) relu(|x| - |x|^(p - 1) / beta)."""
     x = drawn(50).numpy()
     wanted = np.sign(x) * np.maximum(np.abs(x) - np.abs(x) ** (0.7 - 1) / 2.0, 0)
-    np.testing.assert_allclose(shrunk(torch.tensor(x), 2.0).numpy(), wanted, rtol=1e-5)
-    assert float(shrunk(torch.zeros(1), 2.0)) == 0.0
+    np.testing.assert_allclose(shrink(torch.tensor(x), 2.0).numpy(), wanted, rtol=1e-5)
+    assert float(shrink(torch.zeros(1), 2.0)) == 0.0
     assert (wanted != 0).any()
 
 
@@ -34,21 +34,21 @@ def test_the_operator_is_that_of_the_published_code():
 @pytest.mark.parametrize("large", [0.02, 40.0])  # as weights are, and where the norm lets errors go
 def test_zero_points_are_those_of_the_published_code_before_they_are_rounded(name, large):
     """Turn by turn, the scale held, as it holds it."""
-    scheme, groups, there = find(name), drawn(6, 3, 64) * large, torch.ones(3, 64)
-    options = defaults(scheme) | {"symmetric": False, "group_size": 64}
-    grid = scheme.fit(groups, 192, options)
+    scheme, groups, there = find_scheme(name), drawn(6, 3, 64) * large, torch.ones(3, 64)
+    options = default_options(scheme) | {"symmetric": False, "group_size": 64}
+    grid = scheme.compute_qparams(groups, 192, options)
     scales, zeros, theirs = grid["scales"], grid["zeros"].float(), grid["zeros"].float()[..., None]
-    published, beta, let_go = others.hqq(), 10.0, 0
+    published, beta, let_go = third_party_tools.hqq_module(), 10.0, 0
     for _ in range(20):
         now = grid | {"zeros": zeros}
-        values = scheme.values(
-            (groups / scales[..., None] + zeros[..., None]).round().clamp(0, scheme.most), now, options
+        values = scheme.dequantize(
+            (groups / scales[..., None] + zeros[..., None]).round().clamp(0, scheme.max_code), now, options
         )
-        left = shrunk(groups - values, beta)
+        left = shrink(groups - values, beta)
         let_go += int((left != 0).sum())
-        zeros = zeros + moved_zeros(groups - left, values / scales[..., None], scales, there)
+        zeros = zeros + zero_point_shift(groups - left, values / scales[..., None], scales, there)
         step = published.optimize_weights_proximal_legacy_step
-        theirs = step(groups, 1 / scales[..., None], theirs, [0, scheme.most], beta, 0.7, -1)[2]
+        theirs = step(groups, 1 / scales[..., None], theirs, [0, scheme.max_code], beta, 0.7, -1)[2]
         torch.testing.assert_close(zeros, theirs[..., 0], rtol=1e-5, atol=1e-5)
         beta *= 1.01
     assert bool(let_go) == (large > 1)
@@ -58,8 +58,8 @@ def test_zero_points_are_those_of_the_published_code_before_they_are_rounded(nam
 def test_two_bits_are_warned_of(tmp_path):
     def warned(**settings):
         made = QuantizeSettings(method="hqq", **settings)
-        ctx = every_family.run(
-            Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / str(settings)
+        ctx = every_family.run_stage(
+            Quantize(), made, every_family.model_with_layers("bert", 1), "bert", tmp_path / str(settings)
         )
         return [one for one in ctx.warnings if one.code == "hqq-two-bits"]
 
@@ -78,8 +78,8 @@ def test_two_bits_are_warned_of(tmp_path):
 def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():
     """int4, symmetric, a group at a time; of all iterations the least mean |error| wins."""
     groups = drawn(3, 2, 32) * 4  # large enough that the norm lets a part of the error go
-    options = defaults(find("int4")) | {"group_size": 32}
-    found = half_quadratic_grid(groups, 64, find("int4"), options)
+    options = default_options(find_scheme("int4")) | {"group_size": 32}
+    found = hqq_grid(groups, 64, find_scheme("int4"), options)
     moved = 0
     for row in range(3):
         for group in range(2):
@@ -102,10 +102,13 @@ def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():
 def test_zero_points_move_as_published_and_stay_integers():
     """mean(codes - (W - E) / scale), rounded; then the scale that fits best."""
     groups = drawn(1, 1, 64).abs() * torch.linspace(0.01, 6, 64)  # crowded at one end
-    scheme, options = find("int4"), defaults(find("int4")) | {"group_size": 64, "symmetric": False}
-    found = half_quadratic_grid(groups, 64, scheme, options)
+    scheme, options = (
+        find_scheme("int4"),
+        default_options(find_scheme("int4")) | {"group_size": 64, "symmetric": False},
+    )
+    found = hqq_grid(groups, 64, scheme, options)
     assert found["zeros"].dtype == torch.uint8
-    w, grid = groups[0, 0].double().numpy(), scheme.fit(groups, 64, options)
+    w, grid = groups[0, 0].double().numpy(), scheme.compute_qparams(groups, 64, options)
     scale, zero = float(grid["scales"]), float(grid["zeros"])
     best, beta = (np.inf, 0.0, 0.0), 10.0
     for _ in range(21):
@@ -123,29 +126,29 @@ def test_zero_points_move_as_published_and_stay_integers():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_no_group_has_a_larger_mean_error_than_with_the_schemes_own_grid(name):
-    scheme, weight = find(name), drawn(8, 200)  # the last group is filled up
-    options = defaults(scheme)
+    scheme, weight = find_scheme(name), drawn(8, 200)  # the last group is filled up
+    options = default_options(scheme)
 
     def errors(fit):
-        codes = nearest_on(fit, weight, scheme, options)
-        values = scheme.values(codes.codes, codes.grid, options).flatten(1)[:, :200]
+        codes = round_on_grid(fit, weight, scheme, options)
+        values = scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, :200]
         return (values - weight).abs().sum(dim=1)
 
-    plain, searched = errors(plain_fit), errors(half_quadratic_grid)
+    plain, searched = errors(scheme_grid), errors(hqq_grid)
     assert bool((searched <= plain * (1 + 1e-5)).all())
     if name == "int4":
         assert float(searched.sum()) < 0.99 * float(plain.sum())
 
 
 def test_a_group_of_zeros_stays_one():
-    scheme, options = find("int4"), defaults(find("int4"))
+    scheme, options = find_scheme("int4"), default_options(find_scheme("int4"))
     zeros = torch.zeros(2, 1, 64)
-    found = half_quadratic_grid(zeros, 64, scheme, options)
-    assert scheme.values(scheme.nearest(zeros, found, options), found, options).equal(zeros)
+    found = hqq_grid(zeros, 64, scheme, options)
+    assert scheme.dequantize(scheme.quantize(zeros, found, options), found, options).equal(zeros)
 
 
 def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
-    weight, scheme, options = drawn(6, 40) * 40, find("int8-dynamic"), {"granularity": "tensor"}
+    weight, scheme, options = drawn(6, 40) * 40, find_scheme("int8-dynamic"), {"granularity": "tensor"}
     w = weight.double().numpy()
     scale = start = np.abs(w).max() / 127
     best, beta = (np.inf, 0.0), 10.0
@@ -156,7 +159,7 @@ def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
         part = np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
         scale = ((w - part) * codes).sum() / (codes * codes).sum()
         beta *= 1.01
-    found = nearest_on(half_quadratic_grid, weight, scheme, options).grid["scales"]
+    found = round_on_grid(hqq_grid, weight, scheme, options).qparams["scales"]
     assert found.unique().numel() == 1
     assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
     assert best[1] != start
@@ -164,9 +167,9 @@ def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
 
 @pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8-groupwise"])
 def test_scales_are_tried_as_they_are_stored_under_every_width(name):
-    scheme, groups = find(name), drawn(64, 4, 32)
-    options = defaults(scheme) | {"symmetric": False, "group_size": 32}
-    found, own = half_quadratic_grid(groups, 128, scheme, options), scheme.fit(groups, 128, options)
+    scheme, groups = find_scheme(name), drawn(64, 4, 32)
+    options = default_options(scheme) | {"symmetric": False, "group_size": 32}
+    found, own = hqq_grid(groups, 128, scheme, options), scheme.compute_qparams(groups, 128, options)
     assert found["scales"].equal(found["scales"].half().float())
     assert (found["scales"] != own["scales"]).float().mean() > 0.5
-    assert int(found["zeros"].max()) <= scheme.most
+    assert int(found["zeros"].max()) <= scheme.max_code

@@ -1,24 +1,24 @@
 """An embedder's hidden states as an output: pooled by hand they are its vectors."""
 
-import exported
+import exported_artifacts
 import numpy as np
 import onnx
-import translating
-from refusals import refused
+import translator_graphs
+from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import read_graph
-from smelt.export.package.hub.hidden_states import give_hidden_states
+from smelt.export.package.hub.hidden_states import add_hidden_states_output
 
 
 def test_pooled_hidden_states_are_the_vectors():
-    model = read_graph(exported.artifact("embedder") / "model.onnx")
-    give_hidden_states(model)
+    model = read_graph(exported_artifacts.exported_artifact("embedder") / "model.onnx")
+    add_hidden_states_output(model)
     onnx.checker.check_model(model)
-    opened = translating.session(model)
+    opened = translator_graphs.open_session(model)
     assert [o.name for o in opened.get_outputs()] == ["sentence_embedding", "last_hidden_state"]
-    mask = translating.MASK
-    vectors, hidden = opened.run(None, {"input_ids": translating.IDS, "attention_mask": mask})
+    mask = translator_graphs.MASK
+    vectors, hidden = opened.run(None, {"input_ids": translator_graphs.IDS, "attention_mask": mask})
     assert hidden.shape == (*mask.shape, vectors.shape[1])
     weights = mask / mask.sum(1, keepdims=True)
     pooled = (weights[..., None] * hidden).sum(1)
@@ -27,8 +27,8 @@ def test_pooled_hidden_states_are_the_vectors():
 
 
 def test_a_graph_without_a_norm_is_refused():
-    model = read_graph(exported.artifact("embedder") / "model.onnx")
+    model = read_graph(exported_artifacts.exported_artifact("embedder") / "model.onnx")
     for node in model.graph.node:
         node.op_type = node.op_type.replace("LayerNormalization", "Identity")
-    with refused("unsupported-graph", RunError):
-        give_hidden_states(model)
+    with raises_code("unsupported-graph", RunError):
+        add_hidden_states_output(model)

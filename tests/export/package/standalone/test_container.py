@@ -9,12 +9,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import exported
+import exported_artifacts
 import images
 import pytest
 import tiny
-from packaged import TEXTS, written
-from served import container, read_dockerfile
+from services import container, read_dockerfile
+from standalone_packages import TEXTS, standalone_package
 
 import smelt
 
@@ -27,12 +27,12 @@ def files(folder):
 
 
 def smelt_says(kind, call):
-    with smelt.load(exported.artifact(kind), threads=1) as model:
+    with smelt.load(exported_artifacts.exported_artifact(kind), threads=1) as model:
         return call(model)
 
 
 def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses():
-    package = written("translator")
+    package = standalone_package("translator")
     said = read_dockerfile(package / "Dockerfile")
     assert re.fullmatch(r"python:3\.\d+-slim", said.base)
     assert said.ports == [int(said.environment["PORT"])] == [8000]
@@ -47,7 +47,7 @@ def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses(
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
-    with container(written("translator"), tmp_path_factory.mktemp("c"), WORKERS="2") as found:
+    with container(standalone_package("translator"), tmp_path_factory.mktemp("c"), WORKERS="2") as found:
         yield found
 
 
@@ -58,7 +58,7 @@ def test_many_callers_at_once_get_what_smelt_says(translator):
     with ThreadPoolExecutor(8) as callers:
         found = list(callers.map(service.predict, TEXTS * 4))
     assert found == [(200, answer) for answer in expected * 4]
-    assert service.measured("smelt_inputs_total") == 4 * len(TEXTS)
+    assert service.metric("smelt_inputs_total") == 4 * len(TEXTS)
     assert service.measured("smelt_inputs_cut_total") == 4
     assert files(folder) == before  # it runs where nothing may be written
 
@@ -73,7 +73,7 @@ def test_its_health_check_is_that_of_the_dockerfile(translator):
 
 def test_the_command_that_its_readme_has_works(translator):
     service, _, _ = translator
-    [line] = re.findall(r"^curl .*", (written("translator") / "README.md").read_text(), flags=re.M)
+    [line] = re.findall(r"^curl .*", (standalone_package("translator") / "README.md").read_text(), flags=re.M)
     done = subprocess.run(
         ["sh", "-c", line.replace(":8000", f":{service.port}")], capture_output=True, text=True, check=False
     )
@@ -84,7 +84,7 @@ def test_the_command_that_its_readme_has_works(translator):
 
 def test_classes_of_texts_and_pairs(tmp_path):
     expected = smelt_says("classifier", lambda m: m.predict(LABELLED))
-    with container(written("classifier"), tmp_path) as (service, _, _):
+    with container(standalone_package("classifier"), tmp_path) as (service, _, _):
         status, found = service.predict(*LABELLED)
         assert status == 200
         assert [one["label"] for one in found] == [one.label for one in expected]
@@ -95,16 +95,16 @@ def test_classes_of_texts_and_pairs(tmp_path):
 
 def test_vectors_and_texts_that_go_on(tmp_path):
     vectors = smelt_says("embedder", lambda m: m.embed(TEXTS[:3]))
-    with container(written("embedder"), tmp_path / "e") as (service, _, _):
+    with container(standalone_package("embedder"), tmp_path / "e") as (service, _, _):
         assert service.predict(*TEXTS[:3])[1] == [pytest.approx(v.tolist(), abs=1e-6) for v in vectors]
     texts = smelt_says("writer", lambda m: m.generate(TEXTS[:3], max_new_tokens=4))
-    with container(written("writer"), tmp_path / "w") as (service, _, _):
+    with container(standalone_package("writer"), tmp_path / "w") as (service, _, _):
         assert service.predict(*TEXTS[:3]) == (200, texts)
 
 
 def picture(number, format, **more):
     stream = io.BytesIO()
-    images.picture(number, **more).save(stream, format)
+    images.make_image(number, **more).save(stream, format)
     return stream.getvalue()
 
 
@@ -114,10 +114,10 @@ def test_images_as_bodies_and_in_base64(family, tmp_path):
     for number, data in enumerate(sent):
         (tmp_path / f"{number}.png").write_bytes(data)
     expected = smelt_says(family, lambda m: m.classify([tmp_path / f"{n}.png" for n in range(3)]))
-    with container(written(family), tmp_path / "root") as (service, _, _):
+    with container(standalone_package(family), tmp_path / "root") as (service, _, _):
         coded = [base64.b64encode(data).decode() for data in sent]
         status, found = service.predict(*coded)
-        bodies = [service.ask("POST", "/predict", data, {"Content-Type": "image/png"}) for data in sent]
+        bodies = [service.request("POST", "/predict", data, {"Content-Type": "image/png"}) for data in sent]
         assert [status, *(one[0] for one in bodies)] == [200] * 4
         alone = [json.loads(body)["outputs"][0] for _, _, body in bodies]
         for one, other, wanted in zip(found, alone, expected, strict=True):
@@ -125,5 +125,5 @@ def test_images_as_bodies_and_in_base64(family, tmp_path):
             assert one["probabilities"] == pytest.approx(dict(wanted.probabilities), abs=1e-6)
         for wrong in ("no base64!", f"*{coded[0]}", base64.b64encode(b"no image").decode(), coded[0][:40], 3):
             assert service.predict(coded[0], wrong)[0] == 422
-        assert service.ask("POST", "/predict", sent[1][:-30], {"Content-Type": "image/jpeg"})[0] == 422
-        assert service.ask("POST", "/predict", b"a", {"Content-Type": "text/plain"})[0] == 415
+        assert service.request("POST", "/predict", sent[1][:-30], {"Content-Type": "image/jpeg"})[0] == 422
+        assert service.request("POST", "/predict", b"a", {"Content-Type": "text/plain"})[0] == 415

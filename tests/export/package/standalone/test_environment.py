@@ -9,16 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import exported
+import exported_artifacts
 import images
 import pytest
 import tiny
-from once import made_once
-from packaged import GENERATIONS, TEXTS, written
-from served import served
+from services import run_service
+from shared_folders import make_once
+from standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
 
 import smelt
-from smelt.export.package.standalone.beside import INSTALL, TRIM
+from smelt.export.package.standalone.deployment_files import INSTALL_COMMAND, TRIM_COMMAND
 
 KINDS = ("translator", "t5", "gpt2", "classifier", "embedder", "vit")
 PILLOW = ("PIL", "pillow.libs", "pillow")  # for images alone
@@ -42,10 +42,16 @@ def make(home):
     home.mkdir()
     done = run(home, sys.executable, "-m", "venv", home / "venv")
     assert done.returncode == 0, done.stderr
-    files = [written(kind) / "requirements.txt" for kind in KINDS]
+    files = [standalone_package(kind) / "requirements.txt" for kind in KINDS]
     needed = {line for path in files for line in path.read_text().splitlines()}
     (home / "requirements.txt").write_text("\n".join(sorted(needed)) + "\n")
-    command = [*INSTALL.split(), "--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
+    command = [
+        *INSTALL_COMMAND.split(),
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-compile",
+    ]
     done = run(home, home / "venv" / "bin" / "python", "-m", *command)
     if done.returncode != 0:
         raise NoNetworkError(done.stderr.strip().splitlines()[-1])
@@ -56,7 +62,7 @@ def python():
     if sys.platform == "win32":
         pytest.skip("the paths are those of Linux and macOS")
     try:
-        return made_once("package-environment", make) / "venv" / "bin" / "python"
+        return make_once("package-environment", make) / "venv" / "bin" / "python"
     except NoNetworkError as error:
         pytest.skip(f"pip cannot fetch the requirements: {error}")
 
@@ -69,14 +75,16 @@ def site(python):
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
-    folder = written(kind, GENERATIONS["rules"] if kind in ("translator", "t5", "gpt2") else None)
-    with smelt.load(exported.artifact(kind)) as model:
+    folder = standalone_package(
+        kind, GENERATION_SETTINGS["rules"] if kind in ("translator", "t5", "gpt2") else None
+    )
+    with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
         if kind == "classifier":
             expected = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in model.predict(LINES)]
         elif kind == "embedder":
             expected = [json.dumps([round(float(x), 7) for x in vector]) for vector in model.embed(LINES)]
         else:
-            expected = model.generate(LINES, **GENERATIONS["rules"])
+            expected = model.generate(LINES, **GENERATION_SETTINGS["rules"])
     done = run(folder, python, "-B", "infer.py", lines="".join(f"{line}\n" for line in LINES))
     assert done.returncode == 0, done.stderr
     # what comes through a pipe as text has other ends of lines
@@ -85,15 +93,15 @@ def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
 
 @pytest.mark.peers
 def test_images_are_read_and_served_there(python, tmp_path):
-    images.picture(1).save(tmp_path / "a.png")
-    with smelt.load(exported.artifact("vit")) as model:
+    images.make_image(1).save(tmp_path / "a.png")
+    with smelt.load(exported_artifacts.exported_artifact("vit")) as model:
         [expected] = model.classify([tmp_path / "a.png"])
-    done = run(written("vit"), python, "-B", "infer.py", tmp_path / "a.png")
+    done = run(standalone_package("vit"), python, "-B", "infer.py", tmp_path / "a.png")
     assert done.stdout == f"{expected.label}\t{expected.probabilities[expected.label]:.3f}\n", done.stderr
     command = [str(python), "-B", "serve.py", "--port", "0"]
-    with served(*command[1:], folder=written("vit"), python=command[0]) as service:
+    with run_service(*command[1:], folder=standalone_package("vit"), python=command[0]) as service:
         data = (tmp_path / "a.png").read_bytes()
-        status, _, body = service.ask("POST", "/predict", data, {"Content-Type": "image/png"})
+        status, _, body = service.request("POST", "/predict", data, {"Content-Type": "image/png"})
         assert (status, json.loads(body)["outputs"][0]["label"]) == (200, expected.label)
 
 
@@ -117,7 +125,7 @@ def test_what_the_dockerfile_removes_is_not_missed(python, tmp_path):
 
     copy = tmp_path / "site"
     shutil.copytree(site(python), copy, ignore=shutil.ignore_patterns("pip*", "setuptools*", "__pycache__"))
-    trim = TRIM.split("&&", 1)[1]
+    trim = TRIM_COMMAND.split("&&", 1)[1]
     assert run(copy, "sh", "-c", trim).returncode == 0
     assert not (copy / "numpy" / "tests").exists()
     assert not (copy / "onnxruntime" / "tools").exists()
@@ -128,6 +136,6 @@ def test_what_the_dockerfile_removes_is_not_missed(python, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(copy)!r}); sys.argv = ['infer.py', 'two dogs'];"
     code += "import runpy; runpy.run_path('infer.py', run_name='__main__')"
     for kind in ("translator", "t5", "classifier"):
-        done = run(written(kind), python, "-B", "-S", "-c", code)
+        done = run(standalone_package(kind), python, "-B", "-S", "-c", code)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == run(written(kind), python, "-B", "infer.py", "two dogs").stdout != ""
+        assert done.stdout == run(standalone_package(kind), python, "-B", "infer.py", "two dogs").stdout != ""

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
-from served import served
+from services import run_service
 
-from smelt.export.package.standalone.assemble import assemble
+from smelt.export.package.standalone.assemble import assemble_script
 
 JSON = {"Content-Type": "application/json"}
 # Each answer says how many texts its call had. A call with "wait" in it waits for the file `go`.
@@ -48,7 +48,7 @@ class Translator:
 
 def write(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "serve.py").write_text(assemble("serve", {}))
+    (folder / "serve.py").write_text(assemble_script("serve", {}))
     (folder / "infer.py").write_text(INFER)
     (folder / "infer.json").write_text('{"task": "translation", "threads": null}')
     return folder
@@ -56,7 +56,7 @@ def write(folder):
 
 @contextmanager
 def serving(folder, *words, ready=True, **environment):
-    with served(
+    with run_service(
         "serve.py", "--port", "0", "--workers", "1", *words,
         folder=write(folder), environment=environment, ready=ready,
     ) as found:  # fmt: skip
@@ -133,7 +133,7 @@ def waiting(service, folder, *texts):
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_request_is_said_by_its_status(service, method, path, headers, body, status):
-    found, told, answer = service.ask(method, path, body, headers)
+    found, told, answer = service.request(method, path, body, headers)
     assert found == status
     assert told["Content-Type"] == "application/json"
     assert json.loads(answer).keys() == {"error"}
@@ -147,7 +147,7 @@ def test_texts_of_every_script_come_and_go_as_utf_8(service):
     answer = [f"{text}|4" for text in texts]
     assert service.predict(*texts) == (200, answer)
     body = json.dumps({"inputs": texts})  # in ASCII, with escapes
-    found = service.ask("POST", "/predict", body, {"Content-Type": "Application/JSON; charset=utf-8"})[2]
+    found = service.request("POST", "/predict", body, {"Content-Type": "Application/JSON; charset=utf-8"})[2]
     assert json.loads(found.decode()) == {"outputs": answer}
     assert "\u732b" in found.decode()
     assert service.predict() == (200, [])
@@ -200,7 +200,7 @@ def test_json_of_any_depth_is_refused_as_what_it_is(service):
     for depth in range(900, 1000):  # around the limit of Python
         body = "[" * depth + "]" * depth
         for sent in (body, f'{{"inputs": [{body}]}}'):
-            assert service.ask("POST", "/predict", sent, JSON)[0] in (400, 422)
+            assert service.request("POST", "/predict", sent, JSON)[0] in (400, 422)
 
 
 def test_a_connection_serves_many_requests_also_behind_a_refused_one(service):
@@ -247,12 +247,12 @@ def test_requests_that_wait_share_a_call_and_one_that_fails_fails_no_other(tmp_p
         assert [answers[0], answers[2]] == [(200, ["a|1"]), (200, ["c|1"])]
         assert answers[1][0] == 500
         assert "secret" not in answers[1][1]
-        assert service.measured("smelt_failures_total") == 2
+        assert service.metric("smelt_failures_total") == 2
         assert service.predict("a", "short")[0] == 500
-        text = service.ask("GET", "/metrics")[2].decode()
+        text = service.request("GET", "/metrics")[2].decode()
         assert 'smelt_requests_total{path="/predict",status="500"} 2' in text
         # the first call, three, of which none is done again, one alone, three alone, two, two alone
-        assert service.measured("smelt_inputs_total") == 1 + 3 + 1 + 2
+        assert service.metric("smelt_inputs_total") == 1 + 3 + 1 + 2
 
 
 def test_a_batch_has_no_more_than_was_said(tmp_path):
@@ -264,10 +264,10 @@ def test_a_batch_has_no_more_than_was_said(tmp_path):
 
 def test_where_too_many_wait_the_next_is_told_to_come_again(tmp_path):
     with serving(tmp_path, MAX_WAITING="2") as service, waiting(service, tmp_path, "a", "b") as found:
-        status, headers, body = service.ask("POST", "/predict", '{"inputs": ["c"]}', JSON)
+        status, headers, body = service.request("POST", "/predict", '{"inputs": ["c"]}', JSON)
         assert (status, int(headers["Retry-After"]) > 0) == (503, True)
         assert json.loads(body)["error"]
-        assert service.ask("GET", "/health")[0] == 200
+        assert service.request("GET", "/health")[0] == 200
     assert [one.result()[0] for one in found] == [200, 200]
 
 
@@ -280,7 +280,7 @@ def test_who_waited_too_long_is_told_and_not_computed(tmp_path):
         (tmp_path / "go").touch()
         service.wait_until("smelt_inputs_waiting", 0)
         service.wait_until("smelt_batch_size_count", 1)
-        assert service.measured("smelt_batch_size_sum") == 1
+        assert service.metric("smelt_batch_size_sum") == 1
 
 
 def test_health_says_when_the_model_is_loaded(tmp_path):
@@ -288,15 +288,15 @@ def test_health_says_when_the_model_is_loaded(tmp_path):
     with serving(tmp_path, ready=False) as service:
         check = [sys.executable, "serve.py", "--port", str(service.port), "--health"]
         for path in ("/health", "/predict"):
-            status, headers, _ = service.ask("POST" if path == "/predict" else "GET", path, "{}", JSON)
+            status, headers, _ = service.request("POST" if path == "/predict" else "GET", path, "{}", JSON)
             assert (status, "Retry-After" in headers) == (503, True)
         assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 1
-        assert service.measured("smelt_ready") == 0
+        assert service.metric("smelt_ready") == 0
         assert not (tmp_path / "first").exists()
         (tmp_path / "load").touch()
         service.wait_until("smelt_ready", 1)
         assert (tmp_path / "first").exists()  # a call was made, since the first one is the slowest
-        assert service.ask("GET", "/health")[0] == 200
+        assert service.request("GET", "/health")[0] == 200
         assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
     assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 1
 
@@ -326,7 +326,7 @@ def test_at_sigterm_requests_on_their_way_are_answered_and_no_others(tmp_path):
             assert (answer.status, answer.will_close) == (503, True)
             with suppress(OSError):  # until it is refused, or closed while it is accepted
                 for _ in range(10_000):
-                    service.ask("GET", "/health")
+                    service.request("GET", "/health")
             with pytest.raises(subprocess.TimeoutExpired):
                 service.process.wait(0.5)
             (tmp_path / "go").touch()
@@ -375,7 +375,7 @@ SAMPLE = re.compile(rf"({NAME})(?:\{{({LABEL}(?:,{LABEL})*)\}})? ({VALUE})")
 
 def test_metrics_are_in_the_format_of_prometheus(service):
     service.predict("a", "b")
-    status, headers, body = service.ask("GET", "/metrics")
+    status, headers, body = service.request("GET", "/metrics")
     assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     kinds, samples, last = {}, {}, ""
     lines = body.decode().split("\n")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import tiny
-from planning import plan
+from stage_stand_ins import plan_stages
 
-pytest_plugins = ["planning"]
+pytest_plugins = ["stage_stand_ins"]
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ pytest_plugins = ["planning"]
 def test_what_a_student_of_its_own_does_not_go_on_from_is_named(
     translator: Path, tmp_path: Path, stages: str, unused: list[str]
 ) -> None:
-    other = tiny.marian(tmp_path / "other")
-    made = plan(translator, stages.replace("OTHER", str(other)))
+    other = tiny.write_marian(tmp_path / "other")
+    made = plan_stages(translator, stages.replace("OTHER", str(other)))
     found = [one for one in made.warnings if one.code == "unused-steps"]
     assert [(one.step, one.line) for one in found] == [("distill", 4)] * bool(unused)
     assert all(re.findall(r"'(\w+)'", one.message) == unused for one in found)

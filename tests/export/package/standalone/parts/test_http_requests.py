@@ -12,7 +12,7 @@ import pytest
 
 from smelt.export.package.standalone.parts import http_requests
 from smelt.export.package.standalone.parts.batcher import Batcher
-from smelt.export.package.standalone.parts.http_requests import Handler, Service
+from smelt.export.package.standalone.parts.http_requests import InferenceServer, RequestHandler
 
 JSON = {"Content-Type": "application/json"}
 
@@ -33,7 +33,7 @@ def serving():
         host="127.0.0.1", port=0, workers=1, task="translation", max_body=1000, max_bodies=1000,
         max_waiting=8, timeout=60,
     )  # fmt: skip
-    service = Service(options)
+    service = InferenceServer(options)
     service.model = Model()
     service.batcher = Batcher(service.call, 4, 0, 8, 1)
     loop = threading.Thread(target=service.serve_forever, args=(0.01,))
@@ -72,7 +72,7 @@ def wait_for(true):
 
 
 def test_of_too_many_connections_the_next_is_told_to_come_again_and_health_answers(monkeypatch):
-    monkeypatch.setattr(http_requests, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(http_requests, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(http_requests, "DRAIN_S", 60)
     with serving() as service, sending(service) as first:
         connection, answer = asked(service)
@@ -93,7 +93,7 @@ def test_of_too_many_connections_the_next_is_told_to_come_again_and_health_answe
 
 
 def test_a_request_closes_idle_connections_where_too_many_are_open(monkeypatch):
-    monkeypatch.setattr(http_requests, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(http_requests, "MAX_CONNECTIONS", 1)
     with serving() as service:
         idle = [asked(service)[0] for _ in range(3)]
         wait_for(lambda: max(service.waiting.values()) < math.inf)
@@ -107,7 +107,7 @@ def test_a_request_closes_idle_connections_where_too_many_are_open(monkeypatch):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: a"])
 def test_a_connection_that_waits_for_its_request_makes_room_for_the_next(sent, monkeypatch):
-    monkeypatch.setattr(http_requests, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(http_requests, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(http_requests, "SPARE_CONNECTIONS", 0)
     with serving() as service:
         kept, answer = asked(service)
@@ -123,7 +123,7 @@ def test_a_connection_that_waits_for_its_request_makes_room_for_the_next(sent, m
 
 
 def test_a_head_that_comes_byte_by_byte_has_an_end(monkeypatch):
-    monkeypatch.setattr(Handler, "timeout", 600)  # it is not the pause between two bytes that ends it
+    monkeypatch.setattr(RequestHandler, "timeout", 600)  # it is not the pause between two bytes that ends it
     with serving() as service:
         line, _ = asked(service)
         line.sock.sendall(b"GET /health HTTP/1.1\r\nX: ")
@@ -150,7 +150,7 @@ def test_what_is_read_of_all_bodies_is_bounded():
 @pytest.mark.parametrize("limit", ["BODY_S", "timeout"])
 def test_a_body_that_does_not_come_is_not_waited_for_for_ever(limit, monkeypatch):
     if limit == "timeout":
-        monkeypatch.setattr(Handler, "timeout", 0.05)
+        monkeypatch.setattr(RequestHandler, "timeout", 0.05)
     else:
         monkeypatch.setattr(http_requests, "BODY_S", 0)
     monkeypatch.setattr(http_requests, "DRAIN_S", 0.01)
@@ -167,7 +167,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever(limit, monkeypatch
 
 
 def test_a_connection_that_asks_nothing_is_closed(monkeypatch):
-    monkeypatch.setattr(Handler, "timeout", 0.05)
+    monkeypatch.setattr(RequestHandler, "timeout", 0.05)
     with (
         serving() as service,
         socket.create_connection(("127.0.0.1", service.server_port), timeout=60) as line,

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from smelt.export.package.standalone.parts import pixels
-from smelt.export.package.standalone.parts.pixels import pixels_of
-from smelt.runtime.images.predict import pixels_of as pixels_in_smelt
-from smelt.runtime.images.processor import processor_of
+from smelt.export.package.standalone.parts.pixels import preprocess_image
+from smelt.runtime.images.image_processor import parse_processor
+from smelt.runtime.images.predict_images import load_pixels as pixels_in_smelt
 
 SIDES = {"height": 24, "width": 20}
 PROCESSORS = {
@@ -38,16 +38,16 @@ def saved(image, kind, **more):
 def turned(way):
     exif = Image.Exif()
     exif[0x0112] = way
-    return saved(images.picture(3, size=(21, 34)), "JPEG", exif=exif)
+    return saved(images.make_image(3, size=(21, 34)), "JPEG", exif=exif)
 
 
 GREY = Image.fromarray((np.arange(600, dtype=np.uint16) * 100).reshape(20, 30))
 FILES = {
-    "wide": saved(images.picture(0, size=(50, 20)), "PNG"),
-    "grey": saved(images.picture(1, size=(20, 33), mode="L"), "BMP"),
+    "wide": saved(images.make_image(0, size=(50, 20)), "PNG"),
+    "grey": saved(images.make_image(1, size=(20, 33), mode="L"), "BMP"),
     "16 bits": saved(GREY, "PNG"),
-    "transparent": saved(images.picture(2, size=(22, 30), mode="RGBA"), "WEBP"),
-    "palette": saved(images.picture(4, size=(30, 30)).convert("P"), "GIF"),
+    "transparent": saved(images.make_image(2, size=(22, 30), mode="RGBA"), "WEBP"),
+    "palette": saved(images.make_image(4, size=(30, 30)).convert("P"), "GIF"),
     **{f"turned {way}": turned(way) for way in range(10)},
 }
 
@@ -55,11 +55,11 @@ FILES = {
 @pytest.mark.parametrize("said", PROCESSORS)
 @pytest.mark.parametrize("file", FILES)
 def test_pixels_are_those_of_smelt(said, file, tmp_path):
-    processor = processor_of(PROCESSORS[said], Path("preprocessor_config.json"))
+    processor = parse_processor(PROCESSORS[said], Path("preprocessor_config.json"))
     (tmp_path / "a").write_bytes(FILES[file])
     expected = pixels_in_smelt(str(tmp_path / "a"), processor, "row 1")
     for source in (FILES[file], tmp_path / "a"):
-        found = pixels_of(source, asdict(processor))
+        found = preprocess_image(source, asdict(processor))
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, expected)
 
@@ -71,21 +71,21 @@ def test_pixels_are_those_of_smelt(said, file, tmp_path):
         b"no image",
         FILES["wide"][:60],
         saved(Image.new("F", (3, 3)), "TIFF"),
-        saved(images.picture(0), "PCX"),
+        saved(images.make_image(0), "PCX"),
         b"%!PS-Adobe-3.0 EPSF-3.0\n",
     ],
 )
 def test_what_is_no_image_is_a_value_error(data, tmp_path):
-    processor = asdict(processor_of(PROCESSORS["both sides"], Path("p.json")))
+    processor = asdict(parse_processor(PROCESSORS["both sides"], Path("p.json")))
     (tmp_path / "a").write_bytes(data)
     for source in (data, tmp_path / "a", tmp_path / "none"):
         with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):
-            pixels_of(source, processor)
+            preprocess_image(source, processor)
 
 
-@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_PIXELS"])
+@pytest.mark.parametrize("limit", ["MAX_FILE_BYTES", "MAX_PIXELS"])
 def test_images_that_are_too_large_are_not_decoded(limit, monkeypatch):
     monkeypatch.setattr(pixels, limit, 80)
     monkeypatch.setattr(pixels, "upright_rgb", lambda image: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):
-        pixels_of(FILES["wide"], asdict(processor_of(PROCESSORS["both sides"], Path("p.json"))))
+        preprocess_image(FILES["wide"], asdict(parse_processor(PROCESSORS["both sides"], Path("p.json"))))

@@ -1,0 +1,238 @@
+"""Capture hidden states, attention scores and projections of a model during its forward pass.
+
+Shapes: B = batch, S = tokens, H = heads, Q = queries, K = keys, D = width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from smelt.families.family import Attention
+from smelt.families.model_blocks import Block, HiddenStateLocation, blocks_of, hidden_state_locations
+
+_ATTENTION_NAME = "smelt_scores"  # of the attention whose scores are read
+_CAPTURE_ATTRIBUTE = "_smelt_reads"  # attribute of an attention module that holds its capture callback
+_MASKED_SCORE = -1e2  # a mask of this or less hides a key, as in TinyBERT's task_distill.py
+
+StateKey = tuple[str, int]  # a stack and a number: of a state, or of a block from 1
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """Of one attention. scores: float [B, H, Q, K]. visible: bool [B or 1, 1, Q, K], visible keys."""
+
+    scores: Tensor
+    visible: Tensor
+
+
+@dataclass
+class CapturedTensors:
+    """Tensors that the last forward pass computed, as far as they were requested.
+
+    states: float [B, S, D], as transformers gives them. scores: of each block its attentions, in order.
+    projections: of each block's own attention queries, keys and values, float [B, S, width of all heads].
+    call_counts: how often each block was called, minus one. current_block: the last block that was called.
+    """
+
+    states: dict[StateKey, Tensor] = field(default_factory=dict)
+    scores: dict[StateKey, list[AttentionScores]] = field(default_factory=dict)
+    projections: dict[StateKey, dict[str, Tensor]] = field(default_factory=dict)
+    call_counts: dict[int, int] = field(default_factory=dict)
+    current_block: int | None = None
+
+    def clear(self) -> None:
+        """Clear all tensors before the next forward pass."""
+        for kept in (self.states, self.scores, self.projections, self.call_counts):
+            kept.clear()
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """Which tensors of a model to capture: states and blocks by stack and number."""
+
+    states: frozenset[StateKey] = frozenset()
+    scores: frozenset[StateKey] = frozenset()
+    projections: frozenset[StateKey] = frozenset()
+
+
+@contextlib.contextmanager
+def capture_tensors(model: Any, request: CaptureRequest, captured: CapturedTensors) -> Iterator[None]:
+    """Capture the tensors of `request` in `captured` at each forward pass of `model` inside the context.
+
+    A block that is used at several positions of its stack is captured once per call.
+    """
+    with contextlib.ExitStack() as undo:
+        for block in blocks_of(model):
+            _count_calls(block, captured, undo)
+        _capture_states(model, request, captured, undo)
+        for block in blocks_of(model):
+            numbers = block_positions(block)
+            if not {(block.stack.name, n) for n in numbers}.isdisjoint(request.projections):
+                _capture_projections(model, block, request, captured, undo)
+            if not {(block.stack.name, n) for n in numbers}.isdisjoint(request.scores):
+                _capture_scores(model, block, request, captured, undo)
+        if request.scores:
+            before = model.config._attn_implementation
+            model.set_attn_implementation(_ATTENTION_NAME)
+            undo.callback(model.set_attn_implementation, before)
+        try:
+            yield
+        finally:
+            captured.clear()
+
+
+def block_positions(block: Block) -> list[int]:
+    """Return the positions of a block in its stack, counted from 1, in call order."""
+    return [block.index + 1, *(int(alias.rpartition(".")[2]) + 1 for alias in block.aliases)]
+
+
+def _count_calls(block: Block, read: CapturedTensors, undo: contextlib.ExitStack) -> None:
+    """Count the calls of a block; the count identifies the position that is computed."""
+    key = id(block.module)
+
+    def begin(*_: Any) -> None:
+        read.call_counts[key] = read.call_counts.get(key, -1) + 1
+        read.current_block = key
+
+    undo.callback(block.module.register_forward_pre_hook(begin).remove)
+
+
+def _current_key(block: Block, read: CapturedTensors) -> StateKey:
+    return block.stack.name, block_positions(block)[read.call_counts[id(block.module)]]
+
+
+def _capture_states(
+    model: Any, wanted: CaptureRequest, read: CapturedTensors, undo: contextlib.ExitStack
+) -> None:
+    last: dict[str, int] = {}
+    for state in hidden_state_locations(model):
+        last[state.stack] = state.index
+    blocks = {block.module_path: block for block in blocks_of(model)}
+    for state in {(s.stack, s.module_path, s.index == 0): s for s in hidden_state_locations(model)}.values():
+        block, first = blocks[state.module_path], state.index == 0
+
+        def keep(
+            _: Any, given: Any, result: Any, state: HiddenStateLocation, block: Block, first: bool
+        ) -> None:
+            place = (block.stack.name, 0) if first else _current_key(block, read)
+            if place in wanted.states and place not in read.states:
+                read.states[place] = state.extract(given, result)
+
+        hook = partial(keep, state=state, block=block, first=first)
+        undo.callback(block.module.register_forward_hook(hook).remove)
+    for stack in {block.stack.name: block.stack for block in blocks.values()}.values():
+        if stack.stream.final_norm is None:
+            continue
+
+        def close(_: Any, given: Any, result: Any, place: StateKey) -> None:
+            if place in wanted.states:
+                read.states[place] = result
+
+        hook = partial(close, place=(stack.name, last[stack.name]))
+        undo.callback(model.get_submodule(stack.stream.final_norm).register_forward_hook(hook).remove)
+
+
+def _capture_projections(
+    model: Any, block: Block, wanted: CaptureRequest, read: CapturedTensors, undo: contextlib.ExitStack
+) -> None:
+    own = next(attention for attention in block.attentions if not attention.cross)
+    names = {"query": own.query, "key": own.key, "value": own.value}
+    for name in dict.fromkeys(names.values()):
+
+        def keep(_: Any, given: Any, result: Tensor, name: str) -> None:
+            if read.current_block != id(
+                block.module
+            ):  # blocks may share a linear layer, which computes for one of them at a time
+                return
+            place = _current_key(block, read)
+            if place not in wanted.projections:
+                return
+            parts = _split_packed(model, own, result) if own.packed else None
+            found = read.projections.setdefault(place, {})
+            for word, product in names.items():
+                if product == name:
+                    found[word] = result if parts is None else parts[word]
+
+        undo.callback(model.get_submodule(name).register_forward_hook(partial(keep, name=name)).remove)
+
+
+def _split_packed(model: Any, own: Attention, packed: Tensor) -> dict[str, Tensor]:
+    """Split the output of a packed linear layer into queries, keys and values."""
+    words = ("query", "key", "value")
+    if own.packed == "equal":
+        return dict(zip(words, packed.chunk(3, dim=-1), strict=True))
+    module = model.get_submodule(own.name)
+    keys = getattr(module, own.kv_heads_attribute or "") * getattr(module, own.head_dim_attribute)
+    queries = packed.shape[-1] - 2 * keys
+    return dict(zip(words, packed.split([queries, keys, keys], dim=-1), strict=True))
+
+
+def _capture_scores(
+    model: Any, block: Block, wanted: CaptureRequest, read: CapturedTensors, undo: contextlib.ExitStack
+) -> None:
+    for attention in block.attentions:
+        module = model.get_submodule(attention.name)
+
+        def keep(scores: Tensor, seen: Tensor) -> None:
+            place = _current_key(block, read)
+            if place in wanted.scores:
+                read.scores.setdefault(place, []).append(AttentionScores(scores, seen))
+
+        setattr(module, _CAPTURE_ATTRIBUTE, keep)
+        undo.callback(partial(delattr, module, _CAPTURE_ATTRIBUTE))
+
+
+def capturing_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention like transformers' eager functions, and capture the scores before the softmax.
+
+    Args:
+        module: the attention.
+        query: float [B, H, Q, width of a head].
+        key: float [B, heads that may be shared, K, width of a head].
+        value: as `key`.
+        attention_mask: float [B, 1, Q, K], added; None where everything is seen.
+        scaling: of the scores.
+        dropout: of the weights.
+        position_bias: float [1, H, Q, K], added (T5).
+
+    Returns:
+        float [B, Q, H, width of a head], and the weights [B, H, Q, K].
+    """
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if position_bias is not None:
+        scores = scores + position_bias
+    reads = getattr(module, _CAPTURE_ATTRIBUTE, None)
+    if reads is not None:
+        everything = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=scores.device)
+        reads(scores, everything if attention_mask is None else attention_mask > _MASKED_SCORE)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(_ATTENTION_NAME, capturing_attention)
+AttentionMaskInterface.register(_ATTENTION_NAME, eager_mask)

@@ -1,0 +1,323 @@
+"""Loss terms on inner states of teacher and student: hidden states, attention scores, relations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, block_positions, capture_tensors
+from smelt.compress.distill.check_config import cosine_width_error, no_attention_scores_error
+from smelt.compress.distill.layer_map import LayerMap, check_layer_map, resolve_layer_map, stack_map
+from smelt.compress.distill.loss_weights import INNER_LOSSES, LossWeights
+from smelt.compress.distill.losses.attention import attention_loss
+from smelt.compress.distill.losses.cosine import cosine_loss
+from smelt.compress.distill.losses.hidden_state_loss import hidden_state_loss
+from smelt.compress.distill.losses.relations import relation_loss
+from smelt.compress.train.loss_terms import AveragedOver, LossTerm
+from smelt.compress.train.losses.tokens import IGNORE_INDEX
+from smelt.core.errors import InputError
+from smelt.families.family import Attention, Stack
+from smelt.families.model_blocks import blocks_of
+
+PROJECTION_KEY = "projection"
+
+
+@dataclass(frozen=True)
+class StackPairs:
+    """The layer map of one stack: student state to teacher state, and the blocks among them."""
+
+    stack: Stack
+    states: Mapping[int, int]
+    averaged_over: AveragedOver
+
+    @property
+    def blocks(self) -> dict[int, int]:
+        """The mapped blocks, without the embeddings."""
+        return {ours: theirs for ours, theirs in self.states.items() if ours and theirs}
+
+    @property
+    def embeddings(self) -> dict[int, int]:
+        """The student's embeddings (0) and the teacher's state that they are mapped to."""
+        return {ours: theirs for ours, theirs in self.states.items() if not ours}
+
+    @property
+    def last_block(self) -> dict[int, int]:
+        """The last of the student's mapped blocks."""
+        return dict(list(self.blocks.items())[-1:])
+
+
+def stack_pairs(student: Any, teacher: Any, layer_map: LayerMap) -> list[StackPairs]:
+    """Return which states of the two models are compared, stack by stack."""
+    counts: list[dict[str, int]] = [_block_counts(model) for model in (student, teacher)]
+    stacks = {block.stack.name: block.stack for block in blocks_of(student)}
+    found = []
+    for name, stack in stacks.items():
+        states = resolve_layer_map(stack_map(layer_map, name), counts[0][name], counts[1][name])
+        found.append(StackPairs(stack, states, "labels" if stack.causal else "inputs"))
+    return found
+
+
+def _block_counts(model: Any) -> dict[str, int]:
+    return {b.stack.name: len(model.get_submodule(b.stack.module_path)) for b in blocks_of(model)}
+
+
+class InnerLosses:
+    """Captures tensors of a student and its teacher during the forward pass and compares them."""
+
+    def __init__(
+        self,
+        student: Any,
+        teacher: Any,
+        weights: LossWeights,
+        layer_map: LayerMap,
+        relation_heads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Prepare both models; states of different widths get a projection (initialized with `seed`).
+
+        Raises:
+            InputError: the two models do not have what the losses compare.
+        """
+        self.weights, self.relation_heads = weights, relation_heads
+        self.student, self.teacher = student, teacher
+        for one in check_layer_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
+            raise InputError(f"distill: layer_map: {one.message}", code=one.code, setting=one.setting)
+        self.pairs = stack_pairs(student, teacher, layer_map)
+        self.ours, self.theirs = CapturedTensors(), CapturedTensors()
+        self.widths = tuple(_hidden_size(model) for model in (student, teacher))
+        self.modules: dict[str, nn.Module] = {}
+        if (weights.hidden_states or weights.input_embeddings) and self.widths[0] != self.widths[1]:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self.modules[PROJECTION_KEY] = nn.Linear(self.widths[0], self.widths[1], bias=False)
+        self._require_comparable()
+
+    def _require_comparable(self) -> None:
+        ours, theirs = self.widths
+        if self.weights.cosine and ours != theirs:
+            raise InputError(
+                f"distill: {cosine_width_error(ours, theirs)}", code="width-mismatch", setting="losses.cosine"
+            )
+        for pair in self.pairs:
+            for name, blocks in (("attention", pair.blocks), ("self_attention_relations", pair.last_block)):
+                if getattr(self.weights, name):
+                    _require_attentions(self.student, self.teacher, pair.stack, blocks, name)
+        if self.weights.attention:
+            for pair in self.pairs:
+                _require_heads(self.student, self.teacher, pair)
+        for pair in self.pairs:
+            if not pair.blocks and (self.weights.attention or self.weights.self_attention_relations):
+                raise InputError(
+                    f"distill: layer_map maps no layer of {pair.stack.name}, only its embeddings (0),"
+                    " but the losses attention and self_attention_relations compare layers. Map"
+                    " at least one layer.",
+                    code="no-layer-mapped",
+                    setting="layer_map",
+                )
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture tensors of both models inside the context; LayerDrop of the student is disabled."""
+        with (
+            _layerdrop_disabled(self.student),
+            capture_tensors(self.student, self._capture_request(True), self.ours),
+            capture_tensors(self.teacher, self._capture_request(False), self.theirs),
+        ):
+            yield
+
+    def clear(self) -> None:
+        """Clear the tensors of the last batch."""
+        self.ours.clear()
+        self.theirs.clear()
+
+    def _capture_request(self, student: bool) -> CaptureRequest:
+        """Return what to capture of the student, or of the teacher."""
+        w = self.weights
+        chosen: dict[str, set[tuple[str, int]]] = {"states": set(), "scores": set(), "projections": set()}
+        for pair in self.pairs:
+            for kind, weight, of in (
+                ("states", w.hidden_states, pair.blocks),
+                ("states", w.input_embeddings, pair.embeddings),
+                ("states", w.cosine, pair.last_block),
+                ("scores", w.attention, pair.blocks),
+                ("projections", w.self_attention_relations, pair.last_block),
+            ):
+                if weight:
+                    numbers = of.keys() if student else of.values()
+                    chosen[kind] |= {(pair.stack.name, number) for number in numbers}
+        return CaptureRequest(**{kind: frozenset(places) for kind, places in chosen.items()})
+
+    def loss_terms(self, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
+        """Return the weighted loss terms by name; those of a decoder are means over labels.
+
+        Args:
+            batch: the batch that both models have just processed.
+        """
+        found: dict[str, LossTerm] = {}
+        for pair in self.pairs:
+            there = (
+                batch["attention_mask"].bool()
+                if pair.averaged_over == "inputs"
+                else batch["labels"] != IGNORE_INDEX
+            )
+            for name in INNER_LOSSES:
+                weight = getattr(self.weights, name)
+                if weight:
+                    label = name if len(self.pairs) == 1 else f"{name}.{pair.stack.name}"
+                    value: Tensor = getattr(self, f"_{name}")(pair, there)
+                    found[label] = LossTerm(weight * value, pair.averaged_over)
+        return found
+
+    def _hidden_states(self, pair: StackPairs, there: Tensor) -> Tensor:
+        return self._states_distance(pair.stack.name, pair.blocks, there)
+
+    def _input_embeddings(self, pair: StackPairs, there: Tensor) -> Tensor:
+        return self._states_distance(pair.stack.name, pair.embeddings, there)
+
+    def _states_distance(self, stack: str, states: Mapping[int, int], there: Tensor) -> Tensor:
+        project = self.modules.get(PROJECTION_KEY, nn.Identity())
+        return _sum_tensors(
+            hidden_state_loss(project(self.ours.states[stack, a]), self.theirs.states[stack, b], there)
+            for a, b in states.items()
+        )
+
+    def _cosine(self, pair: StackPairs, there: Tensor) -> Tensor:
+        name = pair.stack.name
+        return _sum_tensors(
+            cosine_loss(self.ours.states[name, a], self.theirs.states[name, b], there)
+            for a, b in pair.last_block.items()
+        )
+
+    def _attention(self, pair: StackPairs, there: Tensor) -> Tensor:
+        name, parts = pair.stack.name, []
+        for a, b in pair.blocks.items():
+            for ours, theirs in zip(self.ours.scores[name, a], self.theirs.scores[name, b], strict=True):
+                parts.append(attention_loss(ours.scores, theirs.scores, ours.visible, there))
+        return _sum_tensors(parts)
+
+    def _self_attention_relations(self, pair: StackPairs, there: Tensor) -> Tensor:
+        name, parts = pair.stack.name, []
+        for a, b in pair.last_block.items():
+            ours, theirs = self.ours.projections[name, a], self.theirs.projections[name, b]
+            for word in ("query", "key", "value"):
+                heads = self._relation_heads(pair, b, ours[word].shape[-1], theirs[word].shape[-1])
+                parts.append(relation_loss(ours[word], theirs[word], there, heads, pair.stack.causal))
+        return _sum_tensors(parts)
+
+    def _relation_heads(self, pair: StackPairs, block: int, ours: int, theirs: int) -> int:
+        """Return the number of relation heads: the teacher's number of heads if it divides both widths."""
+        if self.relation_heads is None:
+            attentions = _attentions(self.teacher, pair.stack.name, block)
+            own = next(attention for attention in attentions if not attention.cross)
+            return math.gcd(_num_heads(self.teacher, own), ours, theirs)
+        if ours % self.relation_heads or theirs % self.relation_heads:
+            raise InputError(
+                f"distill: relation_heads: {self.relation_heads} does not divide the widths {ours} (student)"
+                f" and {theirs} (teacher) of {pair.stack.name}; use {math.gcd(ours, theirs)} or one of its"
+                " divisors.",
+                code="heads-do-not-divide",
+                setting="relation_heads",
+            )
+        return self.relation_heads
+
+
+@contextlib.contextmanager
+def _layerdrop_disabled(model: nn.Module) -> Iterator[None]:
+    """Disable LayerDrop (Fan et al. 2020) of `model` inside the context.
+
+    A dropped layer has no states to compare. transformers stores the rate in each stack (0.05 for M2M100).
+    """
+    stacks: list[Any] = [module for module in model.modules() if "layerdrop" in vars(module)]
+    rates = [stack.layerdrop for stack in stacks]
+    try:
+        for stack in stacks:
+            stack.layerdrop = 0.0
+        yield
+    finally:
+        for stack, rate in zip(stacks, rates, strict=True):
+            stack.layerdrop = rate
+
+
+def _sum_tensors(values: Any) -> Tensor:
+    found = list(values)
+    total: Tensor = found[0]
+    for value in found[1:]:
+        total = total + value
+    return total
+
+
+def _hidden_size(model: Any) -> int:
+    return int(model.get_input_embeddings().embedding_dim)
+
+
+def _attentions(model: Any, stack: str, number: int) -> tuple[Attention, ...]:
+    """Return the attentions of block `number`, counted from 1."""
+    for block in blocks_of(model):
+        if block.stack.name == stack and number in block_positions(block):
+            return block.attentions
+    raise KeyError(f"{stack} {number}")
+
+
+def _num_heads(model: Any, attention: Attention) -> int:
+    """Return the number of query heads of an attention."""
+    width = int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))
+    return int(model.get_submodule(attention.out).in_features) // width
+
+
+def _require_attentions(
+    student: Any, teacher: Any, stack: Stack, blocks: Mapping[int, int], loss: str
+) -> None:
+    """Require that the compared blocks have their attentions: `drop-layers` may have removed some.
+
+    Raises:
+        InputError: an attention is missing.
+    """
+    for who, model, numbers in (("student", student, blocks.keys()), ("teacher", teacher, blocks.values())):
+        for number in numbers:
+            there = _attentions(model, stack.name, number)
+            if len(there) < len(stack.attentions if loss == "attention" else stack.attentions[:1]) or (
+                there[0].cross
+            ):
+                raise InputError(
+                    f"distill: layer {number} of the {who} ({stack.name}) has no attention, but"
+                    f" losses: {{{loss}: ...}} compares attentions. Map only layers with attention"
+                    f" in layer_map, or use losses: {{hidden_states: 1.0}}.",
+                    code="attention-removed",
+                    setting=f"losses.{loss}",
+                )
+
+
+def _require_heads(student: Any, teacher: Any, pair: StackPairs) -> None:
+    """Require that attention scores can be compared head by head.
+
+    Raises:
+        InputError: numbers of heads differ, or scores cannot be captured.
+    """
+    name = pair.stack.name
+    for a, b in pair.blocks.items():
+        found = []
+        for model, number in ((student, a), (teacher, b)):
+            attentions = _attentions(model, name, number)
+            if not all(attention.uses_attention_interface for attention in attentions):
+                raise InputError(
+                    f"distill: {no_attention_scores_error(model.config.model_type)}",
+                    code="unreadable-attention",
+                    setting="losses.attention",
+                )
+            found.append([_num_heads(model, attention) for attention in attentions])
+        if found[0] != found[1]:
+            ours, theirs = (" and ".join(map(str, dict.fromkeys(heads))) for heads in found)
+            raise InputError(
+                f"distill: layer {a} of the student ({name}) has {ours} attention heads, but layer {b}"
+                f" of the teacher has {theirs}; the loss attention compares head by head. Use"
+                f" losses: {{self_attention_relations: 1.0}}, which works with different"
+                " numbers of heads.",
+                code="heads-mismatch",
+                setting="losses.attention",
+            )

@@ -1,0 +1,201 @@
+"""Select the teacher layers that a student copies, and renumber the model's edits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from smelt.core.errors import InputError
+from smelt.core.text import with_article
+from smelt.families.family import Stack
+from smelt.families.model_blocks import skipped_parts
+from smelt.families.registry import family_of
+from smelt.runtime.models.edits.skip_sublayer import renumber_caches, sublayer_name
+from smelt.runtime.models.structure import Edit
+
+# Keyed by the number of layers, then by the student's: LAYERS_TO_COPY of make_student.py, from the examples
+# of Shleifer & Rush 2020, arXiv:2010.13002 (github.com/huggingface/transformers,
+# examples/research_projects/seq2seq-distillation): BART has 12, Pegasus 16, Marian 6 layers.
+_PUBLISHED_LAYERS: dict[int, dict[int, list[int]]] = {
+    6: {2: [0, 5], 3: [0, 2, 5], 4: [0, 1, 3, 5]},
+    12: {
+        2: [0, 6],
+        3: [0, 6, 11],
+        4: [0, 4, 8, 11],
+        6: [0, 2, 4, 7, 9, 11],
+        9: [0, 1, 2, 4, 5, 7, 9, 10, 11],
+    },
+    16: {
+        2: [0, 15],
+        3: [0, 8, 15],
+        4: [0, 5, 10, 15],
+        6: [0, 3, 6, 9, 12, 15],
+        8: [0, 2, 4, 6, 8, 10, 12, 15],
+        9: [0, 1, 3, 5, 7, 9, 11, 13, 15],
+        12: [0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15],
+    },
+}
+
+
+def layers_to_copy(kept: int, layers: int, selection: str = "uniform") -> list[int]:
+    """Return the indices of the `kept` of `layers` layers that a student copies.
+
+    `uniform` returns the published choice for 6, 12 and 16 layers (12 to 6 gives 0, 2, 4, 7, 9, 11), and for
+    other numbers the first, the last and evenly spaced ones between; a single one is the first.
+    `first` and `last` return the layers at that end.
+
+    Raises:
+        InputError: `kept` is not between 1 and `layers`.
+    """
+    if not 1 <= kept <= layers:
+        raise InputError(
+            f"distill: the student cannot keep {kept} of the model's {layers} layers. Choose a number"
+            f" from 1 to {layers}.",
+            code="more-than-model-has",
+            setting="student",
+        )
+    if selection == "first":
+        return list(range(kept))
+    if selection == "last":
+        return list(range(layers - kept, layers))
+    published = _PUBLISHED_LAYERS.get(layers, {}).get(kept)
+    if published is not None:
+        return list(published)
+    return [round(i * (layers - 1) / (kept - 1)) for i in range(kept)] if kept > 1 else [0]
+
+
+def keep_layers(
+    model: Any, edits: list[Edit], stack: str, choice: int | list[int], layer_selection: str
+) -> tuple[list[Edit], list[int]]:
+    """Drop layers of one stack of `model` in place and update its config.
+
+    Args:
+        model: a model of a supported family.
+        edits: its edits so far.
+        stack: `encoder_layers` or `decoder_layers` of an encoder and decoder, `layers` of the others.
+        choice: number of layers, or their indices.
+        layer_selection: see `layers_to_copy`.
+
+    Returns:
+        The remaining edits with the new layer numbers, and the indices of the kept layers.
+
+    Raises:
+        InputError: the model has no such stack or no such layers.
+    """
+    found = _find_stack(model, stack)
+    place = found.module_path
+    owner, _, name = place.rpartition(".")
+    layers = list(model.get_submodule(place))
+    kept = layers_to_copy(choice, len(layers), layer_selection) if isinstance(choice, int) else list(choice)
+    if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
+        raise InputError(
+            f"distill: {stack}: expected increasing layer indices from 0 to {len(layers) - 1}, got {choice}.",
+            code="wrong-layer-numbers",
+            setting=f"student.{stack}",
+        )
+    family = family_of(model)
+    if family and family.first_layer_reason and kept[0] != 0:
+        raise InputError(
+            f"distill: {stack}: {choice} must include the first layer: {family.first_layer_reason}.",
+            code="first-layer-required",
+            setting=f"student.{stack}",
+        )
+    _require_parts(found, [layers[i] for i in kept], f"distill: {stack}: {choice}")
+    setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
+    if family and family.relative_bias:
+        attending = [i for i, layer in enumerate(layers) if 0 not in skipped_parts(layer)]
+        first = next(i for i in attending if i in kept)
+        family.relative_bias().move_table(layers[attending[0]], layers[first])
+    for new, old in enumerate(kept):
+        for module in layers[old].modules():
+            if getattr(module, "layer_idx", None) is not None:
+                module.layer_idx = new  # its place in the KV cache
+    renumber_caches(model, found)
+    setattr(model.config, found.num_layers_key, len(kept))
+    for word in found.per_layer_keys:
+        values = getattr(model.config, word, None)
+        if isinstance(values, list):
+            setattr(model.config, word, [values[i] for i in kept])
+    return _renumber_edits(edits, place, kept), kept
+
+
+def _find_stack(model: Any, name: str) -> Stack:
+    family, config = family_of(model), model.config.to_dict()
+    found = family.stack(config, name) if family else None
+    if found is None:
+        known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
+        raise InputError(
+            f"distill: {with_article(model.config.model_type)} student has no '{name}'. Use {known}.",
+            code="unknown-stack",
+            setting=f"student.{name}",
+        )
+    return found
+
+
+def _require_parts(stack: Stack, layers: list[Any], location: str) -> None:
+    """Require that the kept layers have a part of each kind; `drop-layers` may have removed some.
+
+    Raises:
+        InputError: a kind of part is missing.
+    """
+    for part in range(len(stack.attentions) + 1):
+        if all(part in skipped_parts(layer) for layer in layers):
+            raise InputError(
+                f"{location} keeps no {sublayer_name(stack, part)} in the {stack.name}: an earlier"
+                " step removed it from these layers. Keep a layer that has it.",
+                code="no-part-left",
+            )
+
+
+def _renumber_edits(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
+    """Return `edits` without those of dropped layers, with the new numbers of the kept layers.
+
+    A module that a dropped layer owned and shared becomes owned by the first kept layer that shares it.
+    """
+    names = {f"{place}.{old}": f"{place}.{new}" for new, old in enumerate(kept)}
+    depth = place.count(".") + 2
+
+    def rename(module: str) -> str | None:
+        if not module.startswith(place + "."):
+            return module
+        parts = module.split(".")
+        head = names.get(".".join(parts[:depth]))
+        return None if head is None else ".".join([head, *parts[depth:]])
+
+    while heir := next(
+        (
+            (e["module"], e["with"])
+            for e in edits
+            if "with" in e and rename(e["module"]) is not None and rename(e["with"]) is None
+        ),
+        None,
+    ):
+        edits = _transfer_edits(edits, *heir)
+    return [
+        {**edit, "module": rename(edit["module"])}
+        | ({"with": rename(edit["with"])} if "with" in edit else {})
+        for edit in edits
+        if rename(edit["module"]) is not None
+    ]
+
+
+def _transfer_edits(edits: list[Edit], heir: str, owner: str) -> list[Edit]:
+    """Return `edits` with `heir`, which shares the module `owner`, as its new owner."""
+    begins = next(i for i, e in enumerate(edits) if e["module"] == heir and e.get("with") == owner)
+
+    def moved(name: str) -> str:
+        return heir + name[len(owner) :] if _is_inside(name, owner) else name
+
+    result = []
+    for place, edit in enumerate(edits):
+        if place < begins and _is_inside(edit["module"], heir):
+            continue  # an edit of the module that sharing replaced
+        changed = {k: moved(v) if k in ("module", "with") else v for k, v in edit.items()}
+        if changed.get("with") != changed["module"]:
+            result.append(changed)
+    return result
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")

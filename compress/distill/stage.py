@@ -1,0 +1,327 @@
+"""The stage `distill`: train a student on the outputs and inner states of a teacher."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.compress.distill.check_config import (
+    check_losses,
+    check_student,
+    check_teacher,
+    check_teacher_folders,
+)
+from smelt.compress.distill.loss_weights import INNER_LOSSES
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.unlabelled_samples import check_unlabelled, needed_splits, with_training_samples
+from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
+from smelt.compress.train.settings import (
+    check_training,
+    invalidated_by_training,
+    needed_by_training,
+    provided_by_training,
+)
+from smelt.compress.train.train import train, width_mask_errors
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TASKS, TEXT_TO_TEXT_TASKS, Split, Task
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Context, Need
+
+if TYPE_CHECKING:
+    from smelt.compress.distill.teachers.cached_teacher import CachedTeacher
+    from smelt.runtime.models.structure import Edit
+
+
+class Distill:
+    """Train a student to predict what a teacher predicts.
+
+    With `student`, the model's layers are reduced first. Without it the model itself is the student;
+    this recovers quality after pruning or factorization better than labels alone, because the
+    teacher gives a probability for every token. The loss is
+    logits * T^2 * KL(softmax(teacher / T) || softmax(student / T)) + labels * cross-entropy.
+    Multi-label classifiers compare sigmoids for each class, regression models use mean squared
+    errors. A sentence embedder learns the teacher's embeddings and their pairwise cosines, for
+    which samples need no labels. Other terms compare inner states: hidden states, embeddings,
+    attention scores, relations; `layer_map` maps their layers, `phases` trains in sequence.
+    After `quantize` the student trains with quantized weights, which are calibrated again.
+
+        - distill: {student: {decoder_layers: 1}, epochs: 2}
+        - distill: {student: {layers: 3}, losses: {logits: 1.0, labels: 0.5}}
+        # a student of another config, with random weights
+        - distill: {student: {config: small.json}, epochs: 20}
+        # on targets from the teacher's beam search, as Kim & Rush
+        - distill: {sequence_level: {num_beams: 5}, losses: {logits: 0, labels: 1}}
+        # inner losses first, as TinyBERT
+        - distill:
+            phases: [{losses: {hidden_states: 1}}, {losses: {logits: 1}}]
+        # several teachers
+        - distill: {teacher: [large, {model: other}], student: {layers: 3}}
+        # sentence-similarity
+        - distill: {losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0}}
+        # binary activations after scheme binary, as BiT; no runtime is faster
+        - distill: {qat: {activations: one-bit}}
+    """
+
+    name: ClassVar[str] = "distill"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "unlabelled", "validation"})
+    source: ClassVar[str] = (
+        "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
+        " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
+        " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
+        " sequence_level: Kim & Rush 2016, arXiv:1606.07947;"
+        " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
+    )
+    version: ClassVar[int] = 7
+    settings_type: ClassVar[type[DistillSettings]] = DistillSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def provides(cls, settings: DistillSettings) -> frozenset[str]:
+        """Return what later steps may lose: the training."""
+        return provided_by_training(settings)
+
+    @classmethod
+    def invalidates(cls, settings: DistillSettings) -> Mapping[str, str]:
+        """Return what this step loses of earlier steps: calibrated quantized weights.
+
+        A student with fewer layers needs one part of each kind, which `drop-layers` may have removed.
+        """
+        cut = settings.student is not None and not settings.student.is_external
+        return {**invalidated_by_training(settings), **({"parts": LAYERS_AFTER_PARTS_ERROR} if cut else {})}
+
+    @classmethod
+    def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return the data that the step needs with these settings."""
+        found: frozenset[Need] = frozenset()
+        for training in settings.phase_settings():
+            found |= needed_by_training(training)
+        return found - {"train"} | needed_splits(settings)
+
+    @classmethod
+    def check_model(
+        cls, settings: DistillSettings, config: Mapping[str, Any]
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        found: list[Message] = []
+        after = dict(config)
+        if settings.student is not None:
+            wrong, after = check_student(settings.student, config)
+            found = [error_message(one.code, one.message, setting=f"student.{one.setting}") for one in wrong]
+        found += check_training(settings, config) + check_teacher_folders(settings, config)
+        # an invalid student has no layers to count
+        return found + ([] if found else check_losses(settings, after)), after
+
+    @classmethod
+    def check_teachers(
+        cls, settings: DistillSettings, config: Mapping[str, Any], named: Mapping[str, Mapping[str, Any]]
+    ) -> list[Message]:
+        """Return the mistakes, by setting, of losses that cannot compare these two configs."""
+        teacher = named.get("teacher")
+        return check_teacher(settings, config, teacher) if teacher is not None else []
+
+    @classmethod
+    def check_rows(cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+        """Return the mistakes, by setting, for this task and these samples."""
+        settings = settings.resolve_for_task(task)
+        found = settings.losses.check_task(task) + width_mask_errors(settings, task)
+        if len(settings.all_teachers()) > 1 and task == SENTENCE_SIMILARITY:
+            found.append(
+                error_message(
+                    "several-teachers",
+                    "the embeddings of several teachers are not in the same space and cannot be"
+                    " averaged. Set one teacher.",
+                    setting="teacher",
+                )
+            )
+        if settings.sequence_level is not None and task not in TEXT_TO_TEXT_TASKS:
+            text = f"a teacher generates no targets for {task}; remove sequence_level."
+            found.append(error_message("does-not-fit-task", text, setting="sequence_level"))
+        for number, phase in enumerate(settings.phases or ()):
+            found += [
+                error_message(one.code, one.message, setting=f"phases.{number}.{one.setting}")
+                for one in phase.losses.check_task(task)
+            ]
+        if settings.cache_logits is not None and not any(
+            t.needs_only_outputs(task) for t in settings.phase_settings()
+        ):
+            inner = ", ".join(INNER_LOSSES)
+            found.append(
+                error_message(
+                    "nothing-to-store",
+                    "the cache would never be used: every training has losses on inner states"
+                    f" ({inner}), for which the teacher runs each time. Remove cache_logits.",
+                    setting="cache_logits",
+                )
+            )
+        found += check_unlabelled(settings, task, data)
+        if task == IMAGE_CLASSIFICATION:
+            looks = [t for t in settings.phase_settings() if t.losses.inner_weights()]
+            place = "losses" if settings.phases is None else "phases"
+            text = f"{task} supports only losses on logits; remove the losses on inner states."
+            found += [error_message("does-not-fit-task", text, setting=place) for _ in looks[:1]]
+        lack = [data[n] for n in ("train", "validation") if n in data and not data[n].has_labels]
+        if (
+            task == SENTENCE_SIMILARITY
+            and any(t.losses.vector_weights()["cosent"] for t in settings.phase_settings())
+            and lack
+        ):
+            place = "losses.cosent" if settings.phases is None else "phases"
+            text = f"the samples of {lack[0].origin} have no scores (column 'label')."
+            found.append(error_message("missing-scores", text, setting=place))
+        return found
+
+    def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
+        """Make the student from `src`, train it with the teacher, and write it to `ctx.out`."""
+        from smelt.compress.distill.distill_objective import make_cached_teacher
+        from smelt.compress.distill.teachers.load_teachers import (
+            align_vocabularies,
+            check_outputs,
+            combine_teachers,
+            load_teachers,
+            teacher_identity,
+        )
+        from smelt.compress.quantize.qat import save_trained
+        from smelt.compress.quantize.training.binarize_inputs import insert_binary_inputs
+        from smelt.compress.quantize.training.weight_splitting import split_before_training
+
+        settings = settings.resolve_for_task(ctx.task)
+        with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
+            space = Path(folder)
+            teachers = load_teachers(settings, src, space / "teachers", ctx)
+            (space / "student").mkdir()
+            model, edits, home = _make_student(
+                src, combine_teachers(teachers, None, settings), settings, space / "student", ctx
+            )
+            edits = split_before_training(model, edits, settings, ctx)
+            words = align_vocabularies(teachers, model, home, ctx)
+            for one in teachers:
+                check_outputs(model, one.model, settings, several=len(teachers) > 1)
+            teacher = combine_teachers(teachers, model, settings)
+            ctx.details["teacher"] = ", ".join(one.name for one in teachers)
+            if settings.sequence_level is not None:
+                from smelt.compress.distill.sequence_level import generate_targets
+
+                writer = settings.sequence_level.generator or teachers[0].name
+                rows = generate_targets(ctx.ancestors[writer], settings.sequence_level, ctx)
+                ctx = replace(ctx, data={**ctx.data, "train": rows})
+            ctx = with_training_samples(settings, model.config, ctx)
+            insert_binary_inputs(model, edits, Artifact(home, src.manifest), settings, ctx, self.name)
+            said = None
+            if settings.cache_logits is not None:
+                who = teacher_identity(teachers, words, model, settings, ctx)
+                said = make_cached_teacher(teacher, who, model, settings, ctx)
+            with contextlib.closing(said) if said else contextlib.nullcontext():
+                _train_phases(model, teacher, Artifact(home, src.manifest), settings, ctx, edits, said)
+            save_trained(model, edits, home, settings, ctx)
+
+
+def _make_student(
+    src: Artifact, teacher: Any, settings: DistillSettings, space: Path, ctx: Context
+) -> tuple[Any, list[Edit], Path]:
+    """Return the student, its edits, and the folder with the stored dtype of its weights.
+
+    space: an empty folder for a student that is not cut from `src`.
+    """
+    from smelt.compress.quantize.qat import load_trainable
+    from smelt.runtime.models.checkpoint import load_model
+
+    student = settings.student
+    if student is not None and student.is_external:
+        from smelt.compress.distill.external_student import make_external_student
+
+        make_external_student(student, src, teacher, space, ctx)
+        try:
+            return *load_model(space), space
+        except InputError as error:
+            named = str(student.model or student.config)
+            raise InputError(str(error).replace(str(space), named), code=error.code) from error
+    model, edits = load_trainable(src, ctx, settings.lora is not None)
+    if student is not None:
+        from smelt.compress.distill.layer_selection import keep_layers
+
+        for stack in ("encoder_layers", "decoder_layers", "layers"):
+            choice = getattr(student, stack)
+            if choice is not None:
+                edits, kept = keep_layers(
+                    model, edits, stack, choice, layer_selection=student.layer_selection
+                )
+                ctx.details[f"kept_{stack}"] = kept
+    return model, edits, src.path
+
+
+def _train_phases(
+    model: Any,
+    teacher: Any,
+    src: Artifact,
+    settings: DistillSettings,
+    ctx: Context,
+    edits: list[Edit],
+    said: CachedTeacher | None,
+) -> None:
+    """Train `model` in place, phase by phase; `said` caches the teacher where only outputs are used."""
+    from smelt.compress.distill.distill_objective import distill_objective, make_inner_losses
+    from smelt.compress.train.extension import TrainingExtension
+
+    told: list[Any] = []
+    warned: list[list[Message]] = []
+    trainings = [training.without_default_dropout() for training in settings.phase_settings()]
+    inners = [
+        make_inner_losses(model, teacher, training, ctx.seed) for training in trainings
+    ]  # raise before training
+    for training, inner in zip(trainings, inners, strict=True):
+        kept = said if training.needs_only_outputs(ctx.task) else None
+        objective = distill_objective(teacher, training, inner, kept)
+        before = len(ctx.warnings)
+        extension = (
+            TrainingExtension(modules=inner.modules, training_context=inner.capture)
+            if inner
+            else TrainingExtension()
+        )
+        if kept is not None:
+            extension = replace(extension, prepare_samples=kept.prepare_samples)
+        train(
+            model,
+            src,
+            training,
+            ctx,
+            objective=objective,
+            edits=edits,
+            stage=Distill.name,
+            extension=extension,
+            random=_starts_random(settings, src, ctx)
+            and not told,  # only the first phase starts from random weights
+        )
+        told.append(ctx.details["training"])
+        warned.append(ctx.warnings[before:])
+        del ctx.warnings[before:]
+    if len(told) > 1:
+        ctx.details["phases"] = told
+    ctx.warnings.extend(_merge_phase_warnings(warned))
+
+
+def _starts_random(settings: DistillSettings, src: Artifact, ctx: Context) -> bool:
+    """Return whether the student starts with random weights, of its own config or of `src`."""
+    from smelt.compress.train.train import starts_random
+
+    student = settings.student
+    if student is not None and student.is_external:
+        return student.config is not None
+    return starts_random(src, ctx)
+
+
+def _merge_phase_warnings(warned: Sequence[Sequence[Message]]) -> list[Message]:
+    """Return the warnings of all phases: common ones once, others with the number of the phase."""
+    found: dict[Message, None] = {}
+    for number, messages in enumerate(warned, 1):
+        for one in messages:
+            text = f"phase {number}: {one.message}"
+            shared = all(one in others for others in warned)
+            found[one if shared else replace(one, message=text)] = None
+    return list(found)

@@ -1,0 +1,1 @@
+"""Removal of whole layers, or of parts of layers."""

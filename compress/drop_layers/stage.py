@@ -1,0 +1,212 @@
+"""The stage `drop-layers`: remove whole layers, or parts of layers, that change the outputs least."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.compress.drop_layers.check_config import (
+    STACK_NAMES,
+    check_layer_counts,
+    kept_fraction,
+    kept_layers,
+)
+from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR, DropLayersSettings, LayerChoice
+from smelt.compress.train.train import missing_scores_errors
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TASKS, Split, Task
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, error_message, warning
+from smelt.core.stage import Context, Need
+from smelt.families.registry import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    from smelt.families.family import Stack
+
+_CALIBRATED = ("block-influence", "loss")
+
+
+class DropLayers:
+    """Remove whole layers, or parts of layers.
+
+    Those that change the outputs least are removed. Saves time and size in proportion to the
+    removed layers; the Hugging Face config is updated. `loss` removes one layer at a time, the
+    one with the smallest loss on calibration samples without it; each trial costs a pass over the
+    samples from that layer on. `block-influence` costs one pass in all: 1 - mean cos(states in,
+    states out) of a layer; it was published for deep pre-norm models. A removed decoder layer
+    saves time in every generation step, an encoder layer once per sample. With `targets`, single
+    attention or feed-forward parts are removed, and only their residual connection is kept.
+    Quality falls at once; add distill (or finetune).
+
+        - drop-layers: {keep_ratio: 0.5}
+        - drop-layers: {decoder_layers: 1, importance: block-influence}
+        - drop-layers: {targets: [attention, ffn], keep_ratio: 0.75}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "drop-layers"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    source: ClassVar[str] = (
+        "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; of parts: He et al. 2024,"
+        " arXiv:2406.15786; uniform, first, last: Shleifer & Rush 2020, arXiv:2010.13002, Sajjad et al."
+        " 2020, arXiv:2004.03844"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[DropLayersSettings]] = DropLayersSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def provides(cls, settings: DropLayersSettings) -> frozenset[str]:
+        """Return what later steps may lose: layers with all their parts."""
+        return frozenset({"parts"} if settings.parts else ())
+
+    @classmethod
+    def invalidates(cls, settings: DropLayersSettings) -> Mapping[str, str]:
+        """Return what this step loses of earlier steps: the training of the removed layers."""
+        found = {
+            "training": "removed layers lose part of what '{step}' trained, and no later step trains"
+            " the model; add a finetune or distill after this step"
+        }
+        return found if settings.parts else found | {"parts": LAYERS_AFTER_PARTS_ERROR}
+
+    @classmethod
+    def needs_with(cls, settings: DropLayersSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return the data that the step needs: calibration data, else training data, for some importances."""
+        if settings.importance not in _CALIBRATED:
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_rows(cls, settings: DropLayersSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+        """Return the mistakes for these samples: the loss of a sentence embedder needs scores."""
+        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
+        looks = settings.importance == "loss"
+        return (
+            [
+                error_message(
+                    one.code, f"{one.message} Or set importance: block-influence.", setting="importance"
+                )
+                for one in found
+            ]
+            if looks
+            else []
+        )
+
+    @classmethod
+    def check_model(
+        cls, settings: DropLayersSettings, config: Mapping[str, Any]
+    ) -> tuple[list[Message], Mapping[str, Any]]:
+        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        return check_layer_counts(settings, config)
+
+    def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
+        """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
+        from smelt.compress.distill.layer_selection import keep_layers
+        from smelt.compress.train.training_state import torch_threads
+        from smelt.runtime.models.checkpoint import load_model, save_model
+        from smelt.runtime.models.weights.count_parameters import count_parameters
+
+        with torch_threads(ctx.threads):
+            model, edits = load_model(src.path)
+            stacks = _stacks_to_shorten(model, settings)
+            if settings.parts:
+                from smelt.compress.drop_layers.drop_parts import drop_parts
+
+                drop_parts(model, edits, src, settings, ctx)
+            else:
+                kept = _select_layers(model, stacks, src, settings, ctx)
+                for stack in stacks:
+                    edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
+                ctx.details["kept_layers"] = kept
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            ctx.details["parameters_before"] = count_parameters(src.path)
+            ctx.details["parameters_after"] = count_parameters(ctx.out)
+
+
+def _stacks_to_shorten(model: Any, settings: DropLayersSettings) -> list[Stack]:
+    """Return the stacks of `model`.
+
+    Raises:
+        InputError: an unsupported family, or layers that it does not have.
+    """
+    family, config = family_of(model), model.config.to_dict()
+    if family is None:
+        raise InputError(
+            f"drop-layers: {model.config.model_type} models are not supported."
+            f" Supported: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    mistakes, _ = check_layer_counts(settings, config)
+    if mistakes:
+        raise InputError(
+            "drop-layers: " + " ".join(f"{one.setting or ''}: {one.message}" for one in mistakes),
+            code=mistakes[0].code,
+            found=mistakes,
+        )
+    return list(family.stacks(config))
+
+
+def _select_layers(
+    model: Any, stacks: list[Stack], src: Artifact, settings: DropLayersSettings, ctx: Context
+) -> dict[str, list[int]]:
+    """Return the indices of the layers to keep by stack; report the importance in the details."""
+    from smelt.compress.drop_layers.select_layers import select_by_influence, select_by_loss
+
+    there = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
+    wanted = kept_layers(settings, there)
+    ctx.warnings.extend(_nothing_removed_warnings(wanted, there, settings))
+    kept = {name: choice for name, choice in wanted.items() if isinstance(choice, list)}
+    kept |= {name: list(range(count)) for name, count in there.items() if wanted[name] == count}
+    numbers = {name: c for name, c in wanted.items() if isinstance(c, int) and name not in kept}
+    if not numbers:
+        return kept
+    if settings.importance in _CALIBRATED:
+        if settings.importance == "loss":
+            found = select_by_loss(model, stacks, kept, numbers, src, settings, ctx)
+        else:
+            found = select_by_influence(model, stacks, numbers, src, settings, ctx)
+        ctx.warnings.extend(
+            warning(
+                "minimum-kept",
+                f"{name}: {len(found[name])} layers are kept instead of {count}: an earlier step"
+                " removed parts of layers, and one part of each kind must be kept. Drop whole"
+                " layers before parts of layers.",
+            )
+            for name, count in numbers.items()
+            if len(found[name]) > count
+        )
+        return kept | found
+    return kept | {
+        name: _select_by_position(count, there[name], settings, ctx) for name, count in numbers.items()
+    }
+
+
+def _nothing_removed_warnings(
+    wanted: dict[str, LayerChoice], there: dict[str, int], settings: DropLayersSettings
+) -> list[Message]:
+    """Return warnings where `keep_ratio` is below 1 and all layers are kept."""
+    keep = kept_fraction(settings)
+    told = [name for name in STACK_NAMES if getattr(settings, name) is not None]
+    whole = [name for name, choice in wanted.items() if choice == there[name] and name not in told]
+    if keep == 1:
+        return []
+    return [
+        warning(
+            "nothing-to-remove",
+            f"keep_ratio {keep:g} of the {there[name]} {name}, rounded to at least one, keeps all of them;"
+            " none is removed. Lower keep_ratio.",
+            setting="keep_ratio",
+        )
+        for name in whole
+    ]
+
+
+def _select_by_position(count: int, there: int, settings: DropLayersSettings, ctx: Context) -> list[int]:
+    from smelt.compress.distill.layer_selection import layers_to_copy
+
+    if settings.importance == "random":
+        return sorted(random.Random(ctx.seed).sample(range(there), count))
+    return layers_to_copy(count, there, settings.importance)

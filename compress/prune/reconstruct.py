@@ -1,0 +1,251 @@
+"""Reconstruction: a least-squares refit of the remaining weights compensates the pruned inputs.
+
+A linear layer y = W x + b loses the inputs of the pruned heads or neurons. The weights W' for the kept inputs
+x_k and the bias b' minimize the output error on calibration samples (He et al. 2017, Channel pruning,
+arXiv:1707.06168, section 3.1: reconstruction with the kept channels; the ridge follows SparseGPT):
+
+    minimise  sum |W x + b - W' x_k - b'|^2 + e |W' - W_k|^2
+    W' = W_k + W_c M_ck (M_kk + e I)^-1          c: the pruned inputs, M = X X^T
+    b' = b + W m - W' m_k                         where there is a bias: M around the means m of the inputs
+
+e is a small fraction of the mean of M_kk's diagonal; a larger e keeps W' closer to the plain cut W_k, which
+inputs without variance keep. The rows of W are independent, so in a factorized layer only the factor that
+reads the inputs is refitted, and this is optimal for the product of both. Where zeros of W have to be kept
+(sparsify), each row is fitted on its own nonzero positions.
+
+Shapes: N = outputs, K = inputs, k = kept ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.calibration.run_blocks import RunningBlock, ignore_block, run_blocks
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.statistics import InputStatistics, empty_statistics, few_tokens_text
+from smelt.compress.prune.cut import cut_heads, cut_neurons
+from smelt.compress.prune.unit_groups import AttentionGroup, FeedForwardGroup, half_path, linear_with_inputs
+from smelt.core.stage import Context
+from smelt.families.model_blocks import Block, blocks_of
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
+from smelt.runtime.models.streamed_model import StreamedModel
+from smelt.runtime.models.structure import Edit, is_masked
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.requantize import Requantizer, RoundWeights
+
+# Groups that lose units, each with a function that returns its kept units, int64, ascending.
+UnitSelection: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]]
+# Fraction of the mean diagonal of M that is added to the diagonal.
+RECONSTRUCTION_DAMPING = 0.01
+# Limits of the refit with fixed zeros: conjugate gradient steps, and residual relative to the first one.
+_MAX_ITERATIONS, _TOLERANCE = 100, 1e-4
+
+
+def cut_units(
+    model: Any,
+    edits: list[Edit],
+    selection: UnitSelection,
+    samples: CalibrationSamples | None,
+    ctx: Context,
+    streamed: StreamedModel | None = None,
+    codes: Requantizer | None = None,
+) -> dict[str, float]:
+    """Remove all units that `selection` does not keep; with `samples`, refit the layers that read the rest.
+
+    The refit runs block by block: each layer is fitted on its inputs after all earlier cuts, attentions
+    before feed-forward parts.
+
+    Args:
+        model: float32, in eval mode, on the CPU; changed in place.
+        edits: the edits of the model; the cuts are appended.
+        selection: each group once.
+        samples: calibration samples for the refit; None for no refit.
+        ctx: device, threads, progress; gets a warning if a layer has fewer tokens than inputs.
+        streamed: the model, if its blocks are read and written one by one.
+        codes: quantizes each refitted layer at once if the model was quantized, so that later layers are
+            fitted on the outputs of the quantized weights.
+
+    Returns:
+        The results of `refit_layer` by layer name, rounded.
+    """
+    enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
+    if samples is None:
+        for block in blocks_of(model):
+            enter(block)
+            for group, stay in _selection_in_block(block, selection):
+                _cut_group(model, edits, group, stay())
+            leave(block)
+        return {}
+    left: dict[str, float] = {}
+    fed: list[tuple[int, int]] = []
+    for step in run_blocks(model, samples, ctx, stage="prune", enter=enter, leave=leave):
+        for group, stay in _selection_in_block(step.block, selection):
+            name = group.structure.linear_layers[-1]
+            found, whole = (
+                layer_input_statistics(step, model, name),
+                linear_with_inputs(model, name).weight.detach(),
+            )
+            kept = _cut_group(model, edits, group, stay())
+            rounded = codes.rounder_of(model, half_path(model, name, "down")) if codes is not None else None
+            left[name] = round(refit_layer(model, name, whole, kept, found, rounded), 4)
+            fed.append((found.tokens, len(kept)))
+            del found, whole  # before the next ones are made
+    if few := few_tokens_text(fed, samples):
+        ctx.warn(
+            "few-calibration-tokens",
+            f"{few}; the weights of these layers are refitted and may overfit. Increase"
+            f" calibration_samples, or add data: {{calibration: FILE}}.",
+        )
+    return left
+
+
+def _selection_in_block(block: Block, chosen: UnitSelection) -> UnitSelection:
+    """Return the groups of `chosen` that are parts of `block`, attentions first."""
+    return [(group, stay) for group, stay in chosen if group.structure in block.parts]
+
+
+def _cut_group(
+    model: Any, edits: list[Edit], group: AttentionGroup | FeedForwardGroup, kept: Tensor
+) -> Tensor:
+    """Cut one group; return the kept inputs of its last linear layer."""
+    if isinstance(group, AttentionGroup):
+        return cut_heads(model, edits, group, kept)
+    return cut_neurons(model, edits, group, kept)
+
+
+def layer_input_statistics(step: RunningBlock, model: nn.Module, name: str) -> InputStatistics:
+    """Return the input statistics of the linear layer `name` in the block's present state."""
+    layer = linear_with_inputs(model, name)
+    found = empty_statistics(layer.in_features, second=True, device=layer.weight.device.type)
+    step.observe({name: [layer]}, lambda _, x: found.update(x))
+    return found.to("cpu")
+
+
+@torch.no_grad()
+def refit_layer(
+    model: Any,
+    name: str,
+    old_weight: Tensor,
+    kept: Tensor,
+    statistics: InputStatistics,
+    round_weights: RoundWeights | None = None,
+) -> float:
+    """Refit the weights and the bias of the layer `name` after its inputs were cut to `kept`.
+
+    Args:
+        model: changed in place.
+        name: a linear or factorized layer.
+        old_weight: the weight before the cut, float [N, K]; of a factorized layer that of `down`.
+        kept: the indices of the kept inputs, int64 [k], ascending.
+        statistics: the input statistics before the cut, with the second moment [K, K].
+        round_weights: rounds the weights of a quantized layer. With few bits, rounding a refit may cost more
+            than the refit gains; then the weights of the plain cut are used and only the bias is fitted.
+
+    Returns:
+        The squared output error relative to that of the plain cut, 0 to 1; 1 for a layer without inputs.
+    """
+    layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
+    moment = statistics.second_moment if owner.bias is None else statistics.centred_second_moment()
+    assert moment is not None
+    gone = torch.ones(statistics.width, dtype=torch.bool)
+    gone[kept] = False
+    old = old_weight.detach().double().cpu()
+    if is_masked(layer):
+        fitted = solve_least_squares_with_zeros(old, moment, kept, gone)
+    else:
+        fitted = solve_least_squares(old, moment, kept, gone)
+    lost = _squared_error(old[:, gone], moment[gone][:, gone])
+
+    def off(weight: Tensor) -> float:
+        left = old.clone()
+        left[:, kept] -= weight
+        return _squared_error(left, moment)
+
+    if round_weights is not None:
+        seen = _select_inputs(statistics, kept)
+        fitted = min((round_weights(one, seen).double() for one in (old[:, kept], fitted)), key=off)
+    left = off(fitted)
+    layer.weight.copy_(fitted)
+    if owner.bias is not None:
+        mean = statistics.sums / max(1, statistics.tokens)
+        shift = old @ mean - fitted @ mean[kept]
+        if owner is not layer:
+            shift = owner.weight.double().cpu() @ shift
+        owner.bias.add_(shift.to(owner.bias))
+    return min(1.0, left / lost) if lost > 0 else 1.0
+
+
+def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatistics:
+    """Return the statistics of the inputs `places`, int64 [k]."""
+    assert statistics.second_moment is not None
+    return replace(
+        statistics,
+        sums=statistics.sums[places],
+        squares=statistics.squares[places],
+        magnitudes=statistics.magnitudes[places],
+        lowest=statistics.lowest[places],
+        highest=statistics.highest[places],
+        second_moment=statistics.second_moment[places][:, places],
+    )
+
+
+def solve_least_squares(weight: Tensor, moment: Tensor, kept: Tensor, removed: Tensor) -> Tensor:
+    """Return W', float64 [N, k], from W [N, K], M [K, K], the kept indices and the mask of removed inputs."""
+    within, wanted = _normal_equations(weight, moment, kept, removed)
+    if not float(within.diagonal().max()) > 0:  # no sample reached it
+        return weight[:, kept]
+    solved: Tensor = torch.linalg.solve(within, wanted.t())
+    return weight[:, kept] + solved.t()
+
+
+def solve_least_squares_with_zeros(weight: Tensor, moment: Tensor, kept: Tensor, removed: Tensor) -> Tensor:
+    """Return W' like `solve_least_squares`, but keep the zeros of each row of W [N, K].
+
+    Each row has its own equations. All are solved together by conjugate gradients (Hestenes & Stiefel
+    1952), scaled by the diagonal, on the nonzero positions. The iteration starts at the plain cut and
+    improves with each step, so the result is never worse.
+    """
+    within, wanted = _normal_equations(weight, moment, kept, removed)
+    diagonal = within.diagonal()
+    if not float(diagonal.max()) > 0:
+        return weight[:, kept]
+    free = weight[:, kept] != 0
+    change, off = torch.zeros_like(wanted), wanted * free
+    scaled = off / diagonal
+    along, size = scaled.clone(), (off * scaled).sum(dim=1, keepdim=True)
+    enough = _TOLERANCE**2 * size
+    for _ in range(_MAX_ITERATIONS):
+        if bool((size <= enough).all()):
+            break
+        turned = (along @ within) * free
+        step = size / (along * turned).sum(dim=1, keepdim=True).clamp(min=1e-300)
+        change += step * along
+        off -= step * turned
+        scaled = off / diagonal
+        before, size = size, (off * scaled).sum(dim=1, keepdim=True)
+        along = scaled + size / before.clamp(min=1e-300) * along
+    return weight[:, kept] + change
+
+
+def _normal_equations(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+    """Return M_kk + e I, float64 [k, k], and W_c M_ck [N, k]."""
+    within = moment[kept][:, kept]
+    within.diagonal().add_(RECONSTRUCTION_DAMPING * float(within.diagonal().mean()))
+    return within, weight[:, gone] @ moment[gone][:, kept]
+
+
+def _squared_error(weight: Tensor, moment: Tensor) -> float:
+    return max(0.0, float(((weight @ moment) * weight).sum()))
+
+
+def bias_owner(module: nn.Module) -> nn.Linear:
+    """Return the Linear that holds the bias of a layer: itself, or `up` of a factorized layer."""
+    found = module.up if isinstance(module, LowRankLinear) else module
+    assert isinstance(found, nn.Linear)
+    return found

@@ -1,0 +1,279 @@
+"""The stage `prune`: structured pruning of heads, neurons, hidden width and convolution channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.compress.float_model import count_stored_parameters
+from smelt.compress.prune.check_config import (
+    EMBEDDER_WIDTH_ERROR,
+    check_length,
+    check_units,
+    fixed_heads_warnings,
+    narrowed_config,
+)
+from smelt.compress.prune.settings import CALIBRATED_IMPORTANCES, GRADIENT_IMPORTANCES, PruneSettings
+from smelt.compress.quantized_input import QuantizedInput
+from smelt.compress.train.train import missing_scores_errors
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import SENTENCE_SIMILARITY, TASKS, Split, Task
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Context, Need
+from smelt.runtime.schemes.registry import STATIC_SCHEME
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from smelt.compress.prune.budget.allocation import BudgetAllocation
+    from smelt.compress.prune.importance.unit_scores import UnitScores
+    from smelt.compress.prune.reconstruct import UnitSelection
+    from smelt.compress.prune.unit_groups import AttentionGroup, FeedForwardGroup
+    from smelt.runtime.models.streamed_model import StreamedModel
+
+
+class Prune:
+    """Remove the least important heads, neurons or channels of each layer.
+
+    They are removed physically, with all coupled weights: rows of query, key and value and columns
+    of the output projection; rows of the first feed-forward layer (and the gate) and columns of the
+    second. T5's position bias is one table for all layers; after pruning each layer has its own.
+    Importance is the first-order change of the loss on calibration samples. Quality drops at once;
+    follow with distill (or finetune) to recover it. Removing neurons usually costs less quality than
+    removing heads. With a budget (parameters, flops, measured latency), heads and neurons of all
+    layers compete by importance per cost. `targets: [width]` prunes channels of the hidden states,
+    `targets: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms.
+    After `quantize`, the remaining quantized weights and scales are kept.
+
+        - prune: {targets: [ffn], keep_ratio: 0.5, importance: taylor}
+        - prune: {budget: {latency: 0.6, sequence_length: 32}}
+        - prune: {targets: [width], keep_ratio: 0.75}
+        - prune: {targets: [channels], keep_ratio: 0.5}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "prune"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    source: ClassVar[str] = (
+        "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
+        " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
+        " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
+        " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679; channels:"
+        " Li et al. 2017, arXiv:1608.08710, Molchanov et al. 2019, arXiv:1906.10771"
+    )
+    version: ClassVar[int] = 5
+    prunes_units: ClassVar[bool] = True
+    settings_type: ClassVar[type[PruneSettings]] = PruneSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def provides(cls, settings: PruneSettings) -> frozenset[str]:
+        """Return the properties that later steps may not support: layers of different widths."""
+        uneven = settings.budget is not None or settings.scope == "global"
+        return frozenset({"widths"} if uneven else ())
+
+    @classmethod
+    def invalidates(cls, settings: PruneSettings) -> Mapping[str, str]:
+        """Return the results of earlier steps that this step destroys: n:m sparsity patterns."""
+        why = "removing inputs shifts their neighbours, and the n:m pattern of '{step}' no longer holds"
+        return {"pattern": f"{why}; prune before '{{step}}'"}
+
+    @classmethod
+    def quantized_input_error(cls, settings: PruneSettings, codes: QuantizedInput) -> str | None:
+        """Return why units of a quantized model cannot be removed, and what to do; None where they can."""
+        if "channels" in settings.targets:
+            chain = f"`- prune: {{targets: [channels]}}`, `- quantize: {{scheme: {STATIC_SCHEME}}}`"
+            return f"channels can only be removed from float convolutions. Prune before quantizing: {chain}."
+        return codes.unit_pruning_error(cls.name)
+
+    @classmethod
+    def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return the data that the settings need: calibration data if given, else train.
+
+        Reconstruction uses samples if there are any. It only requires them if it is set explicitly.
+        """
+        if "channels" in settings.targets and settings.importance not in CALIBRATED_IMPORTANCES:
+            return frozenset()
+        asked = settings.reconstruct and "reconstruct" in settings.model_fields_set
+        needs_none = settings.importance not in CALIBRATED_IMPORTANCES and not asked
+        if needs_none and not (settings.reconstruct and {"calibration", "train"} & set(given)):
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_rows(cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+        """Return errors about the data: the loss of a sentence embedder needs similarity scores."""
+        if "width" in settings.targets and task == SENTENCE_SIMILARITY:
+            return [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")]
+        looks = settings.importance in GRADIENT_IMPORTANCES
+        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
+        return (
+            [
+                error_message(one.code, f"{one.message} Or set importance: magnitude.", setting="importance")
+                for one in found
+            ]
+            if looks
+            else []
+        )
+
+    @classmethod
+    def check_model(
+        cls, settings: PruneSettings, config: Mapping[str, Any]
+    ) -> tuple[list[Message], Mapping[str, Any]]:
+        """Return the settings that do not fit a model of this config, and the config of the result."""
+        length = settings.budget.sequence_length if settings.budget is not None else None
+        mistakes = check_units(settings.targets, config) or check_length(length, config)
+        return mistakes, config if mistakes else narrowed_config(settings, config)
+
+    def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+        """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""
+        from smelt.compress.prune.channels import prune_channels
+        from smelt.compress.prune.width.prune_width import prune_width
+        from smelt.compress.train.training_state import torch_threads
+
+        with torch_threads(ctx.threads):
+            if "width" in settings.targets:
+                prune_width(src, settings, ctx)
+            elif "channels" in settings.targets:
+                prune_channels(src, settings, ctx)
+            else:
+                self._prune(src, settings, ctx)
+
+    def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+        from smelt.compress.prune.cut import update_config
+        from smelt.compress.prune.importance.score_units import score_units
+        from smelt.compress.prune.kept_counts import rounding_warnings
+        from smelt.compress.prune.reconstruct import cut_units
+        from smelt.compress.prune.reconstruction_samples import load_reconstruction_samples
+        from smelt.compress.prune.unit_groups import find_groups
+        from smelt.compress.quantize.requantize import load_dequantized
+        from smelt.runtime.models.checkpoint import save_model
+
+        streamed, codes = _open_streamed(src, settings, ctx), None
+        if streamed is not None:
+            model, edits = streamed.model, streamed.edits
+        else:
+            model, edits, codes = load_dequantized(src, ctx, self.name)
+        before = count_stored_parameters(model)
+        attentions, blocks = find_groups(model)
+        ctx.warnings.extend(fixed_heads_warnings(settings.targets, model.config.to_dict()))
+        attentions = attentions if "heads" in settings.targets else []
+        blocks = blocks if "ffn" in settings.targets else []
+        scores = None
+        if streamed is None:
+            scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        if settings.scope == "layer" and settings.budget is None:
+            ctx.warnings.extend(rounding_warnings(model, attentions, blocks, settings))
+        spent = _allocate_budget(model, [*attentions, *blocks], scores, src, settings, ctx)
+        kept = spent.kept if spent else _unit_counts(model, attentions, blocks, scores, settings)
+        chosen = _select_units(model, attentions, blocks, scores, kept)
+        rows = load_reconstruction_samples(model, src, settings, ctx) if chosen else None
+        ctx.details["reconstruction_error"] = cut_units(model, edits, chosen, rows, ctx, streamed, codes)
+        edits = update_config(model, edits)
+        ctx.details["kept_heads"] = {g.name: g.count(model) for g in attentions}
+        ctx.details["kept_neurons"] = {b.name: b.count(model) for b in blocks}
+        ctx.details["parameters_before"] = before
+        ctx.details["parameters_after"] = count_stored_parameters(model)
+        if spent:
+            ctx.details["budget"] = spent.details(model)
+        if codes is not None:
+            edits = codes.requantize(model, edits, ctx)
+        if streamed is None:
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            if codes is not None:
+                codes.write_master_weights(model, ctx)
+        else:
+            ctx.warnings.extend(streamed.finish(edits))
+
+
+def _select_units(
+    model: Any,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+    scores: UnitScores | None,
+    kept: Mapping[str, int],
+) -> UnitSelection:
+    """Return each group that loses units, with a function that returns its kept units.
+
+    Without `scores` the units are chosen by weight magnitude when the group is cut, because only then are the
+    weights of a large model in memory. kept: the number of kept units by group name.
+    """
+    from smelt.compress.prune.importance.magnitude import magnitude_scores
+
+    def stay_of_heads(group: AttentionGroup) -> Tensor:
+        found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
+        return found.topk(kept[group.name]).indices.sort().values
+
+    def stay_of_neurons(block: FeedForwardGroup) -> Tensor:
+        found = (scores or magnitude_scores(model, [], [block])).neurons[block.name]
+        return found.topk(kept[block.name]).indices.sort().values
+
+    chosen: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
+    chosen += [(group, partial(stay_of_heads, group)) for group in attentions]
+    chosen += [(block, partial(stay_of_neurons, block)) for block in blocks]
+    return [(group, stay) for group, stay in chosen if kept[group.name] < group.count(model)]
+
+
+def _open_streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be pruned block by block; None where the whole model has to be loaded.
+
+    Gradients and comparisons across layers need the whole model. So does a relative position bias that all
+    blocks of a stack share, because each block gets its own when heads are removed.
+    """
+    from smelt.core.files import read_json_object
+    from smelt.families.registry import find_family
+    from smelt.runtime.backends.device import torch_device
+    from smelt.runtime.models.streamed_model import open_streamed
+
+    alone = settings.importance == "magnitude" and settings.scope == "layer" and settings.budget is None
+    if not alone or torch_device(ctx.device) != "cpu":
+        return None
+    family = find_family(read_json_object(src.path / "config.json"))
+    if family is not None and family.relative_bias is not None and "heads" in settings.targets:
+        return None
+    return open_streamed(src.path, ctx.out, settings.dtype)
+
+
+def _allocate_budget(
+    model: Any,
+    groups: list[AttentionGroup | FeedForwardGroup],
+    scores: UnitScores | None,
+    src: Artifact,
+    settings: PruneSettings,
+    ctx: Context,
+) -> BudgetAllocation | None:
+    """Return the allocation of the budget; None without a budget or without prunable groups."""
+    if settings.budget is None or not groups:
+        return None
+    from smelt.compress.prune.budget.allocation import BudgetAllocation
+
+    return BudgetAllocation(model, groups, scores, src, settings, ctx)
+
+
+def _unit_counts(
+    model: Any,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+    scores: UnitScores | None,
+    settings: PruneSettings,
+) -> dict[str, int]:
+    """Return the number of kept units by group name, from `keep_ratio`."""
+    from smelt.compress.prune.kept_counts import count_kept_heads, count_kept_neurons
+
+    if settings.scope == "global" and scores is not None:
+        from smelt.compress.prune.global_scope import allocate_globally
+
+        among = scores.normalized()
+        heads = (
+            allocate_globally(among.heads, settings.keep_ratio_of("heads"), 1)
+            if "heads" in settings.targets
+            else {}
+        )
+        if "ffn" not in settings.targets:
+            return heads
+        return heads | allocate_globally(among.neurons, settings.keep_ratio_of("ffn"), settings.multiple_of)
+    heads = {g.name: count_kept_heads(g.count(model), settings) for g in attentions}
+    return heads | {b.name: count_kept_neurons(b.count(model), settings) for b in blocks}

@@ -1,0 +1,273 @@
+"""Calibration before layers are quantized: selection of layers, ranges, weights and corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.compress.quantize.plan_layers import PlannedLayer, require_finite_layers
+from smelt.compress.quantize.sensitivity.settings import MaxExcluded
+from smelt.compress.quantize.settings import AUTO, QuantizeSettings
+from smelt.compress.quantize.weight_quantizer import GridFinder, WeightQuantizer, round_on_grid, scheme_grid
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+from smelt.core.text import with_count
+from smelt.runtime.models.stored_dtype import stored_dtypes
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight
+from smelt.runtime.schemes.scheme import UnpackedWeights
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.calibrate_ranges import ObservedRange
+    from smelt.compress.quantize.low_rank_correction import CorrectedWeight
+
+_MIN_SENSITIVITY_TOKENS = 32  # fewer do not measure a layer reliably
+_MIN_SENSITIVITY_IMAGES, _MIN_CALIBRATION_IMAGES = 4, 32  # each image has many patches or positions
+_SENSITIVITY_TEXT = "Layer sensitivities were"
+_CORRECTION_TEXT = "The error metric of low-rank corrections was"
+# by measurement: what it compares
+_COMPARED = {_SENSITIVITY_TEXT: "layers", _CORRECTION_TEXT: "inputs"}
+
+
+@dataclass
+class CalibrationResult:
+    """The layers to quantize, and their calibration results by `PlannedLayer.weight_id`.
+
+    ranges: activation ranges. codes: quantized weights that are not rounded to nearest. corrections: low-rank
+    corrections with their quantized weights. edits: edits of the model. rounding_ranges: observed ranges of
+    the activations that are rounded before a module, by its name.
+    """
+
+    layers: list[PlannedLayer]
+    ranges: dict[int, float] = field(default_factory=dict)
+    codes: dict[int, UnpackedWeights] = field(default_factory=dict)
+    corrections: dict[int, CorrectedWeight] = field(default_factory=dict)
+    edits: list[dict[str, Any]] = field(default_factory=list)
+    rounding_ranges: dict[str, ObservedRange] = field(default_factory=dict)
+
+
+def calibrate_layers(
+    model: Any, layers: list[PlannedLayer], src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> CalibrationResult:
+    """Calibrate `layers` on samples as far as `settings` need it, and return the results.
+
+    If weights were quantized on samples, the weights of `model` become the dequantized ones, or nearly.
+    """
+    if settings.needs_calibration and layers:
+        return _calibrate_on_samples(model, layers, src, settings, ctx)
+    found = CalibrationResult(layers)
+    if settings.correction is not None:
+        found.corrections = _find_corrections(model, found, None, src, settings, ctx)
+    return found
+
+
+def _calibrate_on_samples(
+    model: Any, layers: list[PlannedLayer], src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> CalibrationResult:
+    """Calibrate `layers` by running `model` on samples."""
+    require_finite_layers(layers)
+    rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "quantize")
+    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+    if settings.calibrates_correction:
+        _warn_of_few_tokens(rows, _CORRECTION_TEXT, "calibration_samples", ctx)
+    found = CalibrationResult(layers)
+    if (
+        settings.mixed_precision is not None
+    ):  # first, because scales and clipping are searched for the chosen widths
+        _choose_bit_widths(model, found, rows, src, settings, ctx)
+    _move_scales(model, found, rows, src, settings, ctx)
+    if settings.needs_activation_ranges:
+        _calibrate_activations(model, found, rows, settings, ctx)
+    if AUTO in settings.exclude or settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
+        _measure_sensitivity(model, found, rows, settings, ctx)
+    if settings.compensates_rounding:
+        from smelt.compress.quantize.methods.gptq import apply_gptq
+
+        fit = grid_finder(settings)
+        found.codes, found.corrections = apply_gptq(model, found.layers, rows, fit, ctx, settings.correction)
+        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # both methods warn about too few samples
+    elif settings.correction is not None:
+        found.corrections = _find_corrections(model, found, rows, src, settings, ctx)
+    return found
+
+
+def _move_scales(
+    model: Any,
+    result: CalibrationResult,
+    samples: CalibrationSamples,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Move channel scales between the producers of the layers' inputs and their columns."""
+    from smelt.compress.quantize.calibrate_ranges import MIN_CALIBRATION_TOKENS
+
+    enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
+    if (
+        settings.needs_activation_ranges or settings.smoothquant_alpha is not None
+    ) and samples.tokens < enough:
+        ctx.warn("few-calibration-tokens", _few_tokens_text(samples, settings))
+    kind = stored_dtypes(src.path).dtype_for
+    if settings.smoothquant_alpha is not None:
+        from smelt.compress.quantize.smoothquant import apply_smoothquant
+
+        apply_smoothquant(model, result.layers, samples, settings.smoothquant_alpha, kind, ctx)
+    if settings.scales_inputs:
+        from smelt.compress.quantize.methods.awq import apply_awq
+
+        cut = settings.clip == "awq"
+        result.layers, result.edits, result.codes = apply_awq(model, result.layers, samples, cut, kind, ctx)
+
+
+def _calibrate_activations(
+    model: Any,
+    result: CalibrationResult,
+    samples: CalibrationSamples,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Calibrate activation ranges; layers that no sample reaches stay float."""
+    from torch import nn
+
+    from smelt.compress.quantize.calibrate_ranges import calibrate_ranges
+    from smelt.compress.quantize.convolution_rounding import calibrate_convolutions
+
+    plain = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
+    ranges = calibrate_ranges(model, plain, samples, settings, ctx)
+    result.layers, result.ranges, result.rounding_ranges = calibrate_convolutions(
+        model, result.layers, ranges, samples, settings, ctx
+    )
+    unseen = [
+        layer.name for layer in result.layers if layer.needs_range and layer.weight_id not in result.ranges
+    ]
+    if unseen:
+        ctx.warn(
+            "uncalibrated-layers",
+            f"No calibration sample reaches {', '.join(unseen)}; these layers are kept in float. Add"
+            " calibration samples that use them, or exclude them.",
+        )
+        result.layers = [layer for layer in result.layers if layer.name not in unseen]
+
+
+def _choose_bit_widths(
+    model: Any,
+    result: CalibrationResult,
+    samples: CalibrationSamples,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Choose the bits of each layer."""
+    from smelt.compress.quantize.sensitivity.mixed_precision import choose_bit_widths
+
+    few, plain = samples.subset(settings.sensitivity_samples), quantizer_factory(settings, {})
+    _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
+    result.layers = choose_bit_widths(model, result.layers, few, src, settings, plain, ctx)
+
+
+def _measure_sensitivity(
+    model: Any,
+    result: CalibrationResult,
+    samples: CalibrationSamples,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Measure the sensitivity of each layer, and remove the most sensitive ones from the result."""
+    from smelt.compress.quantize.sensitivity.layer_sensitivity import (
+        measure_layer_sensitivities,
+        select_sensitive,
+    )
+
+    if not settings.sensitivity_samples:
+        return
+    few = samples.subset(settings.sensitivity_samples)
+    _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
+    harm = measure_layer_sensitivities(model, result.layers, result.ranges, few, ctx)
+    ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
+    ctx.details["sensitivity_samples"] = few.num_samples
+    stay = select_sensitive(harm, settings.max_excluded or MaxExcluded()) if AUTO in settings.exclude else []
+    result.layers = [layer for layer in result.layers if layer.name not in stay]
+
+
+def _find_corrections(
+    model: Any,
+    result: CalibrationResult,
+    samples: CalibrationSamples | None,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> dict[int, CorrectedWeight]:
+    """Return the low-rank corrections with their quantized weights, by `PlannedLayer.weight_id`."""
+    from smelt.compress.quantize.low_rank_correction import find_corrections
+
+    coder = partial(round_on_grid, grid_finder(settings))
+    return find_corrections(model, result.layers, settings, coder, samples, src, ctx)
+
+
+def report_corrections(
+    result: CalibrationResult, src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> None:
+    """Write the low-rank corrections to the details and warnings of `ctx`."""
+    from smelt.compress.quantize.low_rank_correction import correction_details, oversized_correction_warnings
+
+    assert settings.correction is not None
+    ctx.details["low_rank_correction"] = correction_details(
+        result.layers, result.corrections, settings.correction.rank
+    )
+    stored = 8 * stored_dtypes(src.path).default.itemsize
+    coded = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
+    ctx.warnings.extend(oversized_correction_warnings(result.layers, result.corrections, coded, stored))
+
+
+def grid_finder(settings: QuantizeSettings) -> GridFinder:
+    """Return the function that finds the grids of groups."""
+    from smelt.compress.quantize.methods.clip import mse_grid, percentile_grid
+    from smelt.compress.quantize.methods.hqq import hqq_grid
+
+    if settings.method == "hqq":
+        return hqq_grid
+    if settings.clip == "percentile":
+        return partial(percentile_grid, settings.calibration_percentile)
+    return mse_grid if settings.clip == "mse" else scheme_grid
+
+
+def quantizer_factory(
+    settings: QuantizeSettings, codes: Mapping[int, UnpackedWeights]
+) -> Callable[[PlannedLayer], WeightQuantizer]:
+    """Return a function from layer to quantizer: the calibrated weights `codes`, else rounding to nearest."""
+    fit = grid_finder(settings)
+
+    def coder_of(layer: PlannedLayer) -> WeightQuantizer:
+        decided = codes.get(layer.weight_id)
+        return partial(round_on_grid, fit) if decided is None else lambda weight, scheme, options: decided
+
+    return coder_of
+
+
+def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx: Context) -> None:
+    """Warn if `what` is measured on too few tokens; `which` names the settings to increase."""
+    if samples.tokens < (
+        _MIN_SENSITIVITY_IMAGES if "pixel_values" in samples.batches[0] else _MIN_SENSITIVITY_TOKENS
+    ):
+        ctx.warn(
+            "few-sensitivity-tokens" if what == _SENSITIVITY_TEXT else "few-calibration-tokens",
+            f"{what} measured on {with_count(samples.tokens, 'token')} of {samples.origin}, too few to"
+            f" compare {_COMPARED[what]}. Increase {which}, or add data: {{calibration: FILE}}.",
+        )
+
+
+def _few_tokens_text(samples: CalibrationSamples, settings: QuantizeSettings) -> str:
+    """Return the warning about too few calibration tokens."""
+    from smelt.compress.quantize.calibrate_ranges import MIN_CALIBRATION_TOKENS
+
+    what, why = "activation ranges", "larger values in other samples will be clipped"
+    if not settings.needs_activation_ranges:
+        what, why = "largest activations of each channel", "other samples may have larger values"
+    return (
+        f"Only {with_count(samples.tokens, 'calibration token')}"
+        f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {what}; {why}."
+        f" Use {MIN_CALIBRATION_TOKENS:,} tokens or more: increase calibration_samples, or add data:"
+        " {calibration: FILE}."
+    )

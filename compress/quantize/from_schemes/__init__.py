@@ -1,1 +1,0 @@
-"""What schemes declare of themselves, as `quantize` takes it and shows it."""

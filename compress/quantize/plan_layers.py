@@ -1,0 +1,236 @@
+"""Selection of the layers to quantize and their schemes, and quantization of the planned layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.core.errors import InputError
+from smelt.core.labels import CLASSIFIER_SUFFIXES
+from smelt.families.registry import family_of
+from smelt.runtime.schemes.registry import SCHEMES
+from smelt.runtime.schemes.scheme import OptionValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from smelt.compress.quantize.weight_quantizer import WeightQuantizer
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer that will be quantized: the module, its first name, the scheme and its options.
+
+    multiplies: whether it multiplies (Linear, Conv2d) instead of looking up rows. signed: for a Conv2d,
+    whether its inputs may be negative, by the calibration samples.
+    """
+
+    module: Any
+    name: str
+    scheme: str
+    options: Mapping[str, OptionValue]
+    multiplies: bool
+    signed: bool = True
+
+    @property
+    def weight_id(self) -> int:
+        """The identity of its weight, which other layers may share."""
+        return id(self.module.weight)
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether it needs the range of its activations."""
+        return self.multiplies and SCHEMES[self.scheme].requires_calibration
+
+
+def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
+    """Return the layers of `model` to quantize by `settings`, in the model's order."""
+    from torch import nn
+
+    from smelt.runtime.layers.quantized import is_embedding_table
+    from smelt.runtime.models.structure import module_names
+
+    head = output_layer(model)
+    words = {id(m.weight) for m in token_embeddings(model)}
+    separate = set(cp_convolutions(model))
+    found = []
+    for module, names in module_names(model).items():
+        if any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude_patterns):
+            continue
+        product = isinstance(module, nn.Linear)
+        if (
+            isinstance(module, nn.Conv2d)
+            and SCHEMES[settings.scheme].supports_conv
+            and is_convolutional(model)
+        ):
+            if module in separate:
+                continue
+            options = settings.scheme_options(settings.scheme)
+            found.append(PlannedLayer(module, names[0], settings.scheme, options, multiplies=True))
+            continue
+        if product:
+            if module is head and not settings.output_layer:
+                continue
+        elif not (is_embedding_table(module) and settings.embeddings and id(module.weight) in words):
+            continue
+        scheme = settings.resolved_embedding_scheme if module is head or not product else settings.scheme
+        found.append(PlannedLayer(module, names[0], scheme, settings.scheme_options(scheme), product))
+    return found
+
+
+def cp_convolutions(model: Any) -> list[Any]:
+    """Return the convolutions from CP factorization, which are kept in float.
+
+    Their channels have very different ranges, and one scale for all loses the small ones: the int8 error was
+    a third of the outputs' standard deviation, against a twentieth for unfactorized convolutions.
+    """
+    from smelt.runtime.layers.low_rank_conv import LowRankConv
+
+    thin = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
+    return [step for steps in thin if any(one.groups != 1 for one in steps) for step in steps]
+
+
+def is_convolutional(model: Any) -> bool:
+    """Return whether `model` is a convolutional network; patch embeddings of transformers do not count."""
+    family = family_of(model)
+    return family is not None and family.conv_chain is not None
+
+
+def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
+    """Quantize `model` in place with schemes that need no data; return the edits.
+
+    Raises:
+        InputError: a layer's weights are not finite.
+    """
+    return quantize_layers(model, plan_layers(model, settings), {})
+
+
+def quantize_layers(
+    model: Any,
+    layers: Collection[PlannedLayer],
+    ranges: Mapping[int, float],
+    quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None] = lambda layer: None,
+    corrections: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Quantize `layers` of `model` in place; return the edits.
+
+    Args:
+        model: changed in place.
+        layers: its planned layers.
+        ranges: the largest magnitude of the activations by `PlannedLayer.weight_id`, for layers that need it.
+        quantizer_of: returns the quantizer of a layer; None to round to nearest.
+        corrections: low-rank corrections by `PlannedLayer.weight_id`: float32 [N, r] and [r, K].
+
+    Raises:
+        InputError: a layer's weights are not finite, or its range is missing.
+    """
+    from smelt.runtime.layers.corrected_linear import with_low_rank_correction
+    from smelt.runtime.models.structure import replace_layer
+
+    # by the weight's identity: the first module quantized from it
+    done: dict[int, tuple[str, Any]] = {}
+    edits: list[dict[str, Any]] = []
+    for layer in layers:
+        weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
+        new = quantize_planned(layer, ranges, quantizer_of(layer))
+        first_name, first = done.setdefault(weight, (layer.name, new))
+        told = dict(layer.options)
+        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **told}
+        replace_layer(model, edits, layer.name, new, edit)
+        if not layer.signed:
+            edits.append({"op": "unsigned", "module": layer.name})
+        if first is not new:
+            if layer.needs_range:  # the first one may be an embedding, which has no range
+                first.matrix.set_activation_range_(ranges[weight])
+            new.matrix = first.matrix
+            edits.append({"op": "share", "module": f"{layer.name}.matrix", "with": f"{first_name}.matrix"})
+        if layer.multiplies and weight in corrections:
+            up, down = corrections[weight]
+            edit = {"op": "adapter", "module": layer.name, "rank": len(down)}
+            replace_layer(model, edits, layer.name, with_low_rank_correction(new, up, down), edit)
+    return edits
+
+
+def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
+    """Check that the weights of `layers` are finite, before any method uses them.
+
+    Raises:
+        InputError: the weights of a layer are not finite.
+    """
+    from smelt.compress.quantize.weight_quantizer import require_quantizable
+
+    for layer in layers:
+        try:
+            require_quantizable(layer.module.weight)
+        except InputError as error:
+            raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
+
+
+def quantize_planned(
+    layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
+) -> Any:
+    """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
+    from smelt.compress.quantize.weight_quantizer import quantize_module, round_to_nearest
+    from smelt.runtime.layers.quantized import QuantizedEmbedding
+    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
+
+    try:
+        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
+    except InputError as error:
+        raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
+    if layer.needs_range:
+        if layer.weight_id not in ranges:
+            raise InputError(
+                f"quantize: {layer.name}: scheme {layer.scheme} needs an activation range, but none"
+                " was calibrated. Add calibration samples, or exclude the layer.",
+                code="missing-range",
+            )
+        if isinstance(new, QuantizedConv2d):
+            new.signed = layer.signed
+        assert not isinstance(new, QuantizedEmbedding)
+        new.set_activation_range_(ranges[layer.weight_id])
+    return new
+
+
+def output_layer(model: Any) -> Any:
+    """Return the layer that computes the logits: the vocabulary projection, or a classifier's last layer."""
+    from torch import nn
+
+    from smelt.runtime.layers.low_rank_linear import LowRankLinear
+
+    head = model.get_output_embeddings()
+    if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in token_embeddings(model)):
+        head = head.up  # the part that is tied to the embedding
+    if head is None and type(model).__name__.endswith(CLASSIFIER_SUFFIXES):
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
+    return head
+
+
+def token_embeddings(model: Any) -> list[Any]:
+    """Return the token embeddings (not of positions or token types)."""
+    from smelt.runtime.layers.low_rank_linear import LowRankEmbedding
+    from smelt.runtime.layers.quantized import is_embedding_table
+
+    if is_convolutional(model):
+        return []
+    found = [m.table if isinstance(m, LowRankEmbedding) else m for m in token_lookup_modules(model)]
+    return [m for m in found if is_embedding_table(m)]
+
+
+def token_lookup_modules(model: Any) -> list[Any]:
+    """Return the modules that look up token ids, of any type."""
+    found = [model.get_input_embeddings()]
+    if model.config.is_encoder_decoder:
+        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
+    return found
+
+
+def unused_patterns(model: Any, patterns: list[str]) -> list[str]:
+    """Return the patterns that match no module name, except `auto`."""
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
+    return [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]

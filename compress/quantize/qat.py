@@ -1,0 +1,445 @@
+"""Quantization-aware training: float master weights for the layers of a quantized model.
+
+During training, each quantized layer computes with fake-quantized weights, and the gradient updates the float
+master weights (straight-through, see the scheme's module). Afterwards the weights are quantized again.
+Biases, norms and float layers train as usual.
+
+The master weights start from those stored by an earlier training; else from the weights before `quantize`, so
+that a weight near a rounding boundary can cross it soon; if these are not available or have other scales
+(AWQ), from the dequantized weights. Afterwards they are stored next to the model
+(training/master_weights.py), but are not part of it.
+
+Scales are computed from the weights in each update, or learned with them (training/step_sizes.py).
+
+Weights are fake-quantized in every scheme, activations if the scheme asks for it. The int8 activation blocks
+of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more: these
+activations are not fake-quantized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.compress.quantize.settings import AWQ_METHODS
+from smelt.compress.quantize.smoothquant import smooth_like
+from smelt.compress.quantize.training.master_weights import read_master_weights, write_master_weights
+from smelt.compress.quantize.training.step_sizes import StepSizes
+from smelt.compress.quantize.training.straight_through import straight_through
+from smelt.compress.quantize.weight_quantizer import (
+    fake_quantize,
+    fake_quantize_activations,
+    quantize_into,
+    quantized_weight_bits,
+    round_to_nearest,
+)
+from smelt.compress.train.settings import TrainingSettings
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
+from smelt.runtime.layers.quantized import (
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+    copy_embed_scale,
+    is_quantized,
+)
+from smelt.runtime.layers.quantized_conv import QuantizedConv2d
+from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
+from smelt.runtime.models.stored_dtype import stored_dtypes
+from smelt.runtime.models.structure import Edit, is_masked, mark_masked, replace_module
+
+
+class QatLinear(nn.Linear):
+    """A Linear with float master weights that computes like the quantized layer made from them.
+
+    untrained: no update was kept, so the quantized weights are those of `quantized`. as_came: compute with
+    these.
+    """
+
+    def __init__(self, home: QuantizedLinear, weight: nn.Parameter) -> None:
+        super().__init__(home.in_features, home.out_features, home.bias is not None, device="meta")
+        self.weight = weight
+        if home.bias is not None:
+            self.bias = nn.Parameter(home.bias.detach().clone())
+        self._home = [home]  # in a list, so that it is not registered as a submodule
+        self._steps: list[StepSizes] = []
+        self.untrained, self.as_came = True, False
+
+    @property
+    def step_sizes(self) -> StepSizes | None:
+        """The learned scales, None without."""
+        return self._steps[0] if self._steps else None
+
+    def learn_step_sizes(self, steps: StepSizes) -> None:
+        """Compute with `step_sizes` from now on."""
+        self._steps[:] = [steps]
+
+    @property
+    def quantized(self) -> QuantizedLinear:
+        """The quantized layer, which is restored after training."""
+        return self._home[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N]."""
+        if self.as_came:
+            x = fake_quantize_activations(x, self.quantized.matrix)
+            return F.linear(x, self.quantized.matrix.dequantize(), self.bias)
+        if self.step_sizes is not None:
+            return F.linear(
+                self.step_sizes.fake_quantize_activations(x),
+                self.step_sizes.fake_quantize(self.weight),
+                self.bias,
+            )
+        x = fake_quantize_activations(x, self.quantized.matrix)
+        return F.linear(x, fake_quantize(self.weight, self.quantized.matrix), self.bias)
+
+
+class QatConv2d(nn.Module):
+    """A Conv2d with a float master kernel that computes like the quantized convolution made from it.
+
+    Inputs are rounded with the calibrated range, also if scales are learned.
+    """
+
+    def __init__(self, home: QuantizedConv2d, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = None if home.bias is None else nn.Parameter(home.bias.detach().clone())
+        self._home = [home]
+        self._steps: list[StepSizes] = []
+        self.untrained, self.as_came = True, False
+
+    @property
+    def step_sizes(self) -> StepSizes | None:
+        """The learned scales, None without."""
+        return self._steps[0] if self._steps else None
+
+    def learn_step_sizes(self, steps: StepSizes) -> None:
+        """Compute with `step_sizes` from now on."""
+        self._steps[:] = [steps]
+
+    @property
+    def quantized(self) -> QuantizedConv2d:
+        """The quantized layer, which is restored after training."""
+        return self._home[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, S, h, w] to [B, T, h', w']."""
+        home, steps = self.quantized, self.step_sizes
+        with torch.no_grad():
+            seen = home.fake_quantize_input(x)
+        x = straight_through(x, seen)
+        if self.as_came:
+            return home.convolve(x, home.matrix.dequantize(), self.bias)
+        weight = (
+            fake_quantize(self.weight, home.matrix) if steps is None else steps.fake_quantize(self.weight)
+        )
+        return home.convolve(x, weight, self.bias)
+
+
+class QatEmbedding(nn.Embedding):
+    """An Embedding with float master weights that computes like the quantized embedding made from them."""
+
+    def __init__(self, home: QuantizedEmbedding, weight: nn.Parameter) -> None:
+        super().__init__(home.num_embeddings, home.embedding_dim, home.padding_idx, device="meta")
+        self.weight = weight
+        self._home = [home]
+        self._steps: list[StepSizes] = []
+        self.untrained, self.as_came = True, False
+
+    @property
+    def step_sizes(self) -> StepSizes | None:
+        """The learned scales, None without."""
+        return self._steps[0] if self._steps else None
+
+    def learn_step_sizes(self, steps: StepSizes) -> None:
+        """Compute with `step_sizes` from now on."""
+        self._steps[:] = [steps]
+
+    @property
+    def quantized(self) -> QuantizedEmbedding:
+        """The quantized embedding, which is restored after training."""
+        return self._home[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map int64 [...] to [..., D]; if rows are independent, quantize only those that are looked up."""
+        matrix, steps = self.quantized.matrix, self.step_sizes
+        if self.as_came:
+            return F.embedding(input, matrix.dequantize(), self.padding_idx)
+        if not matrix.is_row_independent():
+            whole = fake_quantize(self.weight, matrix) if steps is None else steps.fake_quantize(self.weight)
+            return F.embedding(input, whole, self.padding_idx)
+        ids = input.flatten()
+        rows = F.embedding(ids, self.weight, self.padding_idx)
+        found = fake_quantize(rows, matrix) if steps is None else steps.fake_quantize(rows, ids)
+        return found.reshape(*input.shape, self.embedding_dim)
+
+
+QatLayer: TypeAlias = QatLinear | QatConv2d | QatEmbedding
+
+
+def is_mostly_low_bit(model: nn.Module) -> bool:
+    """Return whether most fake-quantized weights have fewer than four bits.
+
+    A matrix that several layers share counts once.
+    """
+    matrices = {
+        id(m.quantized.matrix): m.quantized.matrix for m in model.modules() if isinstance(m, QatLayer)
+    }
+    weights = [(matrix.scheme, len(matrix.codes) * matrix.width) for matrix in matrices.values()]
+    few = sum(count for scheme, count in weights if scheme.requires_training or 0 < scheme.bits < 4)
+    return 2 * few > sum(count for _, count in weights)
+
+
+def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:
+    """Return the model of `src` (float32, CPU, eval mode), ready to train, and its edits.
+
+    A quantized model is prepared by `prepare_qat`; `convert_qat` quantizes it again. With `adapters`, the
+    quantized weights are fixed.
+    """
+    model, edits = load_model(src.path)
+    if not adapters and any(edit.get("op") == "quantize" for edit in edits):
+        kept, doubt = read_master_weights(src.path, _matrix_shapes(model))
+        if doubt is not None:
+            ctx.warnings.append(doubt)
+        if kept is not None:
+            ctx.details["latent_weights"] = "kept"
+            prepare_qat(model, None, kept)
+            return model, edits
+        found = _float_parent(src, ctx.ancestors)
+        ctx.details["latent_weights"] = found[0] if found else "codes"
+        floats = load_model(found[1].path)[0] if found else None
+        if floats is not None:
+            if any(edit.get("op") == "fold" for edit in edits):
+                fold_batch_norms(floats)
+            smooth_like(floats, model)
+        prepare_qat(model, floats)
+    return model, edits
+
+
+def find_master_weights(
+    model: nn.Module, src: Artifact, ctx: Context, of_parent: bool
+) -> dict[int, Tensor] | None:
+    """Return the master weights of `model`, float32 [N, K], by the identity of the matrix.
+
+    Args:
+        model: the quantized model of `src`.
+        src: the artifact, which may contain stored master weights.
+        ctx: the context of the stage.
+        of_parent: whether the weights before `quantize` may be used.
+
+    Returns:
+        The master weights; None if they are unknown.
+    """
+    kept, doubt = read_master_weights(src.path, _matrix_shapes(model))
+    if doubt is not None:
+        ctx.warnings.append(doubt)
+    parent = _float_parent(src, ctx.ancestors) if kept is None and of_parent else None
+    floats = load_model(parent[1].path)[0] if parent else None
+    if kept is None and floats is None:
+        return None
+    if floats is not None:
+        smooth_like(floats, model)
+    found: dict[int, Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_quantized(module) and id(module.matrix) not in found:
+            weight = kept[name] if kept is not None else _initial_weight(cast(nn.Module, floats), model, name)
+            found[id(module.matrix)] = weight.detach().float()
+    return found
+
+
+def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
+    """Return name and artifact of the float model that `src` was quantized from, None if there is none."""
+    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") in AWQ_METHODS:
+        return None  # AWQ scales of columns and rows are not stored
+    return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
+
+
+def _matrix_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return (N, K) of each quantized matrix, by the first name of a layer with it."""
+    found: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_quantized(module):
+            found.setdefault(id(module.matrix), (name, (len(module.matrix.codes), module.matrix.width)))
+    return dict(found.values())
+
+
+def prepare_qat(
+    model: nn.Module, float_model: nn.Module | None, master_weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Replace every quantized layer of `model` by one with float master weights, in place.
+
+    Args:
+        model: layers that share a matrix will share the master weights too.
+        float_model: the model before quantization, with the same module names; None to start from the
+            dequantized weights.
+        master_weights: float32 [N, K] by the first name of each matrix, stored by an earlier training.
+    """
+    weights: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not is_quantized(module):
+            continue
+        if id(module.matrix) not in weights:
+            if master_weights is not None:
+                start = master_weights[name]
+            else:
+                start = (
+                    module.matrix.dequantize()
+                    if float_model is None
+                    else _initial_weight(float_model, model, name)
+                )
+            start = start.detach().flatten(1).clone()
+            if is_masked(module):  # stored weights have the zeros; else each quantized 0 is a permanent zero
+                start = (
+                    start.masked_fill(module.matrix.dequantize() == 0, 0.0)
+                    if master_weights is None
+                    else start
+                )
+            weights[id(module.matrix)] = nn.Parameter(start)
+        weight = weights[id(module.matrix)]
+        if id(module) not in made:
+            kind: Any = QatLinear if isinstance(module, QuantizedLinear) else QatEmbedding
+            kind = QatConv2d if isinstance(module, QuantizedConv2d) else kind
+            made[id(module)] = kind(module, weight)
+            copy_embed_scale(made[id(module)], module)
+            if is_masked(module):
+                mark_masked(made[id(module)])
+        replace_module(model, name, made[id(module)].train(module.training))
+
+
+def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
+    """Return the initial master weight of the layer `name` of `model`, float32 [N, K].
+
+    With a low-rank correction, the correction is subtracted.
+    """
+    owner, _, last = name.rpartition(".")
+    beside = model.get_submodule(owner) if last == "coded" else None
+    if isinstance(beside, LowRankCorrectedLinear):
+        pair = beside.adapter
+        return cast(Tensor, floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
+    return cast(Tensor, floats.get_submodule(name).weight)
+
+
+def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSettings, ctx: Context) -> None:
+    """Convert a trained model, and write it and its master weights to `ctx.out`.
+
+    `ctx.details["latent_bytes"]` is the size of the master weights, `ctx.details["bits_per_weight"]` the mean
+    bits per quantized weight.
+
+    Args:
+        model: the trained model from `load_trainable`; its quantized layers are restored.
+        edits: the edits of the model.
+        src: the folder that defines the stored dtypes.
+        settings: settings of the training.
+        ctx: the context of the stage.
+    """
+    weights = convert_qat(model, ctx)
+    ctx.warnings.extend(save_model(model, edits, ctx.out, src, settings.dtype))
+    if any(is_quantized(module) for module in model.modules()):
+        ctx.details["bits_per_weight"] = quantized_weight_bits(model, stored_dtypes(ctx.out).default.itemsize)
+    if weights and settings.saves_master_weights:
+        ctx.details["latent_bytes"] = write_master_weights(weights, ctx.out)
+
+
+def convert_qat(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
+    """Quantize the trained weights, and restore the quantized layers in place.
+
+    `ctx.details["codes_changed"]` is the fraction of quantized weights that changed.
+
+    Returns:
+        The master weights of each matrix, float32 [N, K], by the first name of a layer with it.
+    """
+    latents = qat_layers(model)
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for name, latent in latents:
+        weights.setdefault(id(latent.quantized.matrix), (name, latent.weight.detach()))
+    before = {id(m.quantized.matrix): _flat_codes(m.quantized.matrix) for _, m in latents}
+    _restore_quantized(model, latents, {name: latent.quantized for name, latent in latents})
+    if latents:
+        now = {id(m.quantized.matrix): _flat_codes(m.quantized.matrix) for _, m in latents}
+        changed = sum(int((now[place] != before[place]).sum()) for place in before)
+        total = sum(codes.numel() for codes in before.values())
+        ctx.details["codes_changed"] = round(changed / max(1, total), 4)
+    return dict(weights.values())
+
+
+@contextlib.contextmanager
+def as_converted(model: nn.Module) -> Iterator[None]:
+    """Convert `model` in this context as `convert_qat` does; the original layers are not changed."""
+    latents = qat_layers(model)
+    # in one copy, so that layers which share a matrix still share it
+    _restore_quantized(model, latents, copy.deepcopy({name: latent.quantized for name, latent in latents}))
+    try:
+        yield
+    finally:
+        for name, latent in latents:
+            replace_module(model, name, latent)
+
+
+@contextlib.contextmanager
+def with_original_weights(model: nn.Module) -> Iterator[None]:
+    """Use the original quantized weights in this context, as long as no training update was kept."""
+    latents = [latent for _, latent in qat_layers(model) if latent.untrained]
+    for latent in latents:
+        latent.as_came = True
+    try:
+        yield
+    finally:
+        for latent in latents:
+            latent.as_came = False
+
+
+def mark_trained(model: nn.Module) -> None:
+    """Mark `model` as trained: its weights are quantized from the master weights from now on."""
+    for _, latent in qat_layers(model):
+        latent.untrained = False
+
+
+def qat_layers(model: nn.Module) -> list[tuple[str, QatLayer]]:
+    """Return the layers with master weights; shared layers appear under each name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, QatLayer)
+    ]
+
+
+def _restore_quantized(
+    model: nn.Module,
+    latents: list[tuple[str, QatLayer]],
+    homes: Mapping[str, QuantizedLayer],
+) -> None:
+    """Quantize the weights of `latents` into `homes`, and insert these into `model`."""
+    filled: set[int] = set()
+    for name, latent in latents:
+        home, steps = homes[name], latent.step_sizes
+        if id(home.matrix) not in filled and not (
+            latent.untrained and (latent.as_came or home is latent.quantized)
+        ):
+            with torch.no_grad():
+                quantize_into(
+                    home.matrix, latent.weight, round_to_nearest if steps is None else steps.quantizer()
+                )
+                if steps is not None:
+                    steps.store_range(home.matrix)
+            filled.add(id(home.matrix))
+        if isinstance(latent, QatEmbedding) or isinstance(home, QuantizedEmbedding):
+            pass  # without a bias
+        elif home.bias is not None and latent.bias is not None:
+            home.bias.data = latent.bias.detach().clone()
+        replace_module(model, name, home.train(latent.training))
+
+
+def _flat_codes(matrix: QuantizedMatrix) -> Tensor:
+    """Return the unpacked quantized weights, flattened."""
+    return matrix.unpack().q_weight.clone()

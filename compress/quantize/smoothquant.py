@@ -1,0 +1,241 @@
+"""SmoothQuant: move activation outliers from a norm's output into the weights of the layers that read it.
+
+Xiao et al. 2023, SmoothQuant, arXiv:2211.10438, equation 4. For the linear layers that read one norm, and
+each channel j of its output (X, on calibration samples; W, the concatenated weights of the layers):
+
+    s_j = max |X_j| ^ alpha / max |W_j| ^ (1 - alpha)
+
+The norm's weight and bias are divided by s, and the columns of the linear layers are multiplied by it, so the
+float model computes the same and its graph has no new nodes. Only these layers may read the norm
+(`families/norm_consumers.py`): in post-norm blocks the residual sum reads it too. A channel without
+activations or without weights is not changed, because the formula has no value.
+
+Norms are stored in their original dtype. The rounding error is included in s, so that norm and columns match
+exactly.
+
+Shapes: K = channels of a norm, N = outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.calibration.input_hooks import observe_inputs
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
+from smelt.core.stage import Context
+from smelt.families.norm_consumers import NormConsumers, norm_consumers
+from smelt.families.registry import family_of
+from smelt.runtime.layers.low_rank_linear import LowRankLinear
+from smelt.runtime.layers.shared_linear import SharedLinear
+from smelt.runtime.models.structure import module_names
+from smelt.runtime.schemes.registry import SCHEMES
+
+# Returns the stored dtype of a weight from all of its names.
+DtypeOf = Callable[[Sequence[str]], torch.dtype]
+# norms that a warning lists
+_MAX_LISTED = 3
+
+
+@dataclass(frozen=True)
+class NormGroup:
+    """A norm, the layers that read its output, and their matrices [N, K]."""
+
+    norm: str
+    consumers: list[nn.Module]
+    linear_layers: list[nn.Linear]
+
+
+def apply_smoothquant(
+    model: Any,
+    layers: Collection[PlannedLayer],
+    samples: CalibrationSamples,
+    alpha: float,
+    dtype_of: DtypeOf,
+    ctx: Context,
+) -> None:
+    """Smooth every norm of `model` whose layers will be quantized with one scale for their activations.
+
+    `ctx.details["smoothed"]` has, by norm, the ratio of the largest to the median channel before and after;
+    `ctx.warnings` lists the unchanged norms.
+
+    Args:
+        model: in eval mode; norms and linear layers are changed in place.
+        layers: its layers that will be quantized.
+        samples: calibration samples.
+        alpha: strength of the migration into the weights, 0 to 1.
+        dtype_of: returns the stored dtype of a norm's weight.
+        ctx: reports progress; gets details and warnings.
+
+    Raises:
+        InputError: activations are not finite.
+    """
+    rounded = {
+        layer.module for layer in layers if layer.multiplies and SCHEMES[layer.scheme].per_tensor_activations
+    }
+    feeds = [feed for feed in norm_consumers(model) if rounded & set(norm_group(model, feed).linear_layers)]
+    groups = [norm_group(model, feed) for feed in feeds if feed.is_foldable]
+    largest = _channel_maxima(model, samples, groups, ctx) if groups else {}
+    names = module_names(model)
+    details: dict[str, dict[str, float]] = {}
+    for group in groups:
+        if group.norm not in largest:
+            continue
+        seen = largest[group.norm]
+        weights = torch.stack(
+            [p.weight.detach().abs().amax(dim=0) for p in group.linear_layers if p in rounded]
+        )
+        norm = model.get_submodule(group.norm)
+        wanted = smoothquant_scales(seen, weights.amax(dim=0), alpha)
+        done = divide_norm(model, group, wanted, dtype_of([f"{name}.weight" for name in names[norm]]))
+        details[group.norm] = {
+            "outliers_before": _outlier_ratio(seen),
+            "outliers_after": _outlier_ratio(seen / done),
+        }
+    ctx.details["smoothed"] = details
+    ctx.warnings.extend(_skipped_norm_warnings(feeds, details))
+
+
+def smoothquant_scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
+    """Return s, float32 [K], from the channel maxima of activations and weights; 1 where either is 0."""
+    there = (activations > 0) & (weights > 0)
+    return (activations**alpha / weights ** (1 - alpha)).where(there, torch.ones(()))
+
+
+def smooth_like(float_model: Any, quantized_model: Any) -> None:
+    """Smooth `float_model` in place like `quantized_model`, which was quantized from it.
+
+    The scales follow from the norm weights of both models.
+    """
+    for feed in norm_consumers(float_model):
+        if feed.is_foldable:
+            set_norm_weight(
+                float_model,
+                norm_group(float_model, feed),
+                quantized_model.get_submodule(feed.norm).weight.detach(),
+            )
+
+
+def norm_group(model: Any, norm: NormConsumers) -> NormGroup:
+    """Return the norm of `norm` with the layers that read it."""
+    readers = list(dict.fromkeys(model.get_submodule(name) for name in norm.consumers))
+    products = [first for reader in readers for first in _input_layers(reader)]
+    return NormGroup(norm.norm, readers, products)
+
+
+def _input_layers(reader: Any) -> list[Any]:
+    """Return the linear layers that multiply the input of `reader`."""
+    if isinstance(reader, SharedLinear):
+        return [*_input_layers(reader.shared), reader.difference.down]
+    return [reader.down if isinstance(reader, LowRankLinear) else reader]
+
+
+def norm_weight_offset(model: Any) -> float:
+    """Return the constant that the model's norms add to their weight, 0 or 1."""
+    family = family_of(model)
+    return 1.0 if family is not None and family.rms_norm.adds_one_to_weight else 0.0
+
+
+def _channel_maxima(
+    model: Any, samples: CalibrationSamples, groups: Sequence[NormGroup], ctx: Context
+) -> dict[str, Tensor]:
+    """Return the channel maxima, float32 [K], by norm; norms that no sample reaches are left out.
+
+    Raises:
+        InputError: activations are not finite.
+    """
+    found: dict[str, Tensor] = {}
+
+    def see(norm: str, x: Tensor) -> None:
+        if len(x):
+            here = x.abs().amax(dim=0)
+            found[norm] = torch.maximum(found[norm], here) if norm in found else here
+
+    observe_inputs(model, samples, {group.norm: group.consumers for group in groups}, see, ctx)
+    for norm, largest in found.items():
+        if not bool(largest.isfinite().all()):
+            raise InputError(
+                f"quantize: {norm}: the outputs on samples of {samples.origin} are not finite. The"
+                " training before this step has probably diverged; lower its learning_rate.",
+                code="non-finite-activations",
+            )
+    return {norm: largest.clone() for norm, largest in found.items()}
+
+
+@torch.no_grad()
+def divide_norm(model: Any, group: NormGroup, scales: Tensor, stored_dtype: torch.dtype) -> Tensor:
+    """Divide the output of the norm of `group` by `scales`, float32 [K], rounded by `stored_dtype`.
+
+    Returns:
+        The exact divisors, by which the columns of its readers were multiplied.
+    """
+    norm, one = model.get_submodule(group.norm), norm_weight_offset(model)
+    divided = (norm.weight + one) / scales - one
+    return set_norm_weight(model, group, divided.to(stored_dtype).float())
+
+
+@torch.no_grad()
+def set_norm_weight(model: Any, group: NormGroup, weight: Tensor) -> Tensor:
+    """Set the norm's weight to `weight`, float32 [K], and compensate in its readers; return the divisors.
+
+    Channels whose weight is 0, or would become 0 or infinite, are not changed.
+    """
+    norm, one = model.get_submodule(group.norm), norm_weight_offset(model)
+    exact = (norm.weight + one) / (weight + one)
+    moved = exact.isfinite()
+    done: Tensor = exact.where(moved, torch.ones(()))
+    norm.weight.copy_(weight.where(moved, norm.weight))
+    if getattr(norm, "bias", None) is not None:
+        norm.bias.div_(done)
+    for product in group.linear_layers:
+        product.weight.mul_(done)
+    return done
+
+
+def _outlier_ratio(largest: Tensor) -> float:
+    """Return the ratio of the largest to the median channel; 0 if the median is 0."""
+    middle = float(largest.median())
+    return round(float(largest.max()) / middle, 2) if middle else 0.0
+
+
+def _skipped_norm_warnings(feeds: Sequence[NormConsumers], smoothed: Collection[str]) -> list[Message]:
+    """Return warnings about the unchanged norms."""
+    reasons: dict[str, list[str]] = {}
+    for feed in feeds:
+        if feed.norm not in smoothed:
+            if feed.is_foldable:
+                why = "no calibration sample reaches them"
+            elif feed.is_exclusive:
+                why = "the layers that use their outputs share weights with other layers"
+            else:
+                why = "their outputs have other uses (the residual sum in post-norm blocks)"
+            reasons.setdefault(why, []).append(feed.norm)
+    if not feeds:
+        return [
+            warning(
+                "nothing-smoothed",
+                "smoothquant_alpha: no norm is followed by a quantized linear layer; nothing is smoothed.",
+                setting="smoothquant_alpha",
+            )
+        ]
+    return [
+        warning(
+            "norms-not-smoothed",
+            f"smoothquant_alpha: {len(norms)} of {len(feeds)} norms are unchanged, because {why}:"
+            f" {_list_names(norms)}.",
+            setting="smoothquant_alpha",
+        )
+        for why, norms in reasons.items()
+    ]
+
+
+def _list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

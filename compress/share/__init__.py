@@ -1,1 +1,0 @@
-"""Weights that several layers share."""

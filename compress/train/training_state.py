@@ -1,0 +1,154 @@
+"""Prepare a model for training, and restore it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.errors import InputError
+from smelt.families.registry import family_of
+from smelt.runtime.backends.device import bf16_speedup
+from smelt.runtime.models.structure import is_masked
+
+_MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads inside the context (None: unchanged)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def pick_precision(requested: str, device: torch.device) -> str:
+    """Return fp32 or bf16; `auto` is bf16 on a GPU with bf16 and on a CPU if it is 1.3 times as fast.
+
+    Raises:
+        InputError: bf16 is set and the processor does not support it.
+    """
+    if requested == "fp32" or device.type not in {"cpu", "cuda"}:
+        return requested if requested != "auto" else "fp32"
+    if device.type == "cuda":
+        return (
+            "bf16"
+            if requested == "bf16" or torch.cuda.is_bf16_supported(including_emulation=False)
+            else "fp32"
+        )
+    # torch has no public API for this; without native bf16 no trial is needed
+    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    gain = bf16_speedup() if native or requested == "bf16" else 0.0
+    if requested == "bf16" and not gain:
+        raise InputError(
+            "precision: bf16 matrix multiplications crash on this processor. Set precision: fp32 (or auto).",
+            code="no-bf16",
+            setting="precision",
+        )
+    return "bf16" if requested == "bf16" or gain >= _MIN_SPEEDUP else "fp32"
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the autocast context for bf16, or a disabled one."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextlib.contextmanager
+def denormals_as_zero() -> Iterator[None]:
+    """Flush denormal numbers (below 1.2e-38 in float32) to zero inside the context.
+
+    Sharp attention produces them, and they make computation many times slower. The setting is per thread and
+    inherited from the parent thread, so it must be set before torch's first parallel operation. A run
+    sets it even if all training is done already, so that a resumed one computes the same.
+    """
+    before = sys.float_info.min / 2 == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+@contextlib.contextmanager
+def training_state(model: Any, dropout: float | None, device: torch.device) -> Iterator[None]:
+    """Prepare `model` for training, and restore it: float32, CPU, eval mode, its own dropout."""
+    with contextlib.ExitStack() as undo:
+        attention = model.config._attn_implementation
+        if device.type == "cpu":
+            # scaled_dot_product_attention's backward is slow on CPUs
+            model.set_attn_implementation("eager")
+        undo.callback(model.set_attn_implementation, attention)
+        for module in model.modules() if dropout is not None else ():
+            _override_dropout(module, float(dropout or 0.0), undo)
+        fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        for name, parameter in model.named_parameters():
+            if name in fixed:  # position tables that are not stored must not be trained
+                undo.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(False)
+        for handle in [*_freeze_pad_rows(model), *_freeze_zeros(model)]:
+            undo.callback(handle.remove)
+        try:
+            yield
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.to("cpu")
+            model.eval()
+
+
+def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
+    """Set every dropout rate of `module` to `value`.
+
+    Families keep the rate in a layer (BERT, GPT-2) or as a number next to a linear layer
+    (`dropout`, `attention_dropout`, `activation_dropout` in Marian and Llama); a few have both.
+    """
+    names = (
+        ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if _is_dropout_rate(module, n)]
+    )
+    if not value and "layerdrop" in vars(module):  # dropping whole layers is dropout too
+        names.append("layerdrop")
+    for name in names:
+        undo.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, value)
+
+
+def _is_dropout_rate(module: nn.Module, name: str) -> bool:
+    number = isinstance(vars(module)[name], int | float) and not isinstance(vars(module)[name], bool)
+    return number and (name == "dropout" or name.endswith("_dropout"))
+
+
+def _freeze_zeros(model: nn.Module) -> list[Any]:
+    """Keep the zeros of masked layers: without a gradient, neither AdamW nor weight decay changes a 0."""
+
+    def within(mask: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * mask.to(gradient.device)
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and is_masked(m)]
+    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}
+    return [weight.register_hook(partial(within, weight.detach() != 0)) for weight in weights.values()]
+
+
+def _freeze_pad_rows(model: Any) -> list[Any]:
+    """Freeze the embedding of padding in families whose decoder starts from it."""
+    family = family_of(model)
+    if family is None or not family.freezes_pad_row:
+        return []
+    rows = {
+        id(m.weight): (m.weight, m.padding_idx)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None and m.weight.requires_grad
+    }
+
+    def without(row: int, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[row] = 0
+        return gradient
+
+    return [weight.register_hook(partial(without, row)) for weight, row in rows.values()]

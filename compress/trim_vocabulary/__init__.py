@@ -1,0 +1,1 @@
+"""Removal of tokens that the data never use."""

@@ -1,0 +1,189 @@
+"""The stage `trim-vocabulary`: remove unused tokens from tokenizer, embedding and output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.compress.float_model import count_stored_parameters, load_float_model
+from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TEXT_TASKS, Task
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Context, Need
+
+if TYPE_CHECKING:
+    from smelt.compress.trim_vocabulary.token_counts import TokenizationChange
+
+_MAX_CHANGED_SHARE = 0.05  # of the validation samples
+
+
+class TrimVocabulary:
+    """Remove tokens that the training samples never use.
+
+    They are removed from the tokenizer, the embedding and the output layer. A pretrained vocabulary
+    covers many languages and domains, and each token has a row in the embedding and in the output
+    layer, which is multiplied in full in each step. Texts whose tokens are all kept are tokenized
+    as before and get the same results; others are split into shorter tokens. Special tokens,
+    characters and bytes are always kept, so no text gets new unknown tokens. The share of changed
+    validation texts is reported. The teacher of distill need not be trimmed: the kept tokens are
+    compared.
+
+        - trim-vocabulary: {}
+        - trim-vocabulary: {size: 8000}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "trim-vocabulary"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    source: ClassVar[str] = (
+        "Abdaoui et al. 2020, Load What You Need, arXiv:2010.05609; TextPruner, Yang et al. 2022,"
+        " arXiv:2203.15996"
+    )
+    version: ClassVar[int] = 1
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[TrimVocabularySettings]] = TrimVocabularySettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TEXT_TASKS)
+
+    @classmethod
+    def invalidates(cls, settings: TrimVocabularySettings) -> Mapping[str, str]:
+        """Return what this step loses of earlier steps: entries of a shortlist for removed tokens."""
+        return {
+            "shortlist": "removed tokens lose their entries in the shortlist of '{step}', and the tokens that"
+            " replace them have few; put trim-vocabulary before '{step}'"
+        }
+
+    @classmethod
+    def check_model(
+        cls, settings: TrimVocabularySettings, config: Mapping[str, Any]
+    ) -> tuple[list[Message], Mapping[str, Any]]:
+        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        words = config.get("vocab_size")
+        found: list[Message] = []
+        if settings.size is not None and isinstance(words, int) and settings.size > words:
+            text = f"cannot keep {settings.size} tokens, because the model has only {words}. Decrease size."
+            found.append(error_message("more-than-model-has", text, setting="size"))
+        if config.get("share_encoder_decoder_embeddings") is False:
+            found.append(
+                error_message(
+                    "unsupported-tokenizer",
+                    "source and target have separate vocabularies; only a shared vocabulary can be"
+                    " trimmed. Remove the stage.",
+                )
+            )
+        return found, config
+
+    def __call__(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
+        """Trim the vocabulary of the model in `src` and write it to `ctx.out`."""
+        from smelt.compress.train.training_state import torch_threads
+
+        with torch_threads(ctx.threads):
+            self._trim(src, settings, ctx)
+
+    def _trim(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
+        from smelt.compress.trim_vocabulary.kept_tokens import (
+            compose_kept_tokens,
+            read_kept_tokens,
+            write_kept_tokens,
+        )
+        from smelt.compress.trim_vocabulary.token_counts import count_tokens, tokenize_split
+        from smelt.compress.trim_vocabulary.vocabulary_files import (
+            open_vocabulary,
+            select_kept_tokens,
+            trim_shortlist,
+        )
+        from smelt.compress.trim_vocabulary.vocabulary_rows import keep_vocabulary_rows
+        from smelt.runtime.models.checkpoint import load_tokenizer, save_model
+
+        if "train" not in ctx.data:
+            raise InputError(
+                "trim-vocabulary: training samples are required. Add data: {train: FILE}.",
+                code="missing-data",
+                setting="data.train",
+            )
+        model, edits = load_float_model(src, self.name)
+        found, _ = self.check_model(settings, model.config.to_dict())
+        if found:
+            raise InputError(
+                f"trim-vocabulary: {' '.join(one.message for one in found)}", code=found[0].code, found=found
+            )
+        words, size = open_vocabulary(src.path, model.config), int(model.config.vocab_size)
+        tokenizer = load_tokenizer(src.path)
+        rows = {name: tokenize_split(ctx.data[name], tokenizer, ctx.task) for name in _scored_splits(ctx)}
+        kept = select_kept_tokens(count_tokens(rows["train"], size), words, model, tokenizer, settings)
+        new = {old: at for at, old in enumerate(kept)}
+        before = count_stored_parameters(model)
+        keep_vocabulary_rows(model, kept)
+        _renumber_configs(model, new, size)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        words.write(ctx.out, new)
+        write_kept_tokens(compose_kept_tokens(read_kept_tokens(src.path), kept, size), ctx.out)
+        trim_shortlist(ctx.out, new, kept, size)
+        ctx.details.update(
+            vocabulary_before=size, vocabulary_after=len(kept), tokenizer=words.kind,
+            parameters_before=before, parameters_after=count_stored_parameters(model),
+        )  # fmt: skip
+        if len(kept) == size:
+            ctx.warn(
+                "nothing-to-trim",
+                f"Nothing is removed: all {size:,} tokens occur in the training samples, or are needed so"
+                " that no text has unknown tokens.",
+            )
+        elif ctx.task == "language-modeling":
+            ctx.warn(
+                "perplexity-by-token",
+                "Perplexity is measured per token, and the tokens have changed. Compare bits_per_byte"
+                " instead.",
+            )
+        again = load_tokenizer(ctx.out)
+        for name, ids in rows.items():
+            _report_change(
+                name, ids, tokenize_split(ctx.data[name], again, ctx.task), new, tokenizer.unk_token_id, ctx
+            )
+
+
+def _scored_splits(ctx: Context) -> list[str]:
+    return [name for name in ("train", "validation") if name in ctx.data]
+
+
+def _renumber_configs(model: Any, new: Mapping[int, int], size: int) -> None:
+    from smelt.compress.trim_vocabulary.config_tokens import renumber_config
+
+    renumber_config(model.config, new, size)
+    if model.can_generate():
+        renumber_config(model.generation_config, new, size)
+
+
+def _report_change(
+    name: str, before: Any, after: Any, new: Mapping[int, int], unknown: int | None, ctx: Context
+) -> None:
+    """Compare the tokenization of a split before and after; report and warn.
+
+    Raises:
+        InputError: a text whose tokens are all kept is tokenized differently, or has new unknown tokens.
+    """
+    from smelt.compress.trim_vocabulary.token_counts import compare_tokenizations
+
+    found: TokenizationChange = compare_tokenizations(before, after, new, unknown)
+    ctx.details[name] = found.details()
+    if found.wrong or found.unknown_after > found.unknown:
+        what = (
+            f"{found.wrong} {name} texts whose tokens are all kept are tokenized differently"
+            if found.wrong
+            else f"the {name} texts have {found.unknown_after - found.unknown} more unknown tokens"
+        )
+        raise InputError(
+            f"trim-vocabulary: this tokenizer cannot be trimmed safely: {what}. Remove the stage, or"
+            " increase size.",
+            code="unsafe-trim",
+        )
+    share = found.changed / max(1, found.texts)
+    if name == "validation" and share > _MAX_CHANGED_SHARE:
+        ctx.warn(
+            "tokens-changed",
+            f"{share:.1%} of the validation texts are tokenized differently than before. Add training"
+            " samples, or increase size or coverage.",
+        )

@@ -1,1 +1,0 @@
-"""Words that the data never use go."""

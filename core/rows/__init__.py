@@ -1,1 +1,0 @@
-"""Reading rows: CSV, JSON, Parquet and plain text files, and data sets of the hub."""

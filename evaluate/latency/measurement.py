@@ -1,0 +1,272 @@
+"""Timing of artifacts against a baseline.
+
+Every artifact runs in a process of its own (`smelt.evaluate.latency.worker`): in one process the
+runtimes' spinning threads disturb each other. Short rounds of artifact and baseline alternate
+(A B B A ...), and only one process works at a time, so that a machine that gets slower or busier
+affects both sides of every ratio. Disturbed rounds are repeated; if they stay disturbed, this is reported
+(`smelt.evaluate.latency.rounds`). Two workers exist at a time, whatever the number of artifacts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smelt.core.data import Task
+from smelt.core.errors import InputError, RunError
+from smelt.core.messages import Message
+from smelt.core.stage import Progress, no_progress
+from smelt.evaluate.latency.rounds import MAX_ROUND_FACTOR, MIN_ROUNDS, RoundPair, TimingRound, judge_rounds
+from smelt.evaluate.latency.settings import LatencySettings
+from smelt.evaluate.latency.summary import LatencyRow, MeanTokenCounts
+from smelt.evaluate.latency.timing_job import LoadedWorker, TimingJob
+from smelt.runtime.generate.settings import GenerationSettings
+
+# Incremented whenever the way of timing the same artifact on the same machine changes.
+# 2: from text to text, one thread, disturbed rounds do not count.
+# 3: the tokenizer is opened once, with the artifact.
+# 4: the speed-up by processor time.
+LATENCY_VERSION = 4
+
+
+@dataclass
+class LatencyResults:
+    """The measured latencies, by artifact name.
+
+    rows: one per batch size, as report.json's `latency`. errors: why an artifact has no or too few rows.
+    peak_memory_bytes: of the artifact's process. runners: for example "onnxruntime 1.31.1". reduced: whether
+    fewer samples were used because of the time limit.
+    """
+
+    rows: dict[str, list[LatencyRow]] = field(default_factory=dict)
+    errors: dict[str, Message] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    runners: dict[str, str] = field(default_factory=dict)
+    reduced: bool = False
+
+
+def measure_latency(
+    artifacts: Mapping[str, Path],
+    baseline: str,
+    texts: Sequence[str],
+    settings: LatencySettings,
+    task: Task,
+    *,
+    generation: GenerationSettings | None = None,
+    progress: Progress = no_progress,
+    pairs: Sequence[str | None] | None = None,
+    device: str = "auto",
+    counts: Mapping[int, int] | None = None,
+    told: Callable[[LatencyResults, str], None] | None = None,
+    arrays: Path | None = None,
+    seconds: float | None = None,
+) -> LatencyResults:
+    """Time every artifact against `artifacts[baseline]` on the same texts, from text to text.
+
+    The baseline's rounds are part of every ratio and so are measured again for each artifact;
+    its own rows pool all of them. Where its rows are already known, pass the baseline and the new
+    artifacts and ignore the returned rows of the baseline. An artifact that fails is an entry in
+    `errors`; where the baseline fails, the others are timed without a speed-up (None).
+
+    Args:
+        artifacts: folders, by name.
+        baseline: the name of the artifact that the others are compared with.
+        texts: of the test data.
+        settings: of the measurement.
+        task: of the artifacts.
+        generation: generation settings; the lengths of language models are those of `settings`.
+        progress: called for every pair of rounds.
+        pairs: each text's second text, or None where it has none.
+        device: auto, cpu or cuda.
+        counts: how many samples to use, by batch size, where already decided.
+        told: called with the results so far and the name of each artifact that has been timed.
+        arrays: of the task `custom`, the file with the samples; `texts` are their indices in it.
+        seconds: time limit of the whole measurement, None: no limit. The remaining time is divided equally
+            among artifacts and batch sizes; a part that exceeds its share takes only the minimum of rounds.
+
+    Raises:
+        InputError: no texts, or `baseline` is not among `artifacts`.
+    """
+    if not texts:
+        raise InputError("Latency: no samples to measure on. Add test data.", code="empty-data")
+    if baseline not in artifacts:
+        names = ", ".join(artifacts) or "no artifacts"
+        raise InputError(f"Latency: unknown baseline '{baseline}'; known: {names}.", code="unknown-step")
+    others = [name for name in artifacts if name != baseline]
+    parts = max(1, len(others)) * len(settings.batch_sizes)
+    asked = settings.seconds
+    if seconds is not None:  # so few samples that the requested rounds, and the baseline's, fit into a share
+        settings = settings.model_copy(update={"seconds": min(settings.seconds, seconds / parts / 2)})
+    generation = generation or GenerationSettings()
+    job = TimingJob(settings, task, generation, texts, pairs, device, dict(counts or {}), arrays, asked)
+    with ExitStack() as stack:
+        measurement = _Measurement(job, baseline, progress, parts, _TimeBudget(seconds))
+        measurement.start_baseline(stack, artifacts[baseline])
+        for place, name in enumerate(others):
+            measurement.time_artifact(name, artifacts[name], len(others) - place)
+            if told is not None:
+                told(measurement.result, name)
+        return measurement.finish()
+
+
+class _TimeBudget:
+    """The remaining time, divided equally among the remaining parts."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._until = math.inf
+
+    def start_part(self, left: int) -> None:
+        """Start the next of `left` parts."""
+        now = time.monotonic()
+        self._until = now + (self._end - now) / max(1, left)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the share of the current part is used up."""
+        return time.monotonic() >= self._until
+
+
+class _Measurement:
+    """The baseline's process, and the results so far."""
+
+    def __init__(
+        self, job: TimingJob, baseline: str, progress: Progress, parts: int, budget: _TimeBudget
+    ) -> None:
+        self._job, self._baseline_name, self._progress, self._budget = job, baseline, progress, budget
+        self._total = parts * job.settings.rounds
+        self._done = 0
+        self._baseline_worker: LoadedWorker | None = None
+        self._baseline_pairs: dict[int, list[RoundPair]] = {}
+        self._lengths: dict[int, MeanTokenCounts] = {}
+        self.result = LatencyResults()
+
+    def start_baseline(self, stack: ExitStack, path: Path) -> None:
+        try:
+            self._baseline_worker = self._job.start_worker(stack, path)
+            self.result.runners[self._baseline_name] = self._baseline_worker.runner
+        except RunError as error:
+            self.result.errors[self._baseline_name] = error.as_message()
+
+    def time_artifact(self, name: str, path: Path, left: int) -> None:
+        """Time one of `left` artifacts at every batch size; its process ends before the next one starts."""
+        rows: list[LatencyRow] = []
+        parts = left * len(self._job.settings.batch_sizes)
+        self._budget.start_part(parts)  # includes the start of the process
+        with ExitStack() as stack:
+            try:
+                timed = self._job.start_worker(stack, path)
+                self.result.runners[name] = timed.runner
+                for at, size in enumerate(self._job.settings.batch_sizes):
+                    if at:
+                        self._budget.start_part(parts - at)
+                    rows.append(self._time_batches(timed, name, size))
+            except RunError as error:
+                self.result.errors[name] = error.as_message()
+            else:
+                self._record_memory(timed, name)
+        if rows:
+            self.result.rows[name] = rows
+        self.result.reduced = self._job.reduced
+        self._summarize_baseline()
+
+    def _time_batches(self, timed: LoadedWorker, name: str, size: int) -> LatencyRow:
+        prepared = self._prepare_baseline(size)
+        lengths = self._job.prepare(timed, size)
+        pairs = self._measure_pairs(timed, prepared, f"{name}, batch {size}")
+        base = self._baseline_worker.resources if self._baseline_worker else timed.resources
+        beside = [RoundPair(pair.baseline, None) for pair in pairs if pair.baseline]
+        if beside:
+            self._baseline_pairs.setdefault(size, []).extend(beside)
+        return self._job.summary_row(size, pairs, timed.resources, base, lengths)
+
+    def _measure_pairs(self, timed: LoadedWorker, against_baseline: bool, note: str) -> list[RoundPair]:
+        """Measure pairs of rounds until enough undisturbed ones agree, or the limit is reached."""
+        wanted = self._job.settings.rounds
+        pairs: list[RoundPair] = []
+        while True:
+            first = self._round_baseline() if against_baseline and len(pairs) % 2 else None
+            own = self._job.run_round(timed)
+            other = first or (self._round_baseline() if against_baseline else None)
+            if against_baseline and other is None:  # it failed: the artifact is timed alone
+                against_baseline, pairs = False, [RoundPair(pair.own, None) for pair in pairs]
+            pairs.append(RoundPair(own, other))
+            self._advance_progress(note, len(pairs) > wanted)
+            if len(pairs) >= MIN_ROUNDS and self._budget.is_over:
+                self._total -= max(0, wanted - len(pairs))
+                return pairs
+            if len(pairs) >= wanted:
+                base = self._baseline_worker.resources if self._baseline_worker else timed.resources
+                if (
+                    len(pairs) >= MAX_ROUND_FACTOR * wanted
+                    or judge_rounds(pairs, timed.resources, base, wanted).is_sufficient
+                ):
+                    return pairs
+
+    def finish(self) -> LatencyResults:
+        """Summarize the baseline; where there was nothing to compare it with, time it alone."""
+        if not self._baseline_pairs and self._baseline_worker is not None:
+            base = self._baseline_worker
+            try:
+                for at, size in enumerate(self._job.settings.batch_sizes):
+                    self._budget.start_part(len(self._job.settings.batch_sizes) - at)
+                    self._lengths[size] = self._job.prepare(base, size)
+                    self._baseline_pairs[size] = self._measure_pairs(
+                        base, False, f"{self._baseline_name}, batch {size}"
+                    )
+            except RunError as error:
+                self._record_baseline_error(error)
+        self._summarize_baseline()
+        return self.result
+
+    def _summarize_baseline(self) -> None:
+        place = self._baseline_worker.resources if self._baseline_worker else None
+        rows = [
+            self._job.summary_row(size, pairs, place, place, self._lengths[size])
+            for size, pairs in self._baseline_pairs.items()
+            if place is not None
+        ]
+        if rows:
+            one = {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]}
+            one |= {f"cpu_{key}": value for key, value in one.items() if place and place.device == "cpu"}
+            self.result.rows[self._baseline_name] = [row | one for row in rows]
+        if self._baseline_worker is not None and self._baseline_worker.worker.alive:
+            self._record_memory(self._baseline_worker, self._baseline_name)
+
+    def _prepare_baseline(self, size: int) -> bool:
+        """Prepare the baseline for batches of `size`; return whether it is ready."""
+        if self._baseline_worker is None or not self._baseline_worker.worker.alive:
+            return False
+        try:
+            self._lengths[size] = self._job.prepare(self._baseline_worker, size)
+        except RunError as error:
+            self._record_baseline_error(error)
+            return False
+        return True
+
+    def _round_baseline(self) -> TimingRound | None:
+        assert self._baseline_worker is not None
+        try:
+            return self._job.run_round(self._baseline_worker)
+        except RunError as error:
+            self._record_baseline_error(error)
+            return None
+
+    def _record_baseline_error(self, error: RunError) -> None:
+        self.result.errors.setdefault(self._baseline_name, error.as_message())
+
+    def _record_memory(self, timed: LoadedWorker, name: str) -> None:
+        try:
+            self.result.peak_memory_bytes[name] = timed.worker.ask(op="memory")["peak_bytes"]
+        except RunError as error:
+            self.result.errors.setdefault(name, error.as_message())
+
+    def _advance_progress(self, note: str, repeated: bool) -> None:
+        self._done += 1
+        self._total += repeated
+        again = ", again" if repeated else ""
+        self._progress(min(self._done, self._total), self._total, note + again)

@@ -1,0 +1,169 @@
+"""Create a copy of graphs that computes exactly what the deployed ones approximate, on the same constants.
+
+A quantized operator becomes a float32 matrix multiplication with its dequantized weights; a graph in fp16
+computes in float32. Everything else (masks, biases, connections) is unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from smelt.export.graph_files import external_data_names, read_graph, write_graph
+from smelt.export.precision.convert_to_half import onnx_type, values_of_type
+from smelt.runtime.backends.openvino_module import ACTIVATION_BLOCKS
+from smelt.runtime.schemes.registry import replace_with_float_nodes
+from smelt.runtime.text.sentence_files import MODULES_FILE
+
+_HALF_TYPES = (onnx_type("fp16"), onnx_type("bf16"))
+
+
+@contextmanager
+def make_dequantized_copy(
+    folder: Path, names: Iterable[str], widen: bool, rounding: bool = False
+) -> Iterator[Path]:
+    """Yield a copy of `folder` whose graphs `names` compute in float32; it is removed after the block.
+
+    Args:
+        folder: with graphs, config and other files of a runner.
+        names: of the graphs, without `.onnx`.
+        widen: whether they are fp16 or bf16.
+        rounding: with `widen`, round the outputs of each node as the graph itself would, so that a CPU shows
+            overflows. ONNX Runtime has few kernels of these types there; for float16 it omits the casts
+            between two nodes, and bfloat16 does not run at all.
+    """
+    with TemporaryDirectory(dir=folder, prefix=".exact-") as made:
+        twin = Path(made)
+        for name in ("config.json", "generation_config.json", MODULES_FILE):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, twin / name)
+        for name in names:
+            path = folder / f"{name}.onnx"
+            model = read_graph(path, values=widen)
+            if widen:
+                widen_to_float32(model, rounding)
+            for data in external_data_names(model):
+                if not (twin / data).exists():
+                    _link(folder / data, twin / data)
+            dequantize_graph(model)
+            write_graph(model, twin / path.name)
+        yield twin
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link `target` to the file `source`; copy it if the file system does not support that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def dequantize_graph(model: Any) -> int:
+    """Replace the quantized operators of an onnx.ModelProto in place; return their number.
+
+    QuantizeLinear and DequantizeLinear of activations are bypassed. The DequantizeLinear of a matrix becomes
+    Cast and Mul, otherwise ONNX Runtime would fuse it into an operator that rounds activations.
+    """
+    nodes: list[Any] = []
+    codes: set[str] = set()  # of activations
+    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
+    found = 0
+    for node in model.graph.node:
+        exact = replace_with_float_nodes(node)
+        back = node.op_type == "DequantizeLinear" and node.input[0] in codes
+        if back or node.op_type == "QuantizeLinear":
+            exact = [_cache_node(node)]
+            codes.add(node.output[0])
+        elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _is_blockwise(node):
+            exact = _dequantize_nodes(node)
+        found += exact is not None and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+        found += back
+        nodes += [node] if exact is None else exact
+    if found:
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    for said in [said for said in model.metadata_props if said.key == ACTIVATION_BLOCKS]:
+        model.metadata_props.remove(said)  # so that OpenVINO does not round activations
+    kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
+    return found
+
+
+def _is_blockwise(node: Any) -> bool:
+    """Return whether a matrix has a scale per block of inputs; its activations are not rounded."""
+    return any(attribute.name == "block_size" and attribute.i for attribute in node.attribute)
+
+
+def _dequantize_nodes(node: Any) -> list[Any]:
+    """Return the DequantizeLinear of a matrix with a scale per column, zero points all 0, as Cast and Mul."""
+    from onnx import TensorProto, helper
+
+    codes, scales = node.input[:2]
+    whole = f"{node.name}.float"
+    return [
+        helper.make_node("Cast", [codes], [whole], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [whole, scales], node.output, node.name),
+    ]
+
+
+def _cache_node(node: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_node("Identity", node.input[:1], node.output, node.name)
+
+
+def widen_to_float32(model: Any, rounding: bool = False) -> None:
+    """Convert a graph of `convert_to_half` back to float32, in place; its constants keep their values.
+
+    With `rounding`, half-precision outputs of nodes are rounded to that precision and back.
+    """
+    from onnx import TensorProto
+
+    graph = model.graph
+    before = {kind: values_of_type(model, kind) for kind in _HALF_TYPES} if rounding else {}
+    for tensor in graph.initializer:
+        _widen_tensor(tensor)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                _widen_tensor(attribute.t)
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i in _HALF_TYPES:
+                attribute.i = TensorProto.FLOAT
+    for value in [*graph.input, *graph.output]:
+        if value.type.tensor_type.elem_type in _HALF_TYPES:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    del graph.value_info[:]
+    for kind, names in before.items():
+        _insert_rounding(graph, names, kind)
+
+
+def _insert_rounding(graph: Any, names: set[str], kind: int) -> None:
+    from onnx import TensorProto, helper
+
+    nodes: list[Any] = []
+    for node in graph.node:
+        nodes.append(node)
+        for place, name in enumerate(node.output):
+            if name in names:
+                node.output[place] = whole = f"{name}.whole"
+                nodes.append(helper.make_node("Cast", [whole], [f"{name}.rounded"], to=kind))
+                nodes.append(helper.make_node("Cast", [f"{name}.rounded"], [name], to=TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _widen_tensor(tensor: Any) -> None:
+    from onnx import TensorProto, numpy_helper
+
+    if tensor.data_type in _HALF_TYPES:
+        values = numpy_helper.to_array(tensor).astype("<f4")
+        tensor.ClearField("int32_data")
+        tensor.data_type, tensor.raw_data = TensorProto.FLOAT, np.ascontiguousarray(values).tobytes()

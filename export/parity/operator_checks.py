@@ -1,0 +1,310 @@
+"""Check each quantized operator of a graph against its layer, on identical inputs.
+
+The inputs are rows of zeros and ones, each with its complement, and their negatives: int8 represents them
+exactly in every scheme, whether ranges are per tensor, row or block; if a layer has a calibrated range, its
+maximum replaces one. So the operator must return the product with the dequantized weights, up to the rounding
+of a sum. Every quantized weight takes part in half of the rows.
+
+An operator is a node that multiplies quantized weights, or a MatMul between explicit QuantizeLinear and
+DequantizeLinear; the nodes that quantize its activations belong to it.
+
+Shapes: M = input rows, K = inputs, N = outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.core.errors import ParityError
+from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.schemes.registry import quantized_operators
+
+QUANTIZED_OPS = frozenset(quantized_operators())
+QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
+_TEST_ROWS = 8
+# of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
+# itself are compared bit for bit (check_constants.py)
+_TOLERANCE = 5e-3
+_ROUNDING_TOLERANCE = 1e-6  # of the sum of the magnitudes of the terms, in float32
+
+
+@dataclass(frozen=True)
+class _QuantizedNode:
+    """A quantized node, the nodes that compute its constants, and its layer.
+
+    activation_nodes: the nodes that quantize its activations, in order. inputs: the number of its inputs, K,
+    or more if a scheme pads the last group before its operator.
+    """
+
+    node: Any
+    constant_nodes: list[Any]
+    name: str
+    layer: QuantizedLinear
+    activation_nodes: list[Any]
+    inputs: int
+
+    @property
+    def test_input(self) -> tuple[int, float]:
+        """The number of the node's inputs, and the value that represents one."""
+        matrix = self.layer.matrix
+        return self.inputs, matrix.scheme.exact_activation(matrix)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the node; for some schemes a separate node adds it."""
+        return None if self.node.op_type in _WITHOUT_BIAS else self.layer.bias
+
+
+def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threads: int | None) -> int:
+    """Run every quantized operator of a graph alone; return their number.
+
+    Args:
+        graph: name of the graph, for the message.
+        model: its onnx.ModelProto; external weights need not be loaded.
+        module: the exported module.
+        path: of the graph; a temporary file is created next to it.
+        threads: for ONNX Runtime.
+
+    Raises:
+        ParityError: an operator's output differs from its layer's, or it has no layer.
+    """
+    from smelt.runtime.backends.onnx_session import open_onnx_session
+
+    found = [_match_layer(graph, model, module, node) for node in _quantized_nodes(model)]
+    if not found:
+        return 0
+    names = _test_inputs(found)
+    file = path.with_name(f".{path.stem}-operators.onnx")
+    try:
+        _write_operator_graph(model, found, file)
+        session: Any = open_onnx_session(file, threads)
+        for sign in (1, -1):
+            inputs = {fed: sign * _binary_rows(*fed) for fed in names}
+            results = session.run(None, {name: inputs[fed] for fed, name in names.items()})
+            for operator, got in zip(found, results, strict=True):
+                _compare(graph, operator, inputs[operator.test_input], got)
+    except ParityError:
+        raise
+    except Exception as error:  # ONNX Runtime's errors share no other base class
+        raise ParityError(
+            f"{graph}: its quantized operators cannot be run separately: {error}",
+            code="graph-failed",
+            file=f"{graph}.onnx",
+        ) from error
+    finally:
+        file.unlink(missing_ok=True)
+    return len(found)
+
+
+def _quantized_nodes(model: Any) -> Iterator[Any]:
+    weights = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    for node in model.graph.node:
+        if node.op_type in QUANTIZED_OPS or (node.op_type == "MatMul" and node.input[1] in weights):
+            yield node
+
+
+def _test_inputs(found: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
+    """Return the inputs of the operators (`_QuantizedNode.test_input`) and their names."""
+    return {fed: f"x{at}" for at, fed in enumerate(sorted({operator.test_input for operator in found}))}
+
+
+def _activation_path(model: Any, node: Any) -> list[Any]:
+    """Return the nodes that convert float32 activations to the inputs of `node`, in order."""
+    makers = {other.output[0]: other for other in model.graph.node if other.op_type in QDQ_OPS}
+    found: list[Any] = []
+    name = node.input[0]
+    while name in makers:
+        found.insert(0, makers[name])
+        name = makers[name].input[0]
+    return found
+
+
+def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _QuantizedNode:
+    """Return a node with its layer, found by the name of its quantized weights in the scheme."""
+    before, others = producing_nodes(model, node.input[1:])
+    _, names = producing_nodes(model, node.input[1:2])
+    layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
+    layer = next(layers, None)
+    found = _linear_of_layer(module, layer) if layer else None
+    parts = [(layer, part) for name in others for layer, at, part in [name.rpartition(".matrix.")] if at]
+    if found is not None and len({layer for layer, _ in parts}) > 1:
+        layer, found = _layer_with_equal_tensors(module, parts) or (layer, found)
+    if layer is None or found is None:
+        known = f"'{node.input[1]}', which belongs to no quantized layer"
+        raise ParityError(
+            f"{graph}: node '{node.name}' ({node.op_type}) uses the weight {known} of its parent.",
+            code="unmatched-operator",
+            file=f"{graph}.onnx",
+        )
+    return _QuantizedNode(
+        node, before, layer, found, _activation_path(model, node), _input_width(model, node, before, found)
+    )
+
+
+def _input_width(model: Any, node: Any, before: list[Any], layer: QuantizedLinear) -> int:
+    """Return the number of a node's inputs, from its attribute or from the columns of its weights [K, N]."""
+    said = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
+    makers = [other.input[0] for other in before if other.output[0] == node.input[1]]
+    if said is None and node.op_type == "MatMul" and makers:
+        said = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
+    return layer.in_features if said is None else said
+
+
+def _layer_with_equal_tensors(
+    module: nn.Module, parts: list[tuple[str, str]]
+) -> tuple[str, QuantizedLinear] | None:
+    """Return the layer whose tensors equal those of other layers: equal tensors share one constant.
+
+    Two matrices may have the same quantized weights and different scales, as W and -W.
+
+    Args:
+        module: with all of these layers.
+        parts: by the name of a layer that of one of its matrix's tensors.
+    """
+    wanted = {}
+    for name, part in parts:
+        owner = _linear_of_layer(module, name)
+        if owner is None or not owner.matrix.has(part):
+            return None
+        wanted[part] = owner.matrix.tensor(part)
+    for name, layer in module.named_modules():
+        if isinstance(layer, QuantizedLinear) and all(
+            layer.matrix.has(part) and torch.equal(layer.matrix.tensor(part), tensor)
+            for part, tensor in wanted.items()
+        ):
+            return name, layer
+    return None
+
+
+def _linear_of_layer(module: nn.Module, name: str) -> QuantizedLinear | None:
+    """Return the layer `name`; for an embedding the layer that multiplies with its matrix."""
+    try:
+        found = module.get_submodule(name)
+    except AttributeError:
+        return None
+    if isinstance(found, QuantizedEmbedding):
+        layers = (m for m in module.modules() if isinstance(m, QuantizedLinear) and m.matrix is found.matrix)
+        return next(layers, None)
+    return found if isinstance(found, QuantizedLinear) else None
+
+
+def producing_nodes(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:
+    """Return the nodes that compute the values `names`, in the graph's order, and their input names."""
+    makers = {name: at for at, other in enumerate(model.graph.node) for name in other.output}
+    nodes: set[int] = set()
+    sources: list[str] = []
+    todo = list(names)
+    while todo:
+        name = todo.pop(0)
+        at = makers.get(name)
+        if at is None:
+            sources.append(name)
+        elif at not in nodes:
+            nodes.add(at)
+            todo += model.graph.node[at].input
+    return [model.graph.node[at] for at in sorted(nodes)], sources
+
+
+def _binary_rows(size: int, one: float) -> NDArray[np.float32]:
+    """Return float32 [_ROWS, size]: random rows and their complements, with `one` instead of 1."""
+    rows = np.random.default_rng(size).integers(0, 2, (_TEST_ROWS // 2, size))
+    return np.concatenate([rows, 1 - rows]).astype(np.float32) * np.float32(one)
+
+
+def _write_operator_graph(model: Any, found: list[_QuantizedNode], file: Path) -> None:
+    """Write a graph of only the operators, each with its own output, with shared inputs."""
+    from onnx import TensorProto, helper
+
+    nodes: list[Any] = []
+    outputs = []
+    made: set[str] = set()
+    names = _test_inputs(found)
+    for number, operator in enumerate(found):
+        nodes += [n for n in operator.constant_nodes if n.output[0] not in made]
+        made.update(n.output[0] for n in operator.constant_nodes)
+        nodes += _rename_chain(
+            [*operator.activation_nodes, operator.node], names[operator.test_input], f"y{number}"
+        )
+        outputs.append(helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None))
+    inputs = [
+        helper.make_tensor_value_info(x, TensorProto.FLOAT, [_TEST_ROWS, n]) for (n, _), x in names.items()
+    ]
+    used = {name for node in nodes for name in node.input}
+    alone = type(model)()
+    alone.ir_version = model.ir_version
+    alone.opset_import.extend(model.opset_import)
+    alone.graph.CopyFrom(helper.make_graph(nodes, "operators", inputs, outputs))
+    for tensor in model.graph.initializer:
+        if tensor.name in used:
+            alone.graph.initializer.add().CopyFrom(tensor)
+    _widen(alone, file.parent)
+    import onnx
+
+    onnx.save(alone, file)
+
+
+def _widen(alone: Any, folder: Path) -> None:
+    """Make operators of a half-precision file compute in float32, with the same constants."""
+    from onnx import TensorProto
+    from onnx.external_data_helper import load_external_data_for_tensor
+
+    from smelt.export.parity.dequantized_copy import widen_to_float32
+
+    for tensor in alone.graph.initializer:
+        half = tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+        if half and tensor.data_location == TensorProto.EXTERNAL:
+            load_external_data_for_tensor(tensor, str(folder))
+            tensor.data_location = TensorProto.DEFAULT
+            del tensor.external_data[:]
+    widen_to_float32(alone)
+
+
+def _rename_chain(path: list[Any], first: str, last: str) -> list[Any]:
+    """Return copies of consecutive nodes; the first one reads `first`, the last one outputs `last`."""
+    nodes = []
+    for at, node in enumerate(path):
+        copy = type(node)()
+        copy.CopyFrom(node)
+        copy.name = f"{node.name}.{last}"  # several operators may share a quantizing node
+        copy.input[0] = first
+        first = copy.output[0] = last if at == len(path) - 1 else f"{last}.{at}"
+        nodes.append(copy)
+    return nodes
+
+
+def _compare(graph: str, operator: _QuantizedNode, x: NDArray[np.float32], got: NDArray[np.float32]) -> None:
+    layer = operator.layer
+    with torch.inference_mode():  # the inputs are not changed by quantization
+        given = torch.from_numpy(x)[:, : layer.in_features]  # padding of a group is ignored
+        weight = layer.matrix.dequantize()
+        expected = F.linear(given, weight, operator.bias).numpy()
+        # a sum of canceling terms is only as exact as its terms
+        terms = _ROUNDING_TOLERANCE * F.linear(given.abs(), weight.abs()).numpy()
+    node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
+    if expected.shape != got.shape:
+        raise ParityError(
+            f"{node} returns the shape {got.shape}, but its layer {operator.name} returns {expected.shape}.",
+            code="shape-mismatch",
+            file=f"{graph}.onnx",
+        )
+    reach = np.abs(expected).max(axis=0) + 1e-6 * float(np.abs(expected).max())
+    wrong = np.clip(np.abs(expected - got) - terms, 0.0, None).max(axis=0)
+    off = wrong / np.where(reach > 0, reach, 1.0)
+    if not (largest := float(off.max())) <= _TOLERANCE:
+        raise ParityError(
+            f"{node} and its layer {operator.name} return different outputs for the same inputs: output"
+            f" {int(off.argmax())} differs by {largest:.3g} of its largest value; the limit is"
+            f" {_TOLERANCE:g}.",
+            code="operator-mismatch",
+            file=f"{graph}.onnx",
+        )

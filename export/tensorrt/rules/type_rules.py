@@ -1,0 +1,140 @@
+"""Rules on element types: which are supported, where, and in which combinations.
+
+TensorRT's networks are strongly typed: values are converted only by a Cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from smelt.export.tensorrt.rules.checked_graph import (
+    CheckedGraph,
+    RuleFinding,
+    input_name,
+    node_attribute,
+    node_location,
+    type_name,
+)
+
+_UNSUPPORTED_TYPES = frozenset({
+    "int16", "uint16", "uint32", "uint64", "string", "complex64", "complex128", "uint4", "int2", "uint2",
+    "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz",
+})  # fmt: skip
+# Operators whose numeric tensors must all have one type, and which inputs those are (None: all).
+_SAME_TYPE_INPUTS: dict[str, tuple[int, ...] | None] = {
+    "MatMul": None, "Gemm": None, "Conv": None, "Add": None, "Sub": None, "Mul": None, "Div": None,
+    "Max": None, "Min": None, "Concat": None, "Where": (1, 2), "LayerNormalization": None, "PRelu": None,
+    "Equal": None, "Less": None, "Greater": None, "Einsum": None,
+}  # fmt: skip
+# Types that the parser rejects although the ONNX standard allows them: operator -> types of its first input.
+_UNSUPPORTED_OP_TYPES: dict[str, tuple[str, ...]] = {
+    "MatMul": ("int32", "int64"), "Gemm": ("int32", "int64"), "Einsum": ("int32", "int64"),
+    "ReduceL2": ("int32", "int64"), "ReduceMax": ("bool",), "ReduceMin": ("bool",), "Relu": ("int32",),
+}  # fmt: skip
+_CAST_HINT = "TensorRT's networks are strongly typed: add a Cast, or export again with one dtype."
+
+
+def unsupported_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find element types that TensorRT does not support, in inputs, constants, casts and quantized values."""
+    for place, kind in _declared_types(graph):
+        if kind and (type_name(kind) in _UNSUPPORTED_TYPES or type_name(kind).startswith("type ")):
+            yield RuleFinding(place, f"the type {type_name(kind)}, which TensorRT does not support.",
+                        "Cast to float, int32 or int64 before the graph, or in the model.")  # fmt: skip
+
+
+def _declared_types(graph: CheckedGraph) -> Iterator[tuple[str, int]]:
+    for value in graph.model.graph.input:
+        if value.name not in graph.constants:
+            yield f"the input '{value.name}'", value.type.tensor_type.elem_type
+    for name, tensor in graph.constants.items():
+        if name not in graph.quantized_values:  # covered by the rules on quantization
+            yield f"the constant '{name}'", tensor.data_type
+    for node in graph.nodes_of_type("Cast"):
+        yield node_location(node), int(node_attribute(node, "to") or 0)
+
+
+def mixed_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find operators whose inputs have two types."""
+    for node in graph.nodes_of_type(*_SAME_TYPE_INPUTS):
+        places = _SAME_TYPE_INPUTS[node.op_type] or range(len(node.input))
+        named = [
+            (node.input[i], _type_as_read(graph.element_type(node.input[i])))
+            for i in places
+            if i < len(node.input)
+        ]
+        known = {kind: name for name, kind in named if name and kind}
+        if len(known) > 1:
+            words = " and ".join(f"{type_name(kind)} ('{name}')" for kind, name in known.items())
+            yield RuleFinding(node_location(node), f"inputs of different types: {words}.", _CAST_HINT)
+
+
+def _type_as_read(kind: int) -> int:
+    """Return the type as which TensorRT reads a value: double is read as float."""
+    from onnx import TensorProto
+
+    return int(TensorProto.FLOAT) if kind == TensorProto.DOUBLE else kind
+
+
+def unsupported_op_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find operators on types that ONNX allows and TensorRT does not: integer matrices, maximum of bools."""
+    for node in graph.nodes_of_type(*_UNSUPPORTED_OP_TYPES):
+        kind = graph.element_type(input_name(node, 0))
+        if kind and type_name(kind) in _UNSUPPORTED_OP_TYPES[node.op_type]:
+            yield RuleFinding(
+                node_location(node),
+                f"TensorRT does not support it in {type_name(kind)}.",
+                "Cast the input to float.",
+            )
+
+
+def internal_uint8(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find uint8 between operators; TensorRT supports it only as an input or output of the network."""
+    from onnx import TensorProto
+
+    outputs = {value.name for value in graph.model.graph.output}
+    for node in graph.nodes_of_type():
+        made = [n for n in node.output if graph.element_type(n) == TensorProto.UINT8 and n not in outputs]
+        if made and node.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear", "Constant"):
+            yield RuleFinding(node_location(node), "it outputs uint8 to other operators; TensorRT supports"
+            " uint8 only at the network's"
+                        " inputs and outputs.", "Cast to int32 instead.")  # fmt: skip
+        fed = [
+            n for n in _input_names(graph) if n in node.input and graph.element_type(n) == TensorProto.UINT8
+        ]
+        if fed and node.op_type not in ("Cast", "DequantizeLinear", "Identity"):
+            yield RuleFinding(
+                node_location(node),
+                f"it computes with the input '{fed[0]}' in uint8.",
+                "Cast the input first.",
+            )
+
+
+def _input_names(graph: CheckedGraph) -> list[str]:
+    return [value.name for value in graph.model.graph.input if value.name not in graph.constants]
+
+
+def casts_to_float8(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find a Cast to float8; in TensorRT only QuantizeLinear produces float8."""
+    for node in graph.nodes_of_type("Cast"):
+        if type_name(int(node_attribute(node, "to") or 0)).startswith("float8e4m3fn"):
+            yield RuleFinding(
+                node_location(node),
+                "in TensorRT only QuantizeLinear produces float8.",
+                "Quantize with a scale.",
+            )
+
+
+def double_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find double values, which TensorRT silently reads as float."""
+    from onnx import TensorProto
+
+    mend = "Export in float, or compute outside of the graph what needs the precision."
+    for value in (*graph.model.graph.input, *graph.model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
+            yield RuleFinding(f"'{value.name}'", "double; TensorRT computes and binds it as float.", mend)
+    for name, tensor in graph.constants.items():
+        if tensor.data_type == TensorProto.DOUBLE:
+            yield RuleFinding(f"the constant '{name}'", "double; TensorRT rounds it to float.", mend)
+    for node in graph.nodes_of_type("Cast"):
+        if node_attribute(node, "to") == TensorProto.DOUBLE:
+            yield RuleFinding(node_location(node), "a cast to double; TensorRT continues in float.", mend)

@@ -1,0 +1,239 @@
+"""The stage `fp16`: convert a third-party graph to float16, except for nodes that would overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import ALL_TASKS, Task
+from smelt.core.errors import ParityError
+from smelt.core.stage import Context, Need, Settings
+from smelt.export.third_party.copy_model_files import copy_model_files, ordered_graphs
+
+_MAX_NAMED_NODES = 3
+# RMS difference in standard deviations of an output; float16 rounding gives 0.0005.
+_WARN_DIFFERENCE = 0.02
+_RANDOM = 0.1  # of an output's standard deviation: a larger difference than float16 causes
+# the scales of Resize, outputs whose type an attribute sets, the bits of a float32, and operators that ONNX
+# Runtime declares for float16 but cannot compute on the CPU
+_FP32_OPS = (
+    "Resize",
+    "BitCast",
+    "MeanVarianceNormalization",
+    "ScatterElements",
+    "ScatterND",
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Bernoulli",
+    "EyeLike",
+)
+
+
+class Fp16Settings(Settings):
+    """Settings of `fp16`."""
+
+    keep_fp32: tuple[str, ...] = Field(default=(), description="operators kept in float32")
+    calibration_samples: int = Field(
+        default=16, ge=1, le=10_000, description="samples to measure value ranges on"
+    )
+
+
+class Fp16:
+    """Convert a third-party ONNX model to float16, for GPUs.
+
+    Inputs and outputs remain float32, also in the bodies of If, Loop and Scan.
+    Nodes remain float32 if their values on samples of the data come close to the
+    range of float16, or if their operators do not support it. On the CPU ONNX
+    Runtime computes most operators in float32: the file is half as large, but
+    not faster.
+
+        - fp16: {}
+        - fp16: {keep_fp32: [Softmax, LayerNormalization]}
+    """
+
+    name: ClassVar[str] = "fp16"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
+    produces: ClassVar[Format] = "onnx"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
+    version: ClassVar[int] = 2
+    third_party_only: ClassVar[bool] = True
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[Settings]] = Fp16Settings
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    def __call__(self, src: Artifact, settings: Fp16Settings, ctx: Context) -> None:
+        """Write the float16 graph into `ctx.out`.
+
+        Raises:
+            ParityError: an output is not finite where it was.
+            RunError: ONNX Runtime cannot run the new graph.
+        """
+        from smelt.export.graph_files import write_graph
+        from smelt.export.precision.convert_to_half import convert_to_half
+        from smelt.export.third_party.graph_samples import (
+            collect_samples,
+            max_output_difference,
+            require_runnable,
+            require_third_party,
+            run_onnx_graph,
+        )
+        from smelt.export.third_party.normalize_graph import normalize_graph
+        from smelt.export.third_party.output_comparison import OutputComparison
+        from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
+        from smelt.runtime.third_party.signature import read_batch_axes
+
+        require_third_party(src, self.name)
+        models = {path: normalize_graph(path) for path in ordered_graphs(src)}
+        copy_model_files(src, ctx)
+        feeds, real = collect_samples(src, ctx, settings.calibration_samples)
+        if not real:
+            ctx.warn(
+                "made-up-inputs",
+                "Value ranges were measured on random inputs, because the recipe has only test data. Add"
+                " data: {calibration: FILE}.",
+            )
+        kept, got, wanted, fed = 0, [], [], []
+        for path, model in models.items():
+            constants_to_initializers(model)
+            wide = float32_nodes(model, settings.keep_fp32)
+            large = _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
+            ends = {value.name for value in (*model.graph.input, *model.graph.output)}
+            convert_to_half(model, path.name, "fp16", wide | large, ends)
+            write_graph(model, ctx.out / path.name)
+            kept += len(large)
+            fed += feeds[path.stem]
+            require_runnable(ctx.out / path.name, feeds[path.stem])
+            got += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
+            wanted += run_onnx_graph(path, feeds[path.stem], ctx.threads)
+        if not np.isfinite(max_output_difference(got, wanted, exact=False)):
+            raise ParityError(
+                "fp16: an output is no longer finite, or its shape has changed. Add the operators that"
+                " compute it to keep_fp32, or remove this step.",
+                code="non-finite-outputs",
+            )
+        found = OutputComparison(read_batch_axes(src.path))
+        for one in zip(fed, got, wanted, strict=True):
+            found.add(*one)
+        found.record(ctx)
+        if max_output_difference(got, wanted, exact=False) > _RANDOM and _is_random(models, feeds, ctx):
+            ctx.warn(
+                "random-outputs",
+                "The float32 graph returns different outputs in each call, so the float16 error cannot be"
+                " measured. Remove its random nodes, or score outputs that do not depend on them.",
+            )
+        else:
+            for name, how in found.exceeding(_WARN_DIFFERENCE, judge_classes=False):
+                ctx.warn(
+                    "outputs-changed",
+                    f"Output '{name}' differs from the float32 graph by {how}. float16 loses precision below"
+                    " 6e-5: add the operators that compute such values to keep_fp32.",
+                )
+        count = sum(len(model.graph.node) for model in models.values())
+        ctx.details.update(dtype="fp16", kept_float32=kept, nodes=count)
+
+
+def _is_random(models: Iterable[Path], feeds: Mapping[str, Any], ctx: Context) -> bool:
+    """Return whether the float32 graphs give different outputs in a second call with the same samples."""
+    from smelt.export.third_party.graph_samples import max_output_difference, run_onnx_graph
+
+    for path in models:
+        found = run_onnx_graph(path, feeds[path.stem] * 2, ctx.threads)
+        half = len(found) // 2
+        if max_output_difference(found[half:], found[:half], exact=False) > _RANDOM:
+            return True
+    return False
+
+
+def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
+    """Return the nodes that remain float32 regardless of their values, by the name of their first output.
+
+    Args:
+        model: as `normalize_graph` returns it.
+        keep: additional operators that remain float32.
+    """
+    from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
+
+    from smelt.export.precision.value_types import node_key, node_types, opset_versions
+    from smelt.runtime.third_party.graph_structure import all_nodes
+
+    always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
+    nodes = list(all_nodes(model.graph.node))
+    found = {node_key(node) for node in nodes if node.op_type in always or node_types(node, opsets) is None}
+    return found | _crashing_transposes(nodes)
+
+
+def _crashing_transposes(nodes: list[Any]) -> set[str]:
+    """Return the Transposes that would crash ONNX Runtime on the CPU if they were float16.
+
+    It casts matrix multiplications that it cannot compute in float16, and then reads the shape of a matrix
+    without one if a batch of three dimensions or more is transposed before the multiplication (onnxruntime
+    1.31, MatmulTransposeFusion). If the Transpose is float32, our Cast is between the two.
+    """
+    multiplied = {name for node in nodes if node.op_type == "MatMul" for name in node.input}
+    found = set()
+    for node in nodes:
+        if node.op_type == "Transpose" and multiplied & set(node.output):
+            order = next((list(a.ints) for a in node.attribute if a.name == "perm"), [])
+            if len(order) != 2 and order[:1] != [0]:
+                found.add(node.output[0])
+    return found
+
+
+def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
+    """Return the first outputs of the nodes with inputs, outputs or sums near or above float16's range."""
+    from smelt.export.graph_files import write_graph
+    from smelt.export.precision.select_fp32 import FP16_MAX, FP16_SAFE_MAX
+    from smelt.export.precision.value_ranges import (
+        MAX_OUTPUT_PREFIX,
+        SUM_PREFIX,
+        open_with_measurements,
+        weight_magnitudes,
+    )
+    from smelt.export.precision.value_types import node_key
+    from smelt.export.third_party.graph_samples import cast_feeds
+    from smelt.runtime.third_party.graph_structure import all_nodes, subgraphs
+
+    with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:
+        write_graph(model, Path(folder, name))  # weights may have been moved to a file, so it is read again
+        session = open_with_measurements(model, Path(folder), Path(name).stem, ctx.threads)
+        kinds = {item.name: item.type for item in session.get_inputs()}
+        outputs = [output.name for output in session.get_outputs()]
+        largest = dict(weight_magnitudes(model))
+        sums: dict[str, float] = {}
+        for one in feeds:
+            for output, value in zip(outputs, session.run(outputs, cast_feeds(one, kinds)), strict=True):
+                for mark, into in ((MAX_OUTPUT_PREFIX, largest), (SUM_PREFIX, sums)):
+                    if output.startswith(mark):
+                        key, size = output[len(mark) :], float(value)
+                        into[key] = max(into.get(key, 0.0), float("inf") if np.isnan(size) else size)
+    found: dict[str, float] = {}
+    nodes = [node for node in all_nodes(model.graph.node) if not subgraphs(node)]
+    for node in nodes:
+        sizes = [
+            largest[name]
+            for name in (*node.input, *node.output)
+            if not largest.get(name, 0.0) <= FP16_SAFE_MAX
+        ]
+        sizes += [sums[name] for name in node.output if not sums.get(name, 0.0) <= FP16_MAX]
+        if sizes:
+            found[node_key(node)] = max(sizes)
+    if found:
+        calls = {node_key(node): node.name or node_key(node) for node in nodes}
+        worst = sorted(found, key=lambda name: -found[name])
+        told = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
+        more = f" and {len(worst) - _MAX_NAMED_NODES} more" if len(worst) > _MAX_NAMED_NODES else ""
+        ctx.warn(
+            "kept-float32",
+            f"{len(found)} node{'s remain' if len(found) > 1 else ' remains'} float32, because their values"
+            f" are close to or above float16's maximum (65,504): {told}{more}.",
+        )
+    return set(found)

@@ -1,0 +1,244 @@
+"""Measure how far the outputs of a quantized graph are from the float graph's, and reject large errors.
+
+Shapes: R = rows of a call, K = classes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import ParityError
+from smelt.core.readers.npz_arrays import NO_SAMPLE_AXES, SampleAxes
+from smelt.core.stage import Context
+
+Feeds = dict[str, NDArray[Any]]
+_LARGE_DIFFERENCE = 0.5  # fraction of the limit above which an error is reported as a warning
+_Z_95 = 1.96  # standard errors
+_MIN_KAPPA = 0.25  # share of the way from chance to full agreement
+_MAX_CLASS_SHARE = 0.9  # chance agreement above which nearly all samples have one class
+# As a fraction of the range of a sample's values: two values that are closer are the same choice, such as 1
+# and 0.999 of a sigmoid, or two peaks of a wave.
+_TIE = 0.05
+_CLASS_OUTPUT_NAMES = ("logits", "scores", "probabilities", "label", "output_label", "output_probability")
+_MANY_CLASSES = 0.25  # distinct integers, as a fraction of the samples, above which they are not classes
+
+
+@dataclass
+class OutputDifference:
+    """The accumulated differences of one output.
+
+    squares: of the differences. hits: samples with the class that the float graph chooses. near: those, and
+    samples whose class has nearly the largest value in the float graph. classes: how often the float graph
+    chooses each. mismatches: values that are finite in only one graph, or outputs of another shape.
+    """
+
+    count: int = 0
+    squares: float = 0.0
+    total: float = 0.0
+    total_squares: float = 0.0
+    mismatches: int = 0
+    chosen: int = 0
+    hits: int = 0
+    near: int = 0
+    classes: Counter[Any] = field(default_factory=Counter)
+
+    @property
+    def relative_rmse(self) -> float:
+        """The root mean square of the differences, in standard deviations of the float graph's values.
+
+        A value that is finite in only one graph counts as one standard deviation.
+        """
+        if not self.count:
+            return 1.0 if self.mismatches else 0.0
+        variance = max(0.0, self.total_squares / self.count - (self.total / self.count) ** 2)
+        scale = (
+            variance
+            if variance > 1e-12 * self.total_squares / self.count
+            else self.total_squares / self.count
+        )
+        share = self.squares / self.count / (scale or 1.0)
+        return sqrt((share * self.count + self.mismatches) / (self.count + self.mismatches))
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """The fraction of samples with the same class, 0 to 1; None if the output is not a class."""
+        if not self.chosen or self._integers_not_classes():
+            return None
+        return self.hits / self.chosen
+
+    def agrees_at_chance(self) -> bool:
+        """Whether the agreement is significantly below chance plus a quarter of the rest.
+
+        Chance is the agreement of two independent graphs that choose each class as often as the float graph
+        (as in Cohen's kappa, 1960). The upper end of Wilson's interval is compared. A class that has nearly
+        the largest value in the float graph counts as agreement.
+        """
+        if self.top1_agreement is None:
+            return False
+        chance = sum((times / self.chosen) ** 2 for times in self.classes.values())
+        floor = chance + _MIN_KAPPA * (1 - chance)
+        return chance < _MAX_CLASS_SHARE and _wilson_upper(self.near / self.chosen, self.chosen) < floor
+
+    def _integers_not_classes(self) -> bool:
+        return len(self.classes) > max(2, _MANY_CLASSES * self.chosen) and not self.count
+
+    def add(self, got: NDArray[Any], wanted: NDArray[Any], classes: bool) -> None:
+        """Add one call: both arrays [R, ...]; classes: whether the output's last axis are classes."""
+        if got.shape != wanted.shape:
+            self.mismatches += max(1, wanted.size)
+            return
+        if wanted.dtype.kind != "f":
+            self._add_classes(got.ravel(), wanted.ravel())
+            self.near = self.hits
+            return
+        if classes and wanted.ndim > 1 and wanted.shape[-1] > 1:
+            self._add_classes(got.argmax(-1).ravel(), wanted.argmax(-1).ravel())
+            self.near += _count_near_max(wanted, got.argmax(-1))
+        one, other = np.isfinite(got), np.isfinite(wanted)
+        both = one & other
+        same = ~one & ~other & ((got == wanted) | (np.isnan(got) & np.isnan(wanted)))
+        self.mismatches += int((~both & ~same).sum())
+        a, b = got[both].astype(np.float64), wanted[both].astype(np.float64)
+        self.count += a.size
+        self.squares += float(((a - b) ** 2).sum())
+        self.total += float(b.sum())
+        self.total_squares += float((b**2).sum())
+
+    def _add_classes(self, got: NDArray[Any], wanted: NDArray[Any]) -> None:
+        self.chosen += wanted.size
+        self.hits += int((got == wanted).sum())
+        self.classes.update(wanted.tolist())
+
+
+class OutputComparison:
+    """Compare two graphs call by call, so that only one call's outputs are in memory."""
+
+    def __init__(self, axes: SampleAxes = NO_SAMPLE_AXES) -> None:
+        """axes: the sample axis of an input, if it is not the first."""
+        self.axes = axes
+        self.outputs: dict[str, OutputDifference] = {}
+        self.rows = 0
+        self._largest = 0.0
+        self._changed = self._whole = 0
+
+    def add(self, feeds: Feeds, got: Feeds, wanted: Feeds) -> None:
+        """Add the outputs of one call."""
+        from smelt.export.third_party.graph_samples import batch_size_of, count_changed, max_output_difference
+
+        self.rows += batch_size_of(feeds, self.axes)
+        got, wanted = _without_padding(feeds, got, wanted)
+        self._largest = max(self._largest, max_output_difference([got], [wanted], exact=False))
+        changed, whole = count_changed([got], [wanted])
+        self._changed, self._whole = self._changed + changed, self._whole + whole
+        for name, value in wanted.items():
+            classes = (
+                value.ndim == 2 or name in _CLASS_OUTPUT_NAMES
+            )  # of a sample; of a token if the name says so
+            self.outputs.setdefault(name, OutputDifference()).add(got[name], value, classes)
+
+    def exceeding(self, limit: float, judge_classes: bool) -> Iterator[tuple[str, str]]:
+        """Yield the outputs that exceed the limit, each with the size of the difference."""
+        for name, output in self.outputs.items():
+            if output.relative_rmse > limit:
+                yield name, f"{output.relative_rmse:.2g} of its standard deviation (limit {limit:g})"
+            elif judge_classes and output.agrees_at_chance():
+                yield (
+                    name,
+                    f"the same class in only {100 * (output.top1_agreement or 0):.0f} % of"
+                    f" {output.chosen:,} samples",
+                )
+
+    def record(self, ctx: Context) -> None:
+        """Write the worst of all outputs into the details, and warn if it is large."""
+        from smelt.export.third_party.graph_samples import record_difference
+
+        record_difference(ctx, self.rows, self._largest, self._changed / (self._whole or 1))
+        top1 = [
+            output.top1_agreement for output in self.outputs.values() if output.top1_agreement is not None
+        ]
+        error = max((output.relative_rmse for output in self.outputs.values()), default=0.0)
+        ctx.details["parity"] |= {"error": error, "top1": min(top1, default=None)}
+
+
+def require_close(
+    comparison: OutputComparison,
+    limit: float,
+    judge_classes: bool,
+    advice: str,
+    ctx: Context,
+    noise: OutputComparison | None,
+) -> None:
+    """Require that no output differs by more than `limit`, in its standard deviations.
+
+    Args:
+        comparison: the quantized graph compared with the float one.
+        limit: largest root mean square difference.
+        judge_classes: whether outputs that choose a class must agree more often than by chance.
+        advice: what the user can do.
+        ctx: gets a warning if the float graph differs from itself as much.
+        noise: the float graph compared with itself, for outputs that are random.
+
+    Raises:
+        ParityError: `quantization-error`.
+    """
+    wrong = dict(comparison.exceeding(limit, judge_classes))
+    random = {} if noise is None else dict(noise.exceeding(limit, judge_classes))
+    for name in wrong.keys() & random.keys():
+        ctx.warn(
+            "random-outputs",
+            f"Output '{name}' is not compared, because the float graph returns different values in each call:"
+            f" {random[name]}. Remove its random nodes to compare it.",
+        )
+        del wrong[name]
+    for name, output in comparison.outputs.items():
+        if name not in {*wrong, *random} and output.relative_rmse > limit * _LARGE_DIFFERENCE:
+            ctx.warn(
+                "large-quantization-error",
+                f"Output '{name}' differs from the float graph by {output.relative_rmse:.2g} of its standard"
+                f" deviation (limit {limit:g}). {advice}",
+            )
+    if not wrong:
+        return
+    told = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])
+    more = f", and {len(wrong) - 3} more outputs" if len(wrong) > 3 else ""
+    raise ParityError(
+        f"The quantized graph differs too much from the float one on {comparison.rows} samples: {told}{more}."
+        f" {advice} To accept this difference, increase max_difference.",
+        code="quantization-error",
+    )
+
+
+def _without_padding(feeds: Feeds, *outputs: Feeds) -> Iterator[Feeds]:
+    """Yield outputs without the values at padding, which are not used: [R, T, ...] -> [1, n, ...]."""
+    mask = feeds.get("attention_mask")
+    for found in outputs:
+        if mask is None or mask.ndim != 2:
+            yield found
+            continue
+        yield {
+            name: value[mask == 1][None] if value.ndim > 2 and value.shape[:2] == mask.shape else value
+            for name, value in found.items()
+        }
+
+
+def _count_near_max(values: NDArray[Any], chosen: NDArray[Any]) -> int:
+    """Return in how many rows the value at index `chosen` is the largest of the last axis, or nearly."""
+    most, least = values.max(-1), values.min(-1)
+    value = np.take_along_axis(values, chosen[..., None], -1)[..., 0]
+    same = chosen == values.argmax(-1)  # also if the range is infinite
+    with np.errstate(invalid="ignore"):
+        return int((same | (value >= most - _TIE * (most - least))).sum())
+
+
+def _wilson_upper(share: float, n: int) -> float:
+    """Return the upper end of the 95 % Wilson score interval (Wilson 1927)."""
+    spread = _Z_95**2 / n
+    half = _Z_95 * sqrt(share * (1 - share) / n + spread / (4 * n))
+    return (share + spread / 2 + half) / (1 + spread)

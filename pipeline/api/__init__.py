@@ -1,0 +1,1 @@
+"""Functions for finished artifacts: load, predict, score, measure latency, package."""

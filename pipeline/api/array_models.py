@@ -1,0 +1,216 @@
+"""Run artifacts of the task `custom` on samples of an `.npz` file; outputs are arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.data import CUSTOM_TASK, Split
+from smelt.core.data import Columns as _Columns
+from smelt.core.errors import InputError, RunError, combined_error
+from smelt.core.messages import error_message
+from smelt.core.readers.examples import read_split
+from smelt.core.readers.npz_arrays import (
+    NPZ_SUFFIX,
+    ArrayHeader,
+    SampleArrays,
+    count_array_samples,
+    dtype_name,
+    read_npz_headers,
+    samples_first,
+    write_npz,
+)
+from smelt.runtime.third_party.signature import GraphSignature, read_signature
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from smelt.runtime.third_party.graph_runner import GraphRunner
+
+
+def reads_arrays(folder: Path) -> bool:
+    """Return whether the artifact in `folder` has arrays as inputs (task `custom`)."""
+    return read_artifact(folder).manifest.task == CUSTOM_TASK
+
+
+def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
+    """Return the samples in the `.npz` file `path` for `artifact`.
+
+    Raises:
+        InputError: `path` is None, or the file does not contain the graph's inputs.
+    """
+    signature = read_signature(artifact.path)
+    if path is None:
+        names = ", ".join(f"{value.name}=..." for value in signature.inputs)
+        raise InputError(
+            "the inputs of this artifact are arrays. Set --data FILE.npz, written with"
+            f" numpy.savez(FILE, {names}).",
+            code="missing-data",
+        )
+    shapes, axes = read_npz_headers(path), signature.input_batch_axes
+    require_matching_shapes(signature, shapes, str(path))
+    count_array_samples({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
+    return read_split(str(path), CUSTOM_TASK, _Columns(), Path.cwd(), axes=signature.input_batch_axes)
+
+
+def require_matching_shapes(
+    signature: GraphSignature, shapes: Mapping[str, ArrayHeader], origin: str
+) -> None:
+    """Require that arrays of these shapes fit the graph's inputs.
+
+    Raises:
+        InputError: they do not; the message lists every mismatch.
+    """
+    problems = [
+        error_message("does-not-fit-graph", f"{origin}: {text}") for text in signature.shape_problems(shapes)
+    ]
+    if problems:
+        raise combined_error(problems)
+
+
+def run_in_batches(runner: GraphRunner, arrays: SampleArrays, batch_size: int) -> dict[str, NDArray[Any]]:
+    """Run the graph in batches and return the concatenated outputs of all samples.
+
+    An output without a batch axis, with one sample per call, gets a new axis 0.
+
+    Raises:
+        RunError: the graph fails, output sizes differ between batches, or an output of a batch of several
+            samples has no batch axis (`unclear-rows`).
+    """
+    from smelt.runtime.third_party.graph_runner import output_batch_axis, run_batches
+
+    parts = list(run_batches(runner, arrays, batch_size))
+    if len(parts) == 1:
+        return parts[0][1]
+    axes = {
+        name: [output_batch_axis(runner, name, found[name], rows) for rows, found in parts]
+        for name in parts[0][1]
+    }
+    return {name: _concatenate(name, [p[name] for _, p in parts], axes[name]) for name in axes}
+
+
+def _concatenate(name: str, parts: Sequence[NDArray[Any]], axes: Sequence[int | None]) -> NDArray[Any]:
+    """Return the parts of an output concatenated on the batch axis, or stacked on a new one."""
+    import numpy as np
+
+    first = parts[0]
+    axis = None if None in axes else axes[0]
+    shapes = {part.shape if axis is None else part.shape[:axis] + part.shape[axis + 1 :] for part in parts}
+    if len(shapes) > 1:
+        other = next(part for part in parts if part.shape != first.shape)
+        raise RunError(
+            f"the output '{name}' has shape {list(first.shape)} for some samples and"
+            f" {list(other.shape)} for others, so the outputs cannot be concatenated. Pass fewer samples"
+            " per call, use a larger batch size, or `smelt predict` without --out.",
+            code="shape-mismatch",
+        )
+    return np.stack(parts) if axis is None else np.concatenate(parts, axis)
+
+
+def as_arrays(given: Any, signature: GraphSignature) -> SampleArrays:
+    """Return the arrays of a Python call as samples of the graph's inputs.
+
+    Raises:
+        InputError: `given` is not a mapping of names to arrays, or does not fit the graph.
+    """
+    import numpy as np
+
+    if not isinstance(given, Mapping):
+        names = ", ".join(f"'{value.name}'" for value in signature.inputs)
+        raise InputError(
+            f"expected a mapping of input names ({names}) to arrays, got {type(given).__name__}.",
+            code="wrong-value",
+        )
+    try:
+        values = {str(name): np.asarray(value) for name, value in given.items()}
+    except ValueError as error:  # nested lists of different lengths
+        raise InputError(f"an input cannot be converted to an array: {error}", code="wrong-type") from error
+    shapes = {name: ArrayHeader(dtype_name(value.dtype), value.shape) for name, value in values.items()}
+    axes = signature.input_batch_axes
+    if not any(value.ndim and value.size for value in values.values()):
+        sizes = sorted(len(value) for value in values.values() if value.ndim)
+        raise InputError(
+            f"all arrays need the same number of samples, at least one; got {sizes}.", code="unequal-rows"
+        )
+    require_matching_shapes(signature, shapes, "arrays")
+    taken = {name: value for name, value in values.items() if name in axes}
+    return samples_first(
+        taken,
+        count_array_samples({name: shapes[name] for name in taken}, "arrays", axes, of_artifact=True),
+        axes,
+    )
+
+
+@contextlib.contextmanager
+def _open_graph(
+    folder: Path, data: Path | None, threads: int | None, device: str
+) -> Iterator[tuple[GraphRunner, SampleArrays]]:
+    """Yield a runner of the artifact in `folder`, and the samples in `data`."""
+    from smelt.runtime.backends.open_runner import open_runner
+    from smelt.runtime.third_party.artifact_safety import require_safe_artifact
+    from smelt.runtime.third_party.graph_runner import GraphRunner
+
+    artifact = read_artifact(folder)
+    artifact.verify()
+    require_safe_artifact(artifact)
+    rows = read_array_rows(data, artifact).arrays
+    assert rows is not None
+    with open_runner(artifact, threads, device) as runner:
+        assert isinstance(runner, GraphRunner)
+        yield runner, rows
+
+
+def predict_to_file(
+    folder: Path, data: Path, out: Path, threads: int | None, device: str, batch_size: int
+) -> int:
+    """Write the graph's outputs for all samples of `data` to the `.npz` file `out`; return their number.
+
+    Raises:
+        InputError: `folder` is not an artifact, the samples do not fit it, or `out` is not `.npz` or exists.
+    """
+    if out.suffix != NPZ_SUFFIX:
+        raise InputError(
+            f"--out {out}: expected a file name that ends with {NPZ_SUFFIX}, because the outputs are arrays.",
+            code="wrong-format",
+        )
+    if out.exists():
+        raise InputError(
+            f"--out {out}: the file exists. Choose another name, or remove it.", code="out-exists"
+        )
+    if not out.absolute().parent.is_dir():
+        raise InputError(
+            f"--out {out}: the folder {out.parent} does not exist. Create it.", code="missing-folder"
+        )
+    with _open_graph(folder, data, threads, device) as (runner, rows):
+        found = run_in_batches(runner, rows, batch_size)
+    write_npz(out, found)
+    return rows.num_samples
+
+
+def prediction_lines(
+    folder: Path,
+    data: Path | None,
+    as_json: bool,
+    threads: int | None,
+    device: str,
+    batch_size: int,
+    texts: bool = False,
+) -> Iterator[str]:
+    """Yield the graph's outputs for each sample of `data` as a line of JSON.
+
+    texts: whether texts or columns were passed, which is an error.
+
+    Raises:
+        InputError: `folder` is not an artifact, or the samples do not fit it.
+    """
+    from smelt.runtime.third_party.graph_runner import outputs_by_sample
+
+    with _open_graph(folder, None if texts else data, threads, device) as (runner, rows):
+        found = outputs_by_sample(runner, rows, batch_size)
+    for at, outputs in enumerate(found, start=1):
+        said = {name: value.tolist() for name, value in outputs.items()}
+        yield json.dumps({"row": at, "outputs": said} if as_json else said, ensure_ascii=False)

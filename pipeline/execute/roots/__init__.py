@@ -1,1 +1,0 @@
-"""The first artifact of a run, however it comes about."""

@@ -1,0 +1,1 @@
+"""Create the first artifact of a run."""

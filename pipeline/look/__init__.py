@@ -1,1 +1,0 @@
-"""What is seen of models and data without loading them."""

@@ -1,0 +1,1 @@
+"""Models created from a folder: without weights, with random ones, with an added head."""

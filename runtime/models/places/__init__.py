@@ -1,1 +1,0 @@
-"""Has every tensor of a checkpoint a place in the model, and every place a tensor?"""

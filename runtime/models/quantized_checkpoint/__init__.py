@@ -1,0 +1,1 @@
+"""Checkpoints quantized by other tools: read exactly, never rounded again."""

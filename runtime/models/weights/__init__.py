@@ -1,0 +1,1 @@
+"""Loading weights: every tensor of a checkpoint must match the model, and the reverse."""

@@ -1,0 +1,1 @@
+"""Parts shared by several schemes: groups of inputs, packing, integer matrix multiplication."""

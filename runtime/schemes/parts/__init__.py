@@ -1,1 +1,0 @@
-"""What several schemes are made of: groups of inputs, packed codes, products of integers."""

@@ -1,0 +1,1 @@
+"""Third-party ONNX graphs: validated with resource limits, copied, run from arrays to arrays."""

@@ -1,0 +1,46 @@
+"""What is said of a student before torch is imported is what making it would say."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+
+from smelt.compress.distill.check_config import STACK_NAMES, check_student
+from smelt.compress.distill.layer_selection import _find_stack, keep_layers
+from smelt.compress.distill.settings import StudentSettings
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))
+def test_the_stacks_of_each_family_are_those_that_settings_know(kind):
+    config = SimpleNamespace(model_type=kind, to_dict=lambda: {"model_type": kind})
+    model = SimpleNamespace(config=config)
+    names = {stack.name for stack in FAMILIES[kind].stacks({"model_type": kind})}
+    assert names
+    assert names <= set(STACK_NAMES)
+    for name in set(STACK_NAMES) - names:
+        with raises_code("unknown-stack", InputError) as caught:
+            _find_stack(model, name)
+        assert caught.value.setting == f"student.{name}"
+
+
+@pytest.mark.parametrize("choice", [1, 2, 3, [0], [1, 0], [0, 1], [2], [0, 0]])
+def test_it_refuses_what_keep_layers_refuses(tmp_path, choice):
+    model, edits = load_model(tiny.write_bert(tmp_path))
+    found, after = check_student(StudentSettings(layers=choice), model.config.to_dict())
+    try:
+        _, kept = keep_layers(model, edits, "layers", choice, "uniform")
+    except InputError:
+        assert len(found) == 1
+    else:
+        assert found == []
+        assert after["num_hidden_layers"] == len(kept) == model.config.num_hidden_layers
+
+
+def test_a_family_that_is_not_known_is_left_to_the_stage():
+    config = {"model_type": "mamba"}
+    assert check_student(StudentSettings(layers=1), config) == ([], config)

@@ -1,0 +1,128 @@
+"""Students of another config, and students that were trained elsewhere."""
+
+import json
+import shutil
+
+import classifiers
+import harness
+import pytest
+import tiny
+from expected_errors import raises_code, raises_setting_codes
+
+import smelt
+from smelt.compress.distill.settings import DistillSettings, StudentSettings
+from smelt.compress.distill.stage import Distill
+from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.core.data import Columns
+from smelt.core.errors import InputError
+from smelt.core.readers.examples import read_split
+from smelt.planning.load_plan import load_plan
+from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.runtime.models.checkpoint import load_model
+
+SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
+SMALL = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 24, "max_position_embeddings": 32}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tiny.write_labelled(tmp_path / "rows.jsonl")
+    return read_split(str(file), "text-classification", Columns(), tmp_path)
+
+
+def run(tmp_path, rows, source, **said):
+    settings = DistillSettings.model_validate(SHORT | said)
+    return harness.run_stage(Distill(), settings, source, tmp_path / "out", "text-classification", rows)
+
+
+def test_a_narrow_student_of_a_config_learns_through_a_projection(tmp_path, rows):
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    source = tiny.write_bert(tmp_path / "model")
+    losses = {"logits": 1, "labels": 0, "hidden_states": 1}
+    ctx = run(tmp_path, rows, source, student={"config": str(tmp_path / "small.json")}, losses=losses)
+    student, teacher = harness.load_output_model(ctx), load_model(source)[0]
+    assert (student.config.hidden_size, len(student.bert.encoder.layer)) == (16, 1)
+    assert student.config.vocab_size == teacher.config.vocab_size
+    assert student.config.id2label == teacher.config.id2label
+    start, *later = [found["loss"] for found in ctx.details["training"]["validations"]]
+    assert min(later) < 0.9 * start
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "rows.jsonl", "small.json"]
+
+
+def test_a_trained_student_of_another_family_is_taken_with_its_weights(tmp_path, rows):
+    source = tiny.write_bert(tmp_path / "model")
+    student = classifiers.distilbert(tmp_path / "student")
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        shutil.copyfile(source / name, student / name)
+    ctx = run(tmp_path, rows, source, student=str(student), max_steps=1, learning_rate=1e-12)
+    made, before = harness.load_output_model(ctx), load_model(student)[0]
+    assert made.config.model_type == "distilbert"
+    for name, parameter in made.named_parameters():
+        assert (parameter - before.get_parameter(name)).abs().max() < 1e-6
+
+
+def test_a_student_of_a_config_keeps_the_shortlist(tmp_path):
+    """It reads and writes the same words as the model that the list was learned for."""
+    source = tiny.write_marian(tmp_path / "model")
+    rows = read_split(str(tiny.write_pairs(tmp_path / "pairs.jsonl")), "translation", Columns(), tmp_path)
+    learned = ShortlistSettings(candidates_per_token=3, frequent_tokens=6)
+    listed = harness.run_stage(ShortlistStage(), learned, source, tmp_path / "listed", data=rows).out
+    settings = DistillSettings(student=StudentSettings(config=str(source)), **SHORT | {"max_steps": 1})
+    ctx = harness.run_stage(Distill(), settings, listed, tmp_path / "out", data=rows)
+    assert (ctx.out / SHORTLIST).read_bytes() == (listed / SHORTLIST).read_bytes()
+
+
+def test_a_student_with_another_tokenizer_is_refused(tmp_path, rows):
+    source, student = tiny.write_bert(tmp_path / "model"), tiny.write_bert(tmp_path / "student")
+    words = (student / "vocab.txt").read_text().splitlines()
+    words[5], words[6] = words[6], words[5]
+    (student / "vocab.txt").write_text("\n".join(words) + "\n")
+    with raises_code("tokenizer-mismatch", InputError) as caught:
+        run(tmp_path, rows, source, student=str(student))
+    assert str(student) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"model_type": "nothing"}, "unsupported-family"),
+        ({"model_type": "marian"}, "different-kind"),
+        ({"model_type": "bert", "vocab_size": 99}, "vocabulary-mismatch"),
+    ],
+)
+def test_the_plan_reads_the_config_of_a_student(tmp_path, config, code):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = DistillSettings.model_validate({"student": str(tmp_path)})
+    (found,), _ = Distill.check_model(settings, {"model_type": "bert", "vocab_size": 30})
+    assert (found.setting, found.code) == ("student.model", code)
+
+
+def test_a_student_is_told_in_one_way():
+    with raises_setting_codes("settings-conflict"):
+        StudentSettings(model="x", layers=2)
+
+
+def test_in_a_recipe_the_path_is_the_recipes_and_the_key_is_what_the_file_holds(tmp_path):
+    tiny.write_bert(tmp_path / "model")
+    tiny.write_labelled(tmp_path / "rows.jsonl")
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: model\ntask: text-classification\nthreads: 1\nscore: {latency: false}\n"
+        "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\nstages:\n"
+        "  - distill: {student: {config: small.json}, max_steps: 1, num_evals: 0, precision: fp32}\n"
+    )
+    keys = []
+    for width in (16, 16, 32):
+        (tmp_path / "small.json").write_text(json.dumps(SMALL | {"intermediate_size": width}))
+        result = smelt.run(recipe, out=tmp_path / "run", quiet=True)
+        assert result.exit_code == 0
+        keys.append(result.report["steps"][-1]["key"])
+    assert keys[0] == keys[1] != keys[2]
+    recipe.write_text(recipe.read_text().replace("small.json", "smal.json"))
+    with raises_code("missing-file", InputError) as caught:
+        load_plan(recipe)
+    (found,) = caught.value.found
+    assert found.setting == "stages[0].distill.student.config"
+    assert "smal.json" in found.message

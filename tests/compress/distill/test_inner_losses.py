@@ -1,0 +1,223 @@
+"""Losses inside both models: the formulas on transformers' own states, every family, what cannot be had."""
+
+import random
+
+import causal
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+from torch.nn import functional as F
+
+from smelt.compress.distill.distill_objective import distill_objective, make_inner_losses
+from smelt.compress.distill.losses.relations import relation_loss
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.train.encoded_samples import EncodedSample, collate
+from smelt.compress.train.extension import TrainingExtension
+from smelt.compress.train.planned_trainer import run_training
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+from smelt.runtime.models.checkpoint import load_model
+
+ALL = {"hidden_states": 1.0, "input_embeddings": 0.5, "attention": 0.7, "self_attention_relations": 0.3}
+TEXTS = [
+    EncodedSample([2, 5, 6, 7, 8, 3], None, 1),
+    EncodedSample([2, 9, 3], None, 0),
+    EncodedSample([2, 8, 8, 3], None, 1),
+]
+
+
+def bert(folder, seed, **config):
+    return load_model(tiny.write_bert(folder, seed, **config))[0]
+
+
+def settings(losses, **more):
+    return DistillSettings.model_validate({"losses": {"logits": 0, "labels": 0, **losses}} | more)
+
+
+def terms(student, teacher, said, rows):
+    inner = make_inner_losses(student, teacher, said, seed=3)
+    with torch.no_grad(), inner.capture():
+        found = distill_objective(teacher, said, inner)(student, collate(rows, student.config))
+    return {name: float(term.value) for name, term in found.items()}, inner
+
+
+def read(model, rows):
+    """Hidden states as transformers gives them, and queries, keys, values of each layer from them."""
+    batch = collate(rows, model.config)
+    feeds = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        states = model(**feeds, output_hidden_states=True).hidden_states
+        layers = [layer.attention.self for layer in model.bert.encoder.layer]
+        parts = [
+            {word: getattr(layer, word)(states[n]) for word in ("query", "key", "value")}
+            for n, layer in enumerate(layers)
+        ]
+    return states, parts, batch["attention_mask"].bool()
+
+
+def scores(parts, heads):
+    """Scaled scores [B, H, L, L] of one layer."""
+    q, k = (parts[w].unflatten(-1, (heads, -1)).transpose(1, 2) for w in ("query", "key"))
+    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+
+
+def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path):
+    teacher = bert(tmp_path / "t", 0, num_hidden_layers=4)
+    student = bert(tmp_path / "s", 1, hidden_size=16, num_hidden_layers=2)
+    said = settings({name: weight for name, weight in ALL.items() if name != "self_attention_relations"})
+    found, inner = terms(student, teacher, said, TEXTS)
+    ours, mine, there = read(student, TEXTS)
+    theirs, others, _ = read(teacher, TEXTS)
+    weight = inner.modules["projection"].weight.detach()
+    assert weight.shape == (32, 16)
+
+    def apart(a, b):
+        return float(F.mse_loss((ours[a] @ weight.T)[there], theirs[b][there]))
+
+    assert found["hidden_states"] == pytest.approx(apart(1, 2) + apart(2, 4), rel=1e-4)
+    assert found["input_embeddings"] == pytest.approx(0.5 * apart(0, 0), rel=1e-4)
+    expected = 0.0
+    for a, b in ((1, 2), (2, 4)):
+        squares = (scores(mine[a - 1], 4) - scores(others[b - 1], 4)) ** 2
+        rows = [squares[n, :, q, :length].mean() for n, length in enumerate((6, 3, 4)) for q in range(length)]
+        expected += 0.7 * float(torch.stack(rows).mean())
+    assert found["attention"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_relations_and_angles_are_those_of_the_last_layers(tmp_path):
+    teacher = bert(tmp_path / "t", 0, num_hidden_layers=3)
+    student = bert(tmp_path / "s", 1, num_attention_heads=2)
+    found, inner = terms(student, teacher, settings({"self_attention_relations": 2.0, "cosine": 1.0}), TEXTS)
+    ours, mine, there = read(student, TEXTS)
+    theirs, others, _ = read(teacher, TEXTS)
+    kl = sum(relation_loss(mine[-1][w], others[-1][w], there, 4, False) for w in ("query", "key", "value"))
+    assert found["self_attention_relations"] == pytest.approx(2 * float(kl), rel=1e-4)
+    angle = 1 - F.cosine_similarity(ours[-1][there], theirs[-1][there], dim=-1).mean()
+    assert found["cosine"] == pytest.approx(float(angle), rel=1e-4)
+    assert inner.modules == {}
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_in_every_family_a_student_like_its_teacher_has_no_loss_and_another_has(family):
+    folder = every_family.model_with_layers(family, 2)
+    teacher, student = load_model(folder)[0], load_model(folder)[0]
+    said = settings(ALL if family != "mpnet" else ALL | {"attention": 0})
+    target = [5, 6, 7] if student.config.is_encoder_decoder else None
+    if FAMILIES[family].architecture == "encoder":
+        target = 1
+    rows = [EncodedSample([5, 6, 7, 8, 9], None, target), EncodedSample([5, 6, 8], None, target)]
+    same, _ = terms(student, teacher, said, rows)
+    assert same == pytest.approx(dict.fromkeys(same, 0.0), abs=1e-6)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(0.9)
+    other, _ = terms(student, teacher, said, rows)
+    assert all(value > 1e-6 for value in other.values()), other
+    kinds = list(said.losses.inner_weights())
+    stacks = ["encoder_layers", "decoder_layers"]
+    names = [f"{kind}.{stack}" for kind in kinds for stack in stacks]
+    assert set(other) == set(names if FAMILIES[family].architecture == "seq2seq" else kinds)
+
+
+@pytest.mark.parametrize("kind", ["translator", "language model", "classifier"])
+def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind):
+    draw = random.Random(2)
+
+    def ids(least, most):
+        return [draw.randint(5, 40) for _ in range(draw.randint(least, most))]
+
+    make = {"translator": tiny.write_marian, "classifier": tiny.write_bert}.get(
+        kind, lambda f: causal.write_model(f, "llama")
+    )
+    targets = {"translator": lambda: [*ids(1, 30), 0], "classifier": lambda: 1}.get(kind, lambda: None)
+    rows = [EncodedSample(ids(3, 20), None, targets()) for _ in range(16)]
+    teacher, _ = load_model(make(tmp_path / "model"))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(0.9)
+    found = []
+    for size, accumulate in ((16, 1), (4, 4)):
+        model, _ = load_model(tmp_path / "model")
+        said = settings(
+            ALL | {"logits": 1.0},
+            batch_size=size,
+            gradient_accumulation_steps=accumulate,
+            precision="fp32",
+            dropout=0.0,
+            num_evals=0,
+            max_steps=1,
+            warmup=0,
+            max_grad_norm=1e9,
+            learning_rate=1e-12,
+        )
+        gradients = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(
+                    lambda p, name=name, kept=gradients: kept.update({name: p.grad.detach().clone()})
+                )
+        inner = make_inner_losses(model, teacher, said, 0)
+        ctx = harness.make_context(tmp_path / f"{size}" / "out")
+        run_training(
+            model, rows, None, objective=distill_objective(teacher, said, inner), settings=said, ctx=ctx,
+            extension=TrainingExtension(modules=inner.modules, training_context=inner.capture),
+        )  # fmt: skip
+        found.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]).double())
+    assert float(found[0].norm()) > 1e-3
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("losses", "student", "code", "numbers"),
+    [
+        ({"attention": 1}, {"num_attention_heads": 2}, "heads-mismatch", ("2", "4")),
+        ({"cosine": 1}, {"hidden_size": 16}, "width-mismatch", ("32", "16")),
+    ],
+)
+def test_what_two_models_do_not_have_in_common_is_refused(tmp_path, losses, student, code, numbers):
+    teacher, other = bert(tmp_path / "t", 0), bert(tmp_path / "s", 0, **student)
+    with raises_code(code, InputError) as caught:
+        make_inner_losses(other, teacher, settings(losses), 0)
+    assert caught.value.setting == f"losses.{next(iter(losses))}"
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_layers_that_do_not_exist_and_heads_that_do_not_divide_are_refused(tmp_path):
+    teacher, student = bert(tmp_path / "t", 0), bert(tmp_path / "s", 0)
+    with raises_code("unknown-layer", InputError) as caught:
+        make_inner_losses(student, teacher, settings({"hidden_states": 1}, layer_map={1: 5}), 0)
+    assert caught.value.setting == "layer_map"
+    assert "5" in str(caught.value)
+    with raises_code("no-layer-mapped", InputError) as caught:
+        make_inner_losses(student, teacher, settings({"attention": 1}, layer_map={0: 0}), 0)
+    assert caught.value.setting == "layer_map"
+    with raises_code("heads-do-not-divide", InputError) as caught:
+        terms(student, teacher, settings({"self_attention_relations": 1}, relation_heads=5), TEXTS)
+    assert caught.value.setting == "relation_heads"
+    assert "32" in str(caught.value)
+    mpnet, _ = load_model(every_family.model_with_layers("mpnet", 2))
+    with raises_code("unreadable-attention", InputError) as caught:
+        make_inner_losses(mpnet, mpnet, settings({"attention": 1}), 0)
+    assert "mpnet" in str(caught.value)
+
+
+def test_layers_that_a_training_leaves_out_at_random_are_all_there_to_be_compared():
+    student, teacher = (load_model(every_family.model_with_layers("m2m_100", 2))[0] for _ in "ab")
+    stacks = [module for module in student.modules() if "layerdrop" in vars(module)]
+    for module in stacks:
+        module.layerdrop = 0.9
+    inner = make_inner_losses(student, teacher, settings(ALL), seed=3)
+    rows = [EncodedSample([2, 5, 6, 7, 3], None, [4, 8, 9, 3])] * 3
+    batch = collate(rows, student.config)
+    student.train()
+    objective = distill_objective(teacher, settings(ALL), inner)
+    for _ in range(8):
+        with inner.capture():
+            found = objective(student, batch)
+        assert all(torch.isfinite(term.value) for term in found.values())
+    assert len(stacks) == 2
+    assert {module.layerdrop for module in stacks} == {0.9}

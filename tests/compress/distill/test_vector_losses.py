@@ -1,0 +1,46 @@
+"""The loss of a student of vectors: its parts, weighed, from the same batch."""
+
+import embedders
+import pytest
+import torch
+
+from smelt.compress.distill.distill_objective import distill_objective
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.train.loss_terms import total_loss
+from smelt.compress.train.losses.sentence_vectors import (
+    cosent_loss,
+    pairwise_similarity_loss,
+    vector_distance_loss,
+)
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"sentence_embedding": 0},
+        {"pairwise_similarity": 0.25, "cosent": 2.0},
+        {"sentence_embedding": 0, "pairwise_similarity": 0, "cosent": 1},
+    ],
+)
+def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, tmp_path):
+    teacher, _ = load_model(embedders.write_embedder(tmp_path / "teacher"))
+    student, _ = load_model(embedders.write_embedder(tmp_path / "student", seed=1))
+    ids = torch.randint(5, 20, (6, 7), generator=torch.Generator().manual_seed(0))
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([[1.0], [0.0], [2.0]]),
+    }
+    with torch.no_grad():
+        loss = total_loss(distill_objective(teacher, DistillSettings(losses=said))(student, batch))
+        own, wanted = (m(ids).sentence_embedding for m in (student, teacher))
+    weights = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0} | said
+    expected = (
+        weights["sentence_embedding"] * vector_distance_loss(own, wanted)
+        + weights["pairwise_similarity"] * pairwise_similarity_loss(own, wanted)
+        + weights["cosent"] * cosent_loss(own, batch["labels"])
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) > 0

@@ -1,0 +1,74 @@
+"""Losses that go on from the layer that is tried are, to the bit, those of whole runs."""
+
+import every_family
+import harness
+import pytest
+import torch
+
+from smelt.compress.calibration.prefix_cache import PrefixCachedModel
+from smelt.compress.drop_layers.ablation_losses import ablation_losses
+from smelt.compress.drop_layers.block_influence import without_layers
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
+from smelt.families.registry import family_of
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.mark.parametrize("family", ["marian", "t5", "modernbert", "llama"])
+@pytest.mark.parametrize("what", [None, ["attention", "ffn"]])
+def test_they_are_those_of_whole_runs(what, family, tmp_path, monkeypatch):
+    losses, real, source = [], PrefixCachedModel.resume_each, every_family.model_with_layers(family, 3)
+
+    def resume_each(cached, called):
+        resumed = real(cached, called)
+
+        def both(model, batch):
+            found = resumed(model, batch)
+            with torch.inference_mode():
+                losses.append((float(found), float(called(model, batch))))
+            return found
+
+        return both
+
+    monkeypatch.setattr(PrefixCachedModel, "resume_each", resume_each)
+    settings = {"keep_ratio": 0.5, "calibration_samples": 8, "importance": "loss"} | (
+        {} if what is None else {"targets": what}
+    )
+    ctx = every_family.run_stage(
+        DropLayers(), DropLayersSettings(**settings), source, family, tmp_path / "out"
+    )
+    assert len(ctx.details["dropped"]) >= 1
+    assert all(resumed == whole for resumed, whole in losses)
+    assert len({whole for _, whole in losses}) > 2
+
+
+@pytest.mark.parametrize(("family", "is_computed"), [("marian", False), ("t5", True)])
+def test_a_layer_that_gives_nothing_but_states_is_not_computed_where_it_is_gone(family, is_computed):
+    model, _ = load_model(every_family.model_with_layers(family, 3))
+    stacks, calls, plain = family_of(model).stacks(model.config.to_dict()), [], set()
+    layer = model.get_submodule(stacks[-1].module_path)[1]
+    next(m for m in layer.modules() if isinstance(m, torch.nn.Linear)).register_forward_pre_hook(
+        lambda *_: calls.append(1)
+    )
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        for _ in range(3):
+            with without_layers(model, stacks, {(stacks[-1].name, 1)}, plain):
+                model(input_ids=ids, decoder_input_ids=ids)
+    assert len(calls) == (3 if is_computed else 1)  # once, since nobody knew
+
+
+def test_what_is_gone_besides_may_change_between_two_tries_of_one_layer(tmp_path):
+    model, _ = load_model(every_family.model_with_layers("llama", 3))
+    stacks, ids = family_of(model).stacks(model.config.to_dict()), torch.arange(5, 17).reshape(2, 6)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids + 1}
+    first, last = ("layers", 0), ("layers", 2)
+
+    def gone_now(gone):
+        return without_layers(model, stacks, gone)
+
+    with ablation_losses(model, [batch], gone_now, harness.make_context(tmp_path / "out"), 2) as loss:
+        found = [loss(frozenset([last]), last), loss(frozenset([first, last]), last)]
+        wanted = [loss(frozenset([last])), loss(frozenset([first, last]))]
+    assert found == wanted
+    assert wanted[0] != wanted[1]

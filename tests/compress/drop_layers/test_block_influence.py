@@ -1,0 +1,117 @@
+"""Block influence against the hidden states that transformers gives; models without layers."""
+
+from itertools import pairwise
+
+import every_family
+import pytest
+import torch
+from every_family import TEXT_FAMILIES
+from torch.nn.functional import normalize
+
+from smelt.compress.drop_layers.block_influence import block_influence, drop_units_by_loss, without_layers
+from smelt.families.registry import family_of
+from smelt.runtime.models.checkpoint import load_model
+
+
+def _inputs(model):
+    ids = torch.randint(5, 20, (3, 9), generator=torch.Generator().manual_seed(0))
+    more = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
+    return {"input_ids": ids, **more}
+
+
+def _loaded(family, layers=3):
+    model, _ = load_model(every_family.model_with_layers(family, layers))
+    return model, family_of(model).stacks(model.config.to_dict())
+
+
+def _of_states(states):
+    """Return 1 - mean cos of neighbours, by the definition in the paper."""
+    return [
+        1 - (normalize(a.double(), dim=-1) * normalize(b.double(), dim=-1)).sum(-1).mean().item()
+        for a, b in pairwise(states)
+    ]
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_influence_is_that_of_the_states_that_transformers_gives(family):
+    model, stacks = _loaded(family)
+    with torch.no_grad():
+        result = model(**_inputs(model), output_hidden_states=True)
+    given = (
+        (result.encoder_hidden_states, result.decoder_hidden_states)
+        if model.config.is_encoder_decoder
+        else (result.hidden_states,)
+    )
+    found = block_influence(model, stacks, [_inputs(model)])
+    for stack, states in zip(stacks, given, strict=True):
+        last = len(states) - (
+            2 if stack.stream.final_norm else 1
+        )  # the last is given behind the closing norm
+        expected = _of_states(states)
+        assert found[stack.name][:last] == pytest.approx(expected[:last], abs=1e-6)
+        assert len(found[stack.name]) == 3
+        assert all(0 < value < 2 for value in found[stack.name])
+
+
+def test_batches_count_by_their_tokens():
+    model, stacks = _loaded("llama")
+    long, short = _inputs(model)["input_ids"], _inputs(model)["input_ids"][:1, :2]
+    one, other, both = (
+        block_influence(model, stacks, [{"input_ids": ids} for ids in batch])["layers"][1]
+        for batch in ([long], [short], [long, short])
+    )
+    assert both == pytest.approx((27 * one + 2 * other) / 29)
+    assert one != pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2"])
+def test_model_without_layers_is_the_one_that_was_made_so(family):
+    from smelt.compress.distill.layer_selection import keep_layers
+
+    model, stacks = _loaded(family)
+    gone = {(stacks[-1].name, 1)}
+    with torch.no_grad():
+        whole = model(**_inputs(model)).logits
+        with without_layers(model, stacks, gone):
+            found = model(**_inputs(model)).logits
+        assert torch.equal(model(**_inputs(model)).logits, whole)
+        keep_layers(model, [], stacks[-1].name, [0, 2], "first")
+        assert torch.equal(model(**_inputs(model)).logits, found)
+    assert not torch.allclose(found, whole)
+
+
+def test_block_that_stands_twice_is_told_apart_by_its_calls():
+    model, stacks = _loaded("bert")
+    layers = model.get_submodule(stacks[0].module_path)
+    layers[2] = layers[0]
+    with torch.no_grad():
+        states = model(**_inputs(model), output_hidden_states=True).hidden_states
+    found = block_influence(model, stacks, [_inputs(model), _inputs(model)])["layers"]
+    assert found == pytest.approx(_of_states(states), abs=1e-6)
+    assert found[0] != pytest.approx(found[2], rel=1e-3)
+
+
+def test_layers_go_one_by_one_each_time_the_cheapest():
+    """The cheapest pair is not the two cheapest ones: after the first the losses are taken again."""
+    losses = {
+        (("a", 0),): 5.0, (("a", 1),): 2.0, (("a", 2),): 3.0, (("b", 0),): 4.0, (("b", 1),): 4.5,
+        (("a", 1), ("b", 0)): 9.0, (("a", 1), ("b", 1)): 6.0,
+    }  # fmt: skip
+    asked = []
+
+    def loss_without(gone, tried):
+        assert tried in gone
+        asked.append(gone)
+        return losses[tuple(sorted(gone))]
+
+    gone, found = drop_units_by_loss({"a": 2, "b": 1}, {"a": 3, "b": 2}, (), loss_without)
+    assert gone == [("a", 1), ("b", 1)]
+    assert found == [2.0, 6.0]
+    assert len(asked) == 7
+
+
+def test_layer_that_must_stay_is_not_tried():
+    gone, _ = drop_units_by_loss(
+        {"a": 1}, {"a": 2}, {("a", 0)}, lambda gone, _: 0.0 if ("a", 0) in gone else 1.0
+    )
+    assert gone == [("a", 1)]

@@ -1,0 +1,91 @@
+"""How many layers stay, and what is said of what cannot be, before any model is read."""
+
+import pytest
+from pydantic import ValidationError
+
+from smelt.compress.drop_layers.check_config import check_layer_counts, kept_layers
+from smelt.compress.drop_layers.settings import DropLayersSettings
+
+MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
+BERT = {"model_type": "bert", "num_hidden_layers": 12}
+T5 = {"model_type": "t5", "num_layers": 4}
+MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, {"encoder_layers": 3, "decoder_layers": 2}),  # half, and a half of three counts up
+        ({"keep_ratio": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
+        ({"decoder_layers": 1}, {"encoder_layers": 6, "decoder_layers": 1}),
+        ({"keep_ratio": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
+    ],
+)
+def test_stack_that_is_not_named_keeps_a_fraction_or_all(settings, kept):
+    assert kept_layers(DropLayersSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3}) == kept
+
+
+def test_config_of_the_result_says_how_many_layers_are_left():
+    mistakes, after = check_layer_counts(DropLayersSettings(keep_ratio=0.5), MARIAN)
+    assert not mistakes
+    assert after == {**MARIAN, "encoder_layers": 3, "decoder_layers": 2}
+    _, after = check_layer_counts(DropLayersSettings(decoder_layers=[1]), T5)
+    assert after == {**T5, "num_decoder_layers": 1, "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "place", "code"),
+    [
+        ({"layers": 13}, BERT, "layers", "more-than-model-has"),
+        ({"layers": [0, 12]}, BERT, "layers", "wrong-layer-numbers"),
+        ({"layers": [3, 1]}, BERT, "layers", "wrong-layer-numbers"),
+        ({"decoder_layers": 1}, BERT, "decoder_layers", "unknown-stack"),
+        ({"layers": [1, 2]}, MODERN, "layers", "first-layer-required"),
+    ],
+)
+def test_layers_that_there_are_not(settings, config, place, code):
+    (found,) = check_layer_counts(DropLayersSettings(**settings), config)[0]
+    assert (found.setting, found.code) == (place, code)
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "code"),
+    [
+        ({"targets": ["ffn"], "decoder_layers": 4}, "decoder_layers", "more-than-model-has"),
+        (
+            {"targets": ["attention", "cross-attention", "ffn"], "decoder_layers": 10},
+            "decoder_layers",
+            "more-than-model-has",
+        ),
+        ({"targets": ["attention", "ffn"], "encoder_layers": 1}, "encoder_layers", "too-few-kept"),
+        ({"targets": ["cross-attention"], "encoder_layers": 2}, "encoder_layers", "unknown-part"),
+    ],
+)
+def test_parts_that_there_are_not(settings, place, code):
+    (found,) = check_layer_counts(DropLayersSettings(**settings), MARIAN)[0]
+    assert (found.setting, found.code) == (place, code)
+
+
+def test_as_many_parts_as_there_are_may_stay():
+    settings = {"targets": ["attention", "cross-attention", "ffn"], "encoder_layers": 12, "decoder_layers": 9}
+    assert check_layer_counts(DropLayersSettings(**settings), MARIAN)[0] == []
+
+
+def test_last_layers_of_a_model_whose_first_must_stay_blame_the_importance():
+    (found,) = check_layer_counts(DropLayersSettings(keep_ratio=0.5, importance="last"), MODERN)[0]
+    assert (found.setting, found.code) == ("importance", "first-layer-required")
+    assert not check_layer_counts(DropLayersSettings(keep_ratio=1, importance="last"), MODERN)[0]
+
+
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"layers": []}, {"keep_ratio": 0}, {"keep_ratio": 1.5}])
+def test_nothing_left_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        DropLayersSettings(**wrong)
+
+
+def test_rows_are_needed_only_where_they_are_looked_at():
+    from smelt.compress.drop_layers.stage import DropLayers
+
+    assert DropLayers.needs_with(DropLayersSettings(), ()) == {"train"}
+    assert DropLayers.needs_with(DropLayersSettings(importance="loss"), ("calibration",)) == {"calibration"}
+    assert DropLayers.needs_with(DropLayersSettings(importance="uniform"), ()) == frozenset()

@@ -1,0 +1,151 @@
+"""Attentions and feed-forward parts go by what they do; of each kind one stays in each stack."""
+
+import json
+
+import every_family
+import harness
+import pytest
+import torch
+from expected_errors import raises_code, raises_setting_codes
+
+from smelt.compress.drop_layers.check_config import check_layer_counts
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.runtime.models.checkpoint import load_model
+
+
+def run(settings, out, family="llama", source=None):
+    said = DropLayersSettings(**({"calibration_samples": 4} | settings))
+    return every_family.run_stage(
+        DropLayers(), said, source or every_family.model_with_layers(family, 3), family, out
+    )
+
+
+def test_greedy_losses_are_those_of_the_models_without_the_parts(tmp_path):
+    """After each drop the others are tried again: by hand, on models from which the part was really taken."""
+    ctx = run({"targets": ["attention", "ffn"], "keep_ratio": 0.67}, tmp_path / "out")
+    dropped = [(d["layer"], d["part"]) for d in ctx.details["dropped"]]
+    losses = {}
+    for kind in ("attention", "ffn"):
+        for layer in range(3):
+            stay = [at for at in range(3) if at != layer]
+            name = f"{kind}-{layer}"
+            gone = run({"targets": [kind], "layers": stay}, tmp_path / name)
+            assert gone.details["dropped_parts"] == {"layers": [f"{layer} {kind}"]}
+            again = run({"layers": 2}, tmp_path / f"{name}-again", source=gone.out)
+            losses[layer, kind] = again.details["loss_before"]
+    assert dropped[0] == min(losses, key=losses.get)
+    assert ctx.details["dropped"][0]["loss"] == pytest.approx(losses[dropped[0]], abs=1e-5)
+    assert len(dropped) == 2
+
+
+@pytest.mark.parametrize("importance", ["loss", "block-influence", "random"])
+def test_of_each_kind_one_stays_in_each_stack(importance, tmp_path):
+    what = ["attention", "cross-attention", "ffn"]
+    ctx = run({"targets": what, "keep_ratio": 0.1, "importance": importance}, tmp_path / "out", "t5")
+    gone = ctx.details["dropped_parts"]
+    for stack, kinds in (("encoder_layers", what[::2]), ("decoder_layers", what)):
+        assert {
+            kind: sum(name.endswith(f" {kind}") for name in gone[stack]) for kind in kinds
+        } == dict.fromkeys(kinds, 2)
+    assert torch.isfinite(harness.logits(harness.load_output_model(ctx))).all()
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
+
+
+def test_the_least_influence_goes_and_the_facts_say_so(tmp_path):
+    ctx = run({"targets": ["ffn"], "layers": 1, "importance": "block-influence"}, tmp_path / "out")
+    values = ctx.details["part_influence"]["layers"]
+    stays = max(values, key=values.get)
+    assert sorted(ctx.details["dropped_parts"]["layers"]) == sorted(set(values) - {stays})
+    config = json.loads((ctx.out / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+
+
+def test_layers_and_parts_can_go_one_after_the_other(tmp_path):
+    first = run({"targets": ["attention"], "layers": [1, 2]}, tmp_path / "first")
+    second = run({"layers": [0, 2]}, tmp_path / "second", source=first.out)
+    third = run({"targets": ["ffn"], "layers": [0]}, tmp_path / "third", source=second.out)
+    layers = load_model(third.out)[0].model.layers
+    assert [hasattr(layer.self_attn, "q_proj") for layer in layers] == [False, True]
+    assert [hasattr(layer.mlp, "up_proj") for layer in layers] == [True, False]
+    assert layers[1].self_attn.layer_idx == 0
+    with raises_code("no-part-left", InputError) as caught:
+        run({"layers": [0]}, tmp_path / "none", source=first.out)
+    assert "attention" in str(caught.value)
+
+
+def test_the_bias_of_t5_goes_on_to_the_first_block_that_attends(tmp_path):
+    first = run(
+        {"targets": ["attention"], "encoder_layers": [2], "decoder_layers": [1, 2]}, tmp_path / "a", "t5"
+    )
+    left = run({"encoder_layers": [1, 2], "decoder_layers": [0, 2]}, tmp_path / "b", "t5", first.out)
+    whole, found = load_model(every_family.model_with_layers("t5", 3))[0], load_model(left.out)[0]
+    for side in ("encoder", "decoder"):
+        table = getattr(whole, side).block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        again = getattr(found, side).block[1].layer[0].SelfAttention.relative_attention_bias.weight
+        assert torch.equal(again, table)
+    assert torch.equal(harness.logits(found), harness.logits(harness.load_output_model(left)))
+
+
+MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "place", "code"),
+    [
+        (
+            {"targets": ["cross-attention"]},
+            {"model_type": "llama", "num_hidden_layers": 3},
+            "targets",
+            "unknown-part",
+        ),
+        ({"targets": ["ffn"], "layers": 2}, MARIAN, "layers", "unknown-stack"),
+        ({"targets": ["ffn"], "decoder_layers": [0, 3]}, MARIAN, "decoder_layers", "wrong-layer-numbers"),
+    ],
+)
+def test_parts_that_there_are_not(settings, config, place, code):
+    [found], after = check_layer_counts(DropLayersSettings(**settings), config)
+    assert (found.setting, found.code) == (place, code)
+    assert after == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"targets": ["ffn", "layers"]}, "settings-conflict"),
+        ({"targets": ["ffn"], "importance": "uniform"}, "wrong-importance"),
+        ({"targets": []}, "too_short"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, code):
+    with raises_setting_codes(code):
+        DropLayersSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"targets": ["attention", "ffn"], "layers": 1}, "too-few-kept"),
+        ({"targets": ["attention"], "layers": 4}, "more-than-model-has"),
+    ],
+)
+def test_numbers_that_cannot_be(settings, code, tmp_path):
+    with raises_code(code, InputError) as caught:
+        run(settings, tmp_path / "out")
+    assert [found.setting for found in caught.value.found] == ["layers"]
+
+
+def test_a_list_that_leaves_none_of_a_kind_that_is_left(tmp_path):
+    first = run({"targets": ["ffn"], "layers": [0, 1]}, tmp_path / "first")
+    with raises_code("no-part-left", InputError) as caught:
+        run({"targets": ["ffn"], "layers": [2]}, tmp_path / "second", source=first.out)
+    assert caught.value.setting == "layers"
+    assert "ffn" in str(caught.value)
+
+
+def test_keep_that_takes_nothing_warns(tmp_path):
+    ctx = run({"targets": ["ffn"], "keep_ratio": 0.9}, tmp_path / "out")
+    assert message_codes(ctx.warnings) == ["nothing-to-remove"]
+    assert ctx.details["dropped_parts"] == {"layers": []}

@@ -1,0 +1,256 @@
+"""Layers that do nothing go, on every family, and the model computes the same and loads everywhere."""
+
+import json
+import re
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+import transformers
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.families.model_blocks import blocks_of
+from smelt.families.registry import FAMILIES, family_of
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+
+def _with_idle_layer(family, out):
+    """Write a model of 3 layers a stack whose middle ones add nothing to the hidden states."""
+    source = every_family.model_with_layers(family, 3)
+    model, edits = load_model(source)
+    for block in blocks_of(model):
+        if block.index == 1:
+            for part in (*block.attentions, block.feed_forward):
+                last = model.get_submodule(part.linear_layers[-1])
+                torch.nn.init.zeros_(last.weight)
+                if last.bias is not None:
+                    torch.nn.init.zeros_(last.bias)
+    out.mkdir()
+    save_model(model, edits, out, source)
+    return out
+
+
+def test_an_embedder_without_scores_takes_block_influence():
+    split = Split("pairs.jsonl", (Example("a"), Example("b")))
+    [found] = DropLayers.check_rows(DropLayersSettings(), "sentence-similarity", {"train": split})
+    assert (found.setting, found.code) == ("importance", "missing-scores")
+    settings = DropLayersSettings(importance="block-influence")
+    assert not DropLayers.check_rows(settings, "sentence-similarity", {"train": split})
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_layer_that_does_nothing_goes_first(family, tmp_path):
+    idle = _with_idle_layer(family, tmp_path / "idle")
+    ctx = every_family.run_stage(
+        DropLayers(),
+        DropLayersSettings(keep_ratio=0.67, importance="block-influence", calibration_samples=4),
+        idle,
+        family,
+        tmp_path / "out",
+    )
+    kept = ctx.details["kept_layers"]
+    assert list(kept.values()) == [[0, 2]] * len(kept)
+    before, after = load_model(idle)[0], load_model(ctx.out)[0]
+    if family_of(before).stacks(before.config.to_dict())[0].stream.pre_norm:
+        # where norms stand behind the sum (BERT), an idle layer norms once more
+        assert all(values[1] < 1e-6 for values in ctx.details["block_influence"].values())
+        assert torch.allclose(harness.logits(after), harness.logits(before), atol=1e-5)
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
+    assert not (ctx.out / "structure.json").exists()
+    assert not ctx.warnings
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_transformers_loads_what_is_left(family, tmp_path):
+    settings = DropLayersSettings(keep_ratio=0.67, importance="loss", calibration_samples=4)
+    ctx = every_family.run_stage(
+        DropLayers(), settings, every_family.model_with_layers(family, 3), family, tmp_path / "out"
+    )
+    config = json.loads((ctx.out / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    plain = kind.from_pretrained(ctx.out).eval()
+    assert torch.equal(harness.logits(plain), harness.logits(harness.load_output_model(ctx)))
+    assert len(ctx.details["dropped"]) == len(ctx.details["kept_layers"])
+    stacks = FAMILIES[family].stacks(config)
+    assert all(stack.num_layers(config) == 2 for stack in stacks)
+    for word in stacks[0].per_layer_keys:
+        assert len(config[word]) == 2
+
+
+def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
+    source = every_family.model_with_layers("llama", 3)
+    rows = {"keep_ratio": 0.3, "importance": "loss", "calibration_samples": 4}
+    ctx = every_family.run_stage(DropLayers(), DropLayersSettings(**rows), source, "llama", tmp_path / "out")
+    first, second = (entry["layer"] for entry in ctx.details["dropped"])
+    assert ctx.details["kept_layers"] == {"layers": sorted({0, 1, 2} - {first, second})}
+    others = {}
+    for number in range(3):  # each layer gone by hand: the loss of the rest, with nothing left to drop
+        stay = [at for at in range(3) if at != number]
+        by_hand = every_family.run_stage(
+            DropLayers(), DropLayersSettings(layers=stay), source, "llama", tmp_path / f"without-{number}"
+        )
+        again = every_family.run_stage(
+            DropLayers(),
+            DropLayersSettings(layers=1, importance="loss", calibration_samples=4),
+            by_hand.out,
+            "llama",
+            tmp_path / f"again-{number}",
+        )
+        others[number] = again.details["loss_before"]
+    assert min(others, key=others.get) == first
+    assert ctx.details["dropped"][0]["loss"] == pytest.approx(others[first], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"importance": "first"}, [0, 1]),
+        ({"importance": "last"}, [2, 3]),
+        ({"importance": "uniform"}, [0, 3]),
+        ({"layers": [1, 3]}, [1, 3]),
+    ],
+)
+def test_layers_are_chosen_by_their_places(settings, kept, tmp_path):
+    ctx = harness.run_stage(
+        DropLayers(),
+        DropLayersSettings(**settings),
+        every_family.model_with_layers("gpt2", 4),
+        tmp_path / "out",
+        "language-modeling",
+    )
+    assert ctx.details["kept_layers"] == {"layers": kept}
+    whole = load_model(every_family.model_with_layers("gpt2", 4))[0]
+    for new, old in enumerate(kept):
+        assert torch.equal(
+            harness.load_output_model(ctx).transformer.h[new].mlp.c_fc.weight,
+            whole.transformer.h[old].mlp.c_fc.weight,
+        )
+
+
+def test_random_layers_are_drawn_by_the_seed(tmp_path):
+    source = every_family.model_with_layers("gpt2", 4)
+    drawn = [
+        harness.run_stage(DropLayers(), DropLayersSettings(importance="random"), source, tmp_path / str(at),
+                    "language-modeling", seed=seed).details["kept_layers"]["layers"]
+        for at, seed in enumerate([1, 1, 2, 3, 4])
+    ]  # fmt: skip
+    assert drawn[0] == drawn[1]
+    assert len({tuple(layers) for layers in drawn}) > 1
+
+
+def test_a_stack_that_is_not_named_stays_whole(tmp_path):
+    source = every_family.model_with_layers("marian", 3)
+    settings = DropLayersSettings(decoder_layers=1, calibration_samples=4)
+    ctx = every_family.run_stage(DropLayers(), settings, source, "marian", tmp_path / "out")
+    assert ctx.details["kept_layers"]["encoder_layers"] == [0, 1, 2]
+    assert len(ctx.details["kept_layers"]["decoder_layers"]) == 1
+
+
+def test_layers_that_were_named_are_gone_while_others_are_tried(tmp_path):
+    source = every_family.model_with_layers("marian", 3)
+    by_hand = every_family.run_stage(
+        DropLayers(), DropLayersSettings(encoder_layers=[1]), source, "marian", tmp_path / "by-hand"
+    ).out
+    rows = {"decoder_layers": 2, "importance": "loss", "calibration_samples": 4}
+    at_once = every_family.run_stage(
+        DropLayers(), DropLayersSettings(encoder_layers=[1], **rows), source, "marian", tmp_path / "at-once"
+    )
+    later = every_family.run_stage(
+        DropLayers(), DropLayersSettings(**rows), by_hand, "marian", tmp_path / "later"
+    )
+    assert at_once.details["dropped"] == later.details["dropped"]
+    assert at_once.details["loss_before"] == pytest.approx(later.details["loss_before"], abs=1e-5)
+
+
+def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
+    shared = every_family.run_stage(
+        ShareWeights(),
+        ShareWeightsSettings(groups=1),
+        every_family.model_with_layers("bert", 3),
+        "bert",
+        tmp_path / "shared",
+    ).out
+    ctx = harness.run_stage(
+        DropLayers(), DropLayersSettings(layers=[1, 2]), shared, tmp_path / "out", "text-classification"
+    )
+    layers = harness.load_output_model(ctx).bert.encoder.layer
+    assert layers[0].attention.self.query is layers[1].attention.self.query
+    whole = load_model(shared)[0].bert.encoder.layer
+    assert torch.equal(layers[0].intermediate.dense.weight, whole[1].intermediate.dense.weight)
+
+
+def test_codes_of_the_layers_that_stay_stay(tmp_path):
+    source = every_family.model_with_layers("llama", 3)
+    coded = every_family.run_stage(Quantize(), QuantizeSettings(), source, "llama", tmp_path / "coded").out
+    ctx = every_family.run_stage(
+        DropLayers(), DropLayersSettings(layers=2, calibration_samples=4), coded, "llama", tmp_path / "out"
+    )
+    kept = ctx.details["kept_layers"]["layers"]
+    left, whole = harness.load_output_model(ctx), load_model(coded)[0]
+    for new, old in enumerate(kept):
+        mine, theirs = (m.model.layers[at].mlp.up_proj.matrix for m, at in ((left, new), (whole, old)))
+        assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), theirs.buffers(), strict=True))
+
+
+def test_keep_that_takes_nothing_warns(tmp_path):
+    ctx = every_family.run_stage(
+        DropLayers(),
+        DropLayersSettings(keep_ratio=0.9),
+        every_family.model_with_layers("bert", 3),
+        "bert",
+        tmp_path / "out",
+    )
+    assert message_codes(ctx.warnings) == ["nothing-to-remove"]
+    assert ctx.details["kept_layers"] == {"layers": [0, 1, 2]}
+
+
+def test_rows_are_missing(tmp_path):
+    source = tiny.write_bert(tmp_path / "model")
+    for importance in ("loss", "block-influence"):
+        with raises_code("no-calibration-data", InputError):
+            harness.run_stage(
+                DropLayers(),
+                DropLayersSettings(importance=importance),
+                source,
+                tmp_path / importance,
+                "text-classification",
+            )
+
+
+def test_more_layers_than_there_are(tmp_path):
+    with raises_code("more-than-model-has", InputError) as caught:
+        harness.run_stage(
+            DropLayers(),
+            DropLayersSettings(layers=9),
+            every_family.model_with_layers("bert", 3),
+            tmp_path / "out",
+            "text-classification",
+        )
+    assert [found.setting for found in caught.value.found] == ["layers"]  # fmt: skip
+
+
+@pytest.mark.parametrize("importance", ["loss", "block-influence"])
+def test_layers_that_alone_have_a_part_stay(importance, tmp_path):
+    """An earlier step left one attention and one ffn, of different layers: a single one has not both."""
+    source = every_family.model_with_layers("llama", 3)
+    for word, number in (("attention", 0), ("ffn", 2)):
+        said = DropLayersSettings(targets=[word], layers=[number], calibration_samples=4)
+        source = every_family.run_stage(DropLayers(), said, source, "llama", tmp_path / word).out
+    said = DropLayersSettings(layers=1, importance=importance, calibration_samples=4)
+    ctx = every_family.run_stage(DropLayers(), said, source, "llama", tmp_path / "out")
+    assert ctx.details["kept_layers"] == {"layers": [0, 2]}
+    (told,) = [one for one in ctx.warnings if one.code == "minimum-kept"]
+    assert re.findall(r"\d+", told.message) == ["2", "1"]
+    first, second = blocks_of(load_model(ctx.out)[0])
+    assert (bool(first.attentions), first.feed_forward) == (True, None)
+    assert (bool(second.attentions), second.feed_forward is None) == (False, False)

@@ -1,0 +1,61 @@
+"""The rule of where a pair is faster, against what was measured; and which layers get whole texts."""
+
+import every_family
+import pytest
+
+from smelt.compress.factorize.latency_rule import faster_below_rank, full_sequence_layers
+from smelt.runtime.models.checkpoint import load_model
+
+# outputs, inputs, share of the weights that a pair keeps, rows, its time in those of the whole matrix
+# (docs/measurements/techniques.md)
+MEASURED = [
+    (256, 256, 0.25, 1, 1.17),
+    (1024, 256, 0.6, 1, 1.16),
+    (1024, 256, 0.25, 1, 0.94),
+    (512, 512, 0.6, 1, 1.02),
+    (512, 512, 0.4, 1, 0.85),
+    (768, 768, 0.75, 1, 1.13),
+    (768, 768, 0.6, 1, 0.92),
+    (2048, 512, 0.9, 1, 1.07),
+    (2048, 512, 0.75, 1, 0.96),
+    (3072, 768, 0.9, 1, 1.09),
+    (3072, 768, 0.6, 1, 0.80),
+    (256, 256, 0.9, 32, 1.12),
+    (256, 256, 0.6, 32, 0.80),
+    (1024, 256, 0.9, 32, 1.03),
+    (1024, 256, 0.75, 32, 0.89),
+    (768, 768, 0.75, 32, 0.82),
+]
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "share", "rows", "ratio"), MEASURED)
+def test_a_pair_is_taken_where_it_was_measured_to_be_faster(outputs, inputs, share, rows, ratio):
+    rank = int(share * outputs * inputs / (outputs + inputs))
+    assert (rank < faster_below_rank(outputs, inputs, full_sequence=rows > 1)) == (ratio < 1)
+
+
+def test_the_limit_is_the_formula_and_never_below_zero():
+    assert faster_below_rank(512, 512, full_sequence=False) == pytest.approx(
+        (0.9 * 512 * 512 - 100_000) / 1024
+    )
+    assert faster_below_rank(1024, 256, full_sequence=True) == pytest.approx(
+        (0.9 * 1024 * 256 - 5_000) / 1280
+    )
+    assert faster_below_rank(256, 256, full_sequence=False) == 0
+    assert faster_below_rank(8, 8, full_sequence=True) == 0
+
+
+def test_an_encoder_and_keys_and_values_of_cross_attention_get_whole_texts():
+    model, _ = load_model(every_family.model_with_layers("marian", 3))
+    found = full_sequence_layers(model)
+    encoder, decoder = "model.encoder.layers.0.", "model.decoder.layers.0."
+    assert {encoder + name for name in ("self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")} <= found
+    assert {name for name in found if name.startswith(decoder)} == {
+        f"{decoder}encoder_attn.k_proj",
+        f"{decoder}encoder_attn.v_proj",
+    }
+
+
+def test_a_language_model_gets_one_token_and_an_encoder_alone_whole_texts():
+    assert full_sequence_layers(load_model(every_family.model_with_layers("llama", 3))[0]) == set()
+    assert len(full_sequence_layers(load_model(every_family.model_with_layers("bert", 3))[0])) == 3 * 6

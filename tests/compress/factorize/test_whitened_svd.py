@@ -1,0 +1,65 @@
+"""Whitened SVD: the error that it names is that of the layer's outputs, and no pair has less."""
+
+import pytest
+import torch
+from torch import nn
+
+from smelt.compress.factorize import whitened_svd as module
+from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer, weighted_singular_values
+from smelt.compress.factorize.whitened_svd import whitened_svd_metric
+
+
+@pytest.fixture
+def inputs():
+    """Inputs with a mean, and with channels that go together, float64 [tokens, K]."""
+    torch.manual_seed(0)
+    return torch.randn(500, 32).double() @ torch.randn(32, 32).double() + 3
+
+
+def metric_of(x, *, bias):
+    return whitened_svd_metric(x.T @ x, x.sum(dim=0), len(x), bias=bias)
+
+
+def mean_square(layer, pair, x):
+    with torch.no_grad():
+        return float((layer.double()(x) - pair.double()(x)).square().sum(dim=1).mean())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_dropped_squares_are_the_squared_error_of_the_outputs(inputs, monkeypatch, bias):
+    monkeypatch.setattr(module, "_RIDGE_RATIO", 1e-9)
+    layer = nn.Linear(32, 24, bias=bias)
+    metric = metric_of(inputs, bias=bias)
+    sigma = weighted_singular_values(layer.weight, metric)
+    pair, _ = low_rank_layer(layer, 5, metric)
+    assert mean_square(layer, pair, inputs) == pytest.approx(float(sigma[5:].square().sum()), rel=1e-3)
+
+
+def test_a_bias_that_moves_is_nearer_than_one_that_stays(inputs):
+    layer = nn.Linear(32, 24)
+    moved, _ = low_rank_layer(layer, 5, metric_of(inputs, bias=True))
+    stays, _ = low_rank_layer(layer, 5, metric_of(inputs, bias=False))
+    plain, _ = low_rank_layer(layer, 5, ErrorMetric())
+    errors = [mean_square(layer, pair, inputs) for pair in (moved, stays, plain)]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.9 * errors[1] < 0.8 * errors[2]
+
+
+def test_directions_that_no_row_has_stay_finite_and_are_not_lost_first():
+    x = torch.randn(200, 32).double()
+    x[:, 16:] = 0
+    layer = nn.Linear(32, 24, bias=False)
+    pair, _ = low_rank_layer(layer, 20, metric_of(x, bias=False))
+    assert bool(pair.down.weight.isfinite().all())
+    off = (layer.weight - pair.up.weight @ pair.down.weight).detach().norm(dim=0)
+    whole = layer.weight.detach().norm(dim=0)
+    assert (off[:16] / whole[:16]).max() < 0.1
+    assert off[16:].norm() < 0.9 * whole[16:].norm()
+
+
+def test_inputs_that_are_all_zero_give_the_plain_svd():
+    layer = nn.Linear(32, 24, bias=False)
+    zeros = torch.zeros(10, 32).double()
+    ours, _ = low_rank_layer(layer, 4, metric_of(zeros, bias=False))
+    plain, _ = low_rank_layer(layer, 4, ErrorMetric())
+    torch.testing.assert_close(ours.up.weight @ ours.down.weight, plain.up.weight @ plain.down.weight)

@@ -1,0 +1,35 @@
+"""What is said of units before torch is imported is what cutting them would say."""
+
+import pytest
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+
+from smelt.compress.prune.check_config import check_units, fixed_heads_warnings
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+
+
+@pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))
+def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):
+    config = {"model_type": kind}
+    fixed = any(a.fixed_heads_reason for s in FAMILIES[kind].stacks(config) for a in s.attentions)
+    assert (
+        bool(check_units(["heads"], config)) == fixed == bool(fixed_heads_warnings(["heads", "ffn"], config))
+    )
+    assert check_units(["ffn"], config) == check_units(["heads", "ffn"], config) == []
+    assert fixed_heads_warnings(["ffn"], config) == []
+
+
+def test_the_message_says_why_and_what_to_write():
+    config = {"model_type": "mpnet"}
+    [found] = check_units(["heads"], config)
+    assert (found.setting, found.code) == ("targets", "fixed-heads")
+    assert "[ffn]" in found.message
+    with raises_code("fixed-heads", InputError) as caught:
+        fixed_heads_warnings(["heads"], config)
+    assert caught.value.setting == "targets"
+    assert "mpnet" in str(caught.value)
+
+
+def test_a_family_that_is_not_known_is_left_to_the_stage():
+    assert check_units(["heads"], {"model_type": "mamba"}) == []

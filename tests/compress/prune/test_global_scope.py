@@ -1,0 +1,127 @@
+"""Where all layers compete, those lose most whose units say least."""
+
+import every_family
+import pytest
+import torch
+from torch import tensor
+
+from smelt.compress.prune.global_scope import allocate_globally
+from smelt.compress.prune.importance.unit_scores import UnitScores
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.families.model_blocks import blocks_of
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+
+def test_heads_go_wherever_they_say_least_and_one_stays_in_each_layer():
+    scores = {"a": tensor([9.0, 8.0, 7.0, 6.0]), "b": tensor([0.1, 0.3, 0.2, 0.4]), "c": tensor([5.0, 0.5])}
+    assert allocate_globally(scores, 0.6, 1) == {"a": 4, "b": 1, "c": 1}
+    assert allocate_globally(scores, 0.7, 1) == {"a": 4, "b": 1, "c": 2}
+    assert allocate_globally(scores, 0.1, 1) == {"a": 1, "b": 1, "c": 1}
+    assert allocate_globally(scores, 1.0, 1) == {"a": 4, "b": 4, "c": 2}
+
+
+def test_neurons_go_in_steps_by_their_mean():
+    scores = {"a": tensor([1.0, 8.0, 2.0, 9.0, 3.0]), "b": tensor([7.0, 5.0, 6.0, 2.2])}
+    # a: 9 8 | 3 2 | 1, b: 7 6 | 5 2.2
+    assert allocate_globally(scores, 0.5, 2) == {"a": 2, "b": 2}
+    assert allocate_globally(scores, 0.7, 2) == {"a": 2, "b": 4}
+    assert allocate_globally(scores, 0.9, 2) == {"a": 4, "b": 4}
+    assert allocate_globally(scores, 1.0, 2) == {"a": 5, "b": 4}
+    # a: 9 8 | 3 2 | 1.9, b: 7 6 | 1.5 1: the one that is left over counts by itself
+    scores = {"a": tensor([9.0, 8.0, 3.0, 2.0, 1.9]), "b": tensor([7.0, 6.0, 1.5, 1.0])}
+    assert allocate_globally(scores, 0.75, 2) == {"a": 5, "b": 2}
+
+
+def test_scores_of_layers_are_divided_by_their_length():
+    found = UnitScores({"a": tensor([3.0, 4.0])}, {"b": tensor([0.0, 0.0], dtype=torch.float64)}).normalized()
+    assert found.heads["a"].tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
+    assert found.neurons["b"].tolist() == [0, 0]
+    same = UnitScores({"a": tensor([3.0, 4.0])}, {}, comparable_across_layers=True)
+    assert same.normalized() is same
+
+
+@pytest.mark.parametrize("importance", ["taylor", "fisher", "magnitude", "random"])
+def test_a_budget_over_the_model_is_met_and_the_model_is_read_again(importance, tmp_path):
+    source = every_family.model_with_layers("t5", 3)
+    settings = PruneSettings(
+        targets=["heads", "ffn"],
+        keep_ratio=0.5,
+        scope="global",
+        importance=importance,
+        calibration_samples=4,
+        reconstruct=False,
+    )
+    ctx = every_family.run_stage(Prune(), settings, source, "t5", tmp_path / "out")
+    model, _ = load_model(ctx.out)
+    whole, _ = load_model(source)
+    for name, kept in (("heads", ctx.details["kept_heads"]), ("neurons", ctx.details["kept_neurons"])):
+        before = sum(_sizes(whole, name))
+        assert sum(kept.values()) == sum(_sizes(model, name))
+        assert sum(kept.values()) == pytest.approx(before / 2, abs=4)
+        assert min(kept.values()) >= 1
+
+
+def _sizes(model, kind):
+    for block in blocks_of(model):
+        if kind == "neurons":
+            yield model.get_submodule(block.feed_forward.down).in_features
+        else:
+            yield from (model.get_submodule(a.name).n_heads for a in block.attentions)
+
+
+def test_a_layer_that_does_nothing_gives_up_all_but_a_step(tmp_path):
+    source = every_family.model_with_layers("llama", 3)
+    model, edits = load_model(source)
+    torch.nn.init.zeros_(model.model.layers[1].mlp.down_proj.weight)
+    idle = tmp_path / "idle"
+    idle.mkdir()
+    save_model(model, edits, idle, source)
+    settings = PruneSettings(
+        keep_ratio=0.5, scope="global", importance="fisher", calibration_samples=4, reconstruct=False
+    )
+    ctx = every_family.run_stage(Prune(), settings, idle, "llama", tmp_path / "out")
+    first, middle, last = ctx.details["kept_neurons"].values()
+    assert middle == settings.multiple_of
+    assert first + middle + last == pytest.approx(1.5 * model.config.intermediate_size, abs=4)
+
+
+def test_a_layer_of_larger_weights_keeps_no_more_by_magnitude(tmp_path):
+    source = every_family.model_with_layers("llama", 3)
+    model, edits = load_model(source)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(16)
+    large = tmp_path / "large"
+    large.mkdir()
+    save_model(model, edits, large, source)
+    settings = PruneSettings(keep_ratio=0.5, scope="global", importance="magnitude", reconstruct=False)
+    kept = [
+        every_family.run_stage(Prune(), settings, folder, "llama", tmp_path / f"out-{at}").details[
+            "kept_neurons"
+        ]
+        for at, folder in enumerate((source, large))
+    ]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("target", "other"), [("heads", "kept_neurons"), ("ffn", "kept_heads")])
+def test_the_ratio_of_one_target_leaves_the_other_as_it_is(tmp_path, target, other):
+    source = every_family.model_with_layers("bert", 2)
+    settings = PruneSettings(
+        keep_ratio={target: 0.5}, scope="global", importance="magnitude", reconstruct=False
+    )
+    ctx = every_family.run_stage(Prune(), settings, source, "bert", tmp_path / "out")
+    mine = {"heads": "kept_heads", "ffn": "kept_neurons"}[target]
+    assert ctx.details[mine]
+    assert not ctx.details.get(other)
+
+
+def test_random_units_are_drawn_by_the_seed(tmp_path):
+    from smelt.compress.prune.importance.random_scores import random_scores
+    from smelt.compress.prune.unit_groups import find_groups
+
+    model, _ = load_model(every_family.model_with_layers("bert", 3))
+    drawn = [random_scores(model, *find_groups(model), seed) for seed in (1, 1, 2)]
+    names = list(drawn[0].neurons)
+    assert all(torch.equal(drawn[0].neurons[n], drawn[1].neurons[n]) for n in names)
+    assert not torch.equal(drawn[0].neurons[names[0]], drawn[2].neurons[names[0]])
+    assert not torch.equal(drawn[0].neurons[names[0]], drawn[0].neurons[names[1]])

@@ -1,0 +1,289 @@
+"""Pruning: the scores recomputed by hand, and cutting against masking."""
+
+import re
+
+import causal
+import harness
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+from pruning_models import bert_model, example_batch, example_loss, factorized_model, marian_model
+from transformers import AutoModelForSeq2SeqLM
+
+from smelt.compress.prune.cut import cut_heads, cut_neurons, update_config
+from smelt.compress.prune.importance.magnitude import magnitude_scores
+from smelt.compress.prune.importance.taylor import taylor_scores
+from smelt.compress.prune.kept_counts import count_kept_heads, count_kept_neurons
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.prune.unit_groups import find_groups, linear_with_inputs
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.core.stage import stage_needs
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(**example_batch(model)).logits
+
+
+def best(scores, kept):
+    """The units with the highest scores, rising."""
+    return scores.topk(kept).indices.sort().values
+
+
+def mask_units(model, heads, neurons):
+    """Silence units by zeroing their outgoing weights."""
+    with torch.no_grad():
+        for group, gone in heads.values():
+            width = group.head_dim(model)
+            for head in gone:
+                linear_with_inputs(model, group.structure.out).weight[
+                    :, head * width : (head + 1) * width
+                ] = 0
+        for block, gone in neurons.values():
+            linear_with_inputs(model, block.structure.down).weight[:, gone] = 0
+
+
+@pytest.mark.parametrize("build", [marian_model, bert_model, factorized_model])
+def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path):
+    model = build()
+    attentions, blocks = find_groups(model)
+    scores = magnitude_scores(model, attentions, blocks)
+    settings = PruneSettings(keep_ratio={"heads": 0.5, "ffn": 0.25})
+    heads = {g.name: (g, scores.heads[g.name].argsort()[:2].tolist()) for g in attentions}
+    neurons = {
+        b.name: (
+            b,
+            scores.neurons[b.name].argsort()[: b.count(model) - count_kept_neurons(b.count(model), settings)],
+        )
+        for b in blocks
+    }
+    edits = [
+        {"op": "low_rank", "module": n, "rank": m.rank}
+        for n, m in model.named_modules()
+        if type(m).__name__ == "LowRankLinear"
+    ]
+    untouched = outputs(model)
+    mask_units(model, heads, neurons)
+    masked = outputs(model)
+    for group in attentions:
+        cut_heads(
+            model,
+            edits,
+            group,
+            best(scores.heads[group.name], count_kept_heads(group.count(model), settings)),
+        )
+    for block in blocks:
+        cut_neurons(
+            model,
+            edits,
+            block,
+            best(scores.neurons[block.name], count_kept_neurons(block.count(model), settings)),
+        )
+    edits = update_config(model, edits)
+    assert (masked - untouched).abs().max() > 1e-3
+    torch.testing.assert_close(outputs(model), masked, rtol=1e-4, atol=1e-5)
+    assert all(g.count(model) == 2 for g in attentions)
+    assert {b.count(model) for b in blocks} <= {16, 8}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "src").mkdir()
+    save_model(model, edits, tmp_path / "out", tmp_path / "src")
+    again, _ = load_model(tmp_path / "out")
+    torch.testing.assert_close(outputs(again), masked, rtol=1e-4, atol=1e-5)
+
+
+def test_pruning_units_without_outgoing_weights_changes_nothing():
+    model = marian_model()
+    attentions, blocks = find_groups(model)
+    mask_units(
+        model, {g.name: (g, [1, 3]) for g in attentions}, {b.name: (b, list(range(0, 32))) for b in blocks}
+    )
+    before = outputs(model)
+    batch = example_batch(model)
+    scores = taylor_scores(model, attentions, blocks, [batch], example_loss)
+    assert all((s[[1, 3]] == 0).all() and (s[[0, 2]] > 0).all() for s in scores.heads.values())
+    settings = PruneSettings(keep_ratio=0.5, multiple_of=1)
+    edits = []
+    for group in attentions:
+        cut_heads(
+            model,
+            edits,
+            group,
+            best(scores.heads[group.name], count_kept_heads(group.count(model), settings)),
+        )
+    torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
+    for block in blocks[:2]:  # the encoder's 64 neurons, of which 32 are silent
+        cut_neurons(
+            model, edits, block, best(linear_with_inputs(model, block.structure.down).weight.norm(dim=0), 32)
+        )
+    torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pruned_translator_generates_with_its_cache_as_without():
+    model = marian_model()
+    attentions, blocks = find_groups(model)
+    scores = magnitude_scores(model, attentions, blocks)
+    for group in attentions:
+        cut_heads(
+            model,
+            [],
+            group,
+            best(
+                scores.heads[group.name], count_kept_heads(group.count(model), PruneSettings(keep_ratio=0.75))
+            ),
+        )
+    batch = {k: v for k, v in example_batch(model).items() if k != "decoder_input_ids"}
+    with_cache, without = (
+        model.generate(**batch, max_new_tokens=8, num_beams=1, do_sample=False, use_cache=c)
+        for c in (True, False)
+    )
+    assert torch.equal(with_cache, without)
+
+
+def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
+    said = PruneSettings()
+    assert (said.targets, said.keep_ratio, said.reconstruct) == (["ffn"], 0.75, True)
+    for more in ({"budget": {"parameters": 0.8}}, {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}):
+        assert PruneSettings.model_validate(more).targets == ["heads", "ffn"]
+    assert PruneSettings(keep_ratio={"heads": 0.5}).targets == ["heads"]
+    assert PruneSettings(targets=["ffn"], budget={"parameters": 0.8}).targets == ["ffn"]
+    assert PruneSettings(keep_ratio={"ffn": 0.5}, importance="magnitude").targets == ["ffn"]
+
+
+def test_counts_that_stay():
+    assert count_kept_heads(4, PruneSettings(keep_ratio=0.1)) == 1
+    assert count_kept_heads(8, PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5})) == 6
+    assert [count_kept_heads(n, PruneSettings(keep_ratio=0.5)) for n in (1, 3, 5, 7)] == [
+        1,
+        2,
+        3,
+        4,
+    ]  # a half counts up
+    assert count_kept_neurons(1024, PruneSettings(keep_ratio=0.3)) == 304
+    assert count_kept_neurons(1024, PruneSettings(keep_ratio=0.001)) == 8
+    assert count_kept_neurons(6, PruneSettings(keep_ratio=0.9)) == 6
+    assert count_kept_neurons(40, PruneSettings(keep_ratio=0.5)) == 24
+
+
+def run(folder, out, data=None, task="translation", **settings):
+    more = {name: settings.pop(name) for name in ("threads", "device", "progress") if name in settings}
+    return harness.run_stage(Prune(), PruneSettings(**settings), folder, out, task, data, seed=1, **more)
+
+
+def test_units_too_few_to_be_divided_are_told(tmp_path):
+    folder = causal.write_model(tmp_path / "llama", "llama")  # two key-value heads
+    magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
+    ctx = run(folder, tmp_path / "a", targets=["heads"], keep_ratio=0.75, **magnitude)
+    assert set(ctx.details["kept_heads"].values()) == {2}
+    assert message_codes(ctx.warnings) == ["nothing-to-remove"]
+    assert "keep_ratio: {heads: 0.5}" in ctx.warnings[0].message
+    assert run(folder, tmp_path / "b", targets=["heads"], keep_ratio=0.5, **magnitude).warnings == []
+    assert run(folder, tmp_path / "c", targets=["heads"], keep_ratio=1.0, **magnitude).warnings == []
+    (warning,) = run(
+        folder, tmp_path / "d", targets=["ffn"], keep_ratio=0.9, multiple_of=48, **magnitude
+    ).warnings
+    assert warning.code == "nothing-to-remove"
+    assert all(number in warning.message for number in ("0.9", "96", "48", "keep_ratio: {ffn: 0.5}"))
+    one = run(folder, tmp_path / "e", targets=["ffn"], keep_ratio=0.9, multiple_of=96, **magnitude)
+    assert one.warnings[0].code == "nothing-to-remove"
+    assert "2 of 2" in one.warnings[0].message
+    assert "ffn:" not in one.warnings[0].message
+
+
+def test_more_than_was_asked_for_is_told(tmp_path):
+    folder = causal.write_model(tmp_path / "llama", "llama")
+    magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
+    few = run(folder, tmp_path / "few", targets=["heads", "ffn"], keep_ratio=0.01, **magnitude)
+    assert message_codes(few.warnings) == ["minimum-kept"] * 2
+    numbers = [re.findall(r"[\d.]+", told.message.rstrip(".")) for told in few.warnings]
+    assert numbers == [["0.01", "2", "1", "2", "2"], ["0.01", "96", "8", "2", "2"]]
+    assert run(folder, tmp_path / "more", targets=["ffn"], keep_ratio=0.05, **magnitude).warnings == []
+
+
+def rows():
+    return Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
+
+
+def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they_were(tmp_path):
+    folder = tiny.write_bert(tmp_path / "bert")
+    before, seen = torch.get_num_threads(), []
+    run(
+        folder, tmp_path / "out", {"train": rows()}, "text-classification", threads=before + 1,
+        progress=lambda done, total, note="": seen.append(torch.get_num_threads()),
+    )  # fmt: skip
+    assert set(seen) == {before + 1}
+    assert torch.get_num_threads() == before
+
+
+def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "smelt.compress.prune.importance.score_units.torch_device",
+        lambda wanted: asked.append(wanted) or "cpu",
+    )
+    source = tiny.write_bert(tmp_path / "m")
+    run(
+        source, tmp_path / "a", {"train": rows()}, "text-classification", device="cuda", reconstruct=False
+    )  # fmt: skip
+    assert asked == ["cuda"]
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with raises_code("no-gpu", InputError):
+            run(tmp_path / "m", tmp_path / "b", {"train": rows()}, "text-classification", device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
+    folder = tiny.write_bert(tmp_path / "m")
+    kept = []
+    for device in ("cpu", "cuda"):
+        data = {"train": rows()}
+        ctx = run(folder, tmp_path / device, data, "text-classification", device=device, reconstruct=False)
+        kept.append(load_model(ctx.out)[0].state_dict())
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_any():
+    taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
+    assert stage_needs(Prune, magnitude, ()) == set()
+    assert stage_needs(Prune, magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
+    alone = PruneSettings(importance="magnitude", reconstruct=False)
+    assert stage_needs(Prune, alone, {"train"}) == set()
+    asked = PruneSettings(importance="magnitude", reconstruct=True)  # said, and not only the default
+    assert stage_needs(Prune, asked, ()) == {"train"}
+    assert stage_needs(Prune, taylor, ()) == {"train"}
+    assert stage_needs(Prune, taylor, {"train", "calibration"}) == {"calibration"}
+
+
+def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
+    from smelt.planning.load_plan import load_plan
+
+    tiny.write_marian(tmp_path / "model")
+    tiny.write_pairs(tmp_path / "rows.jsonl")
+    recipe = tmp_path / "r.yaml"
+    text = (
+        "model: model\ntask: translation\ndata: {test: rows.jsonl}\nstages:\n  - prune: {importance: HOW}\n"
+    )
+    recipe.write_text(text.replace("HOW", "magnitude"))
+    assert "reads" not in str(load_plan(recipe))
+    recipe.write_text(text.replace("HOW", "taylor"))
+    with raises_code("missing-data", InputError) as caught:
+        load_plan(recipe)
+    assert all(split in str(caught.value) for split in ("calibration", "train"))
+    recipe.write_text(text.replace("HOW", "taylor").replace("test:", "calibration: rows.jsonl, test:"))
+    assert "reads calibration" in str(load_plan(recipe))
+
+
+def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
+    marian_model().save_pretrained(tmp_path / "model")
+    ctx = run(tmp_path / "model", tmp_path / "out", targets=["ffn"], keep_ratio=0.5, importance="magnitude")
+    assert not (ctx.out / "structure.json").exists()
+    plain = AutoModelForSeq2SeqLM.from_pretrained(ctx.out).eval()
+    ours, edits = load_model(ctx.out)
+    assert (edits, plain.config.encoder_ffn_dim, plain.config.decoder_ffn_dim) == ([], 32, 24)
+    torch.testing.assert_close(outputs(plain), outputs(ours))
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)

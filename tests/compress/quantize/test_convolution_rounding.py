@@ -1,0 +1,232 @@
+"""Convolutions of int8 qat: what torch computes, what is stored, trained and exported."""
+
+from dataclasses import replace
+
+import harness
+import images
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.qat import QatConv2d, load_trainable
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.messages import message_codes
+from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.layers.quantized_conv import QuantizedActivation, QuantizedConv2d
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
+from smelt.runtime.models.stored_dtype import weight_files_size
+
+BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 1]}
+KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}
+STATIC = {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 2}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def source(request, tmp_path_factory):
+    return images.write_model(
+        tmp_path_factory.mktemp(request.param) / "model", "resnet", **KINDS[request.param]
+    )
+
+
+@pytest.fixture(scope="module")
+def basic(tmp_path_factory):
+    return images.write_model(tmp_path_factory.mktemp("basic") / "model", "resnet", **BASIC)
+
+
+def run(source, out, **settings):
+    rows = images.read_rows(images.write_rows(out.parent / "rows.jsonl"))
+    said = QuantizeSettings.model_validate(STATIC | settings)
+    return harness.run_stage(Quantize(), said, source, out, images.TASK, {"train": rows})
+
+
+def pixels(count=4):
+    pictures = [np.asarray(images.make_image(n), np.float32) / 127.5 - 1 for n in range(count)]
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+
+
+def logits(model, x=None):
+    with torch.no_grad():
+        return model(pixels() if x is None else x).logits
+
+
+def test_codes_are_near_the_floats_and_a_quarter_of_their_size(source, tmp_path):
+    ctx = run(source, tmp_path / "out")
+    whole, coded = logits(load_model(source)[0]), logits(load_model(ctx.out)[0])
+    assert float((whole - coded).std() / whole.std()) < 0.1
+    model = harness.load_output_model(ctx)
+    convs = [m for m in load_model(source)[0].modules() if isinstance(m, nn.Conv2d)]
+    assert ctx.details["convolutions"] == len(convs)
+    assert not any(isinstance(m, nn.BatchNorm2d | nn.Conv2d) for m in model.modules())
+    weights = sum(conv.weight.numel() for conv in convs)
+    assert weight_files_size(ctx.out) < weight_files_size(source) - 2.5 * weights
+    assert ctx.details["bits_per_weight"] < 9
+
+
+def test_a_layer_computes_what_its_formula_says(basic, tmp_path):
+    """By hand: codes of what comes in, products of codes, scales behind them; ReLU's outputs have no sign."""
+    ctx = run(basic, tmp_path / "out", calibration_method="minmax")
+    whole, _ = load_model(basic)
+    fold_batch_norms(whole)
+    model = harness.load_output_model(ctx)
+    fed = {}
+    for name, module in whole.named_modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(lambda m, x, name=name: fed.setdefault(name, x[0]))
+    logits(whole, pixels(8))
+    assert len(fed) > 5
+    for name, x in fed.items():
+        layer, conv = model.get_submodule(name), whole.get_submodule(name)
+        assert isinstance(layer, QuantizedConv2d)
+        assert layer.signed == (name == "resnet.embedder.embedder.convolution")
+        top = 127 if layer.signed else 255
+        step = x.abs().max() / top
+        codes = (x / step).round().clamp(-128 if layer.signed else 0, top)
+        scales = conv.weight.abs().amax(dim=(1, 2, 3), keepdim=True) / 127
+        kernel = (conv.weight / scales).round()
+        expected = nn.functional.conv2d(codes, kernel, None, conv.stride, conv.padding)
+        expected = expected * step * scales.view(-1, 1, 1) + conv.bias[:, None, None]
+        with torch.no_grad():
+            assert torch.allclose(layer(x), expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_sums_and_pools_read_codes_too_and_what_reads_the_same_has_one_scale(source, tmp_path):
+    model = harness.load_output_model(run(source, tmp_path / "out"))
+    encoder = model.resnet.encoder
+    for stage in encoder.stages:
+        for block in stage.layers:
+            first = block.layer[0].convolution
+            assert isinstance(block.layer[-1].normalization, QuantizedActivation)
+            assert block.layer[-1].normalization.signed
+            if isinstance(block.shortcut, QuantizedActivation):
+                assert float(block.shortcut.scale) == float(first.matrix.tensor("input_scale"))
+                assert not block.shortcut.signed
+            else:
+                assert isinstance(block.shortcut.normalization, QuantizedActivation)
+    pool = model.resnet.embedder.pooler
+    assert isinstance(pool, QuantizedActivation)
+    first = encoder.stages[0].layers[0].layer[0].convolution
+    assert float(pool.scale) == float(first.matrix.tensor("input_scale"))
+
+
+def test_onnx_runtime_keeps_codes_from_one_convolution_to_the_next(basic, tmp_path):
+    out = run(basic, tmp_path / "out").out
+    rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
+    ctx = harness.run_stage(Onnx(), OnnxSettings(), out, tmp_path / "onnx", images.TASK, rows)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(ctx.out / "model.onnx", options, providers=["CPUExecutionProvider"])
+    found = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    convolutions = sum(isinstance(m, QuantizedConv2d) for m in load_model(out)[0].modules())
+    assert found.count("QLinearConv") == convolutions
+    assert not {"Conv", "FusedConv"} & set(found)
+    assert found.count("QLinearAdd") == 2  # the last sum is read by the mean of all places, in floats
+    assert ctx.details["parity"]["model"]["exact"]["largest"] < 1e-3
+    x = pixels(8)
+    with open_folder(ctx.out, "onnx", "ort-cpu", 1, "cpu") as runner:
+        [got] = runner.backend.call("model", {"pixel_values": x.numpy()}).values()
+    expected = logits(load_model(out)[0], x)
+    assert float((torch.from_numpy(got) - expected).abs().mean() / expected.std()) < 0.02
+
+
+@pytest.mark.parametrize(("kind", "target"), [("basic", "openvino"), ("bottleneck", "ort-cpu")])
+def test_each_target_agrees_with_torch(kind, target, tmp_path):
+    if target == "openvino":
+        pytest.importorskip("openvino")
+    source = images.write_model(tmp_path / "model", "resnet", **KINDS[kind])
+    out = run(source, tmp_path / "out").out
+    settings = OnnxSettings.model_validate({"target": target})
+    rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
+    assert harness.run_stage(Onnx(), settings, out, tmp_path / "onnx", images.TASK, rows).details["parity"]
+
+
+@pytest.mark.parametrize("codes", [{}, {"qat": {"scales": "lsq"}}])
+def test_it_trains_through_its_codes(codes, basic, tmp_path):
+    rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl", 32))}
+    coded = run(basic, tmp_path / "out").out
+    settings = {"epochs": 3, "batch_size": 8, "num_evals": 0, "precision": "fp32", "learning_rate": 1e-3}
+    said = FinetuneSettings.model_validate(settings | codes)
+    ctx = harness.run_stage(Finetune(), said, coded, tmp_path / "tuned", images.TASK, rows)
+    before, model = load_model(coded)[0], harness.load_output_model(ctx)
+    name = "resnet.encoder.stages.0.layers.0.layer.0.convolution"
+    assert isinstance(model.get_submodule(name), QuantizedConv2d)
+    changed = model.get_submodule(name).matrix.codes != before.get_submodule(name).matrix.codes
+    assert changed.any()
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_training_begins_at_the_folded_floats(basic, tmp_path):
+    coded = run(basic, tmp_path / "out").out
+    made = tiny.as_artifact(coded, images.TASK)
+    whole = tiny.as_artifact(basic, images.TASK)
+    whole = replace(whole, manifest=whole.manifest.model_copy(update={"key": "1" * 64}))
+    said = {"stage": "quantize", "parent": whole.key}
+    ctx = harness.make_context(tmp_path / "tuned", images.TASK, ancestors={"model": whole})
+    made = replace(made, manifest=made.manifest.model_copy(update=said))
+    model, _ = load_trainable(made, ctx)
+    assert ctx.details["latent_weights"] == "model"
+    folded, _ = load_model(basic)
+    fold_batch_norms(folded)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QatConv2d):
+            assert torch.equal(layer.weight, folded.get_submodule(name).weight.flatten(1))
+
+
+@pytest.mark.parametrize("skip", [["*embedder*", "*.shortcut.*", "classifier.*"], ["*.layer.1.*", "auto"]])
+def test_layers_that_stay_float_are_exported_beside_the_others(skip, basic, tmp_path):
+    ctx = run(basic, tmp_path / "out", exclude=skip)
+    model = harness.load_output_model(ctx)
+    assert any(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules())
+    assert harness.run_stage(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK).details[
+        "parity"
+    ]
+
+
+@pytest.mark.parametrize(("method", "floats"), [("tucker", 0), ("cp", 32)])
+def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic, tmp_path):
+    said = FactorizeSettings(method=method, keep_ratio=0.6)
+    thin = harness.run_stage(Factorize(), said, basic, tmp_path / "thin", images.TASK).out
+    ctx = run(thin, tmp_path / "out")
+    model = harness.load_output_model(ctx)
+    assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == floats
+    assert ("convolutions-kept-float" in message_codes(ctx.warnings)) == bool(floats)
+    rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
+    assert harness.run_stage(Onnx(), OnnxSettings(), ctx.out, tmp_path / "onnx", images.TASK, rows).details[
+        "parity"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "setting"),
+    [
+        ({"scheme": "int8-dynamic"}, "scheme"),
+        ({"scheme": "int4"}, "scheme"),
+        ({"mixed_precision": {"target_bits": 5}}, "mixed_precision"),
+        ({"scheme": "int8-static", "method": "gptq"}, "method"),
+        ({"scheme": "int8-static", "smoothquant_alpha": 0.5}, "smoothquant_alpha"),
+        ({"scheme": "int8-static", "low_rank_correction": {"rank": 4}}, "low_rank_correction"),
+    ],
+)
+def test_the_plan_refuses_what_is_of_linear_layers(wrong, setting):
+    [found], _ = Quantize.check_model(QuantizeSettings.model_validate(wrong), {"model_type": "resnet"})
+    code = "unsupported-scheme" if setting == "scheme" else "does-not-fit-model"
+    assert (found.setting, found.code) == (setting, code)
+
+
+def test_the_plan_refuses_a_target_that_cannot_run_them():
+    said = QuantizeSettings(scheme="int8-static")
+    _, left = Quantize.check_model(said, {"model_type": "resnet"})
+    for target, wrong in {"ort-cpu": [], "openvino": [], "tensorrt": ["target"]}.items():
+        found, _ = Onnx.check_model(OnnxSettings.model_validate({"target": target}), left)
+        assert [one.setting for one in found] == wrong
+        assert set(message_codes(found)) <= {"unsupported-target"}

@@ -1,0 +1,97 @@
+"""Ranges of activations: those of onnxruntime's calibrators on the same values, and by hand."""
+
+import numpy as np
+import pytest
+import torch
+from onnxruntime.quantization.calibrate import HistogramCollector
+
+from smelt.compress.quantize.range_methods import Extremes, Histogram, entropy_range, mse_range
+
+NUMBERS = np.random.default_rng(0)
+VALUES = {
+    "normal": NUMBERS.standard_normal((400, 30)),
+    "with outliers": NUMBERS.standard_t(2, (400, 30)),
+    "positive": np.maximum(NUMBERS.standard_normal((400, 30)) + 0.5, 0.1),
+    "negative": -np.abs(NUMBERS.standard_normal((400, 30))) - 1,
+    "one-sided": np.concatenate([NUMBERS.standard_normal((400, 30)), np.full((20, 30), 9.0)]),
+    "one-sided and rare": np.concatenate([NUMBERS.standard_normal((400, 30)), np.full((1, 30), 30.0)]),
+}
+EACH = pytest.mark.parametrize("name", VALUES)
+
+
+def found(values, method, percentile=99.9, bins=2048, parts=1):
+    pieces = torch.from_numpy(values.astype(np.float32)).chunk(parts)
+    extremes = Extremes()
+    for piece in pieces:
+        extremes.update(piece)
+    if method == "minmax":
+        return float(extremes.largest)
+    histogram = Histogram(method, extremes, bins)
+    for piece in pieces:
+        histogram.update(piece)
+    return histogram.range_end(percentile)
+
+
+def theirs(values, method, percentile=99.9, bins=2048):
+    collector = HistogramCollector(method, True, bins, 128, percentile, "same")
+    collector.collect({"x": values.astype(np.float32)})
+    low, high = collector.compute_collection_result()["x"][:2]
+    return float(max(abs(low), abs(high)))
+
+
+@EACH
+@pytest.mark.parametrize("percentile", [99.999, 99.0])
+def test_percentile_is_that_of_onnxruntimes_calibrator(name, percentile):
+    ours = found(VALUES[name], "percentile", percentile)
+    assert ours == theirs(VALUES[name], "percentile", percentile)
+
+
+@EACH
+def test_entropy_is_that_of_onnxruntimes_calibrator(name):
+    ours = found(VALUES[name], "entropy", bins=512)
+    assert ours == theirs(VALUES[name], "entropy", bins=512)
+
+
+@EACH
+def test_minmax_is_the_largest_magnitude(name):
+    assert found(VALUES[name], "minmax", parts=3) == float(np.abs(VALUES[name].astype(np.float32)).max())
+
+
+@EACH
+@pytest.mark.parametrize("method", ["percentile", "entropy", "mse"])
+def test_pieces_change_nothing(name, method):
+    assert found(VALUES[name], method, parts=7) == found(VALUES[name], method)
+
+
+@EACH
+def test_mse_is_the_cut_with_the_least_error_of_the_values_themselves(name):
+    values = VALUES[name].astype(np.float32).ravel()
+    cuts = np.abs(values).max() * np.arange(16, 129) / 128
+
+    def error(cut):
+        step = cut / 127
+        return float(((np.clip(np.rint(values / step), -128, 127) * step - values) ** 2).mean())
+
+    best = min(map(error, cuts))
+    assert error(found(VALUES[name], "mse")) <= best * 1.02
+
+
+def test_mse_gives_up_one_outlier_for_a_step_that_fits_the_rest():
+    edges = np.linspace(0, 12.7, 2049, dtype=np.float32)
+    counts = np.zeros(2048, np.int64)
+    counts[:160] = 100_000  # up to 1
+    counts[-1] = 1
+    assert float(mse_range(counts, edges)) < 5
+    counts[-1] = 100_000
+    assert float(mse_range(counts, edges)) > 12
+
+
+def test_divergence_by_hand_keeps_all_of_few_bins():
+    """As many bins as codes: only the whole width is a candidate."""
+    counts = np.arange(1, 9)
+    assert entropy_range(counts, np.linspace(-4, 4, 9), codes=8) == (-4, 4)
+
+
+def test_zeros_alone_have_a_range_of_zero():
+    for method in ("minmax", "percentile", "entropy", "mse"):
+        assert found(np.zeros((4, 5)), method) == 0

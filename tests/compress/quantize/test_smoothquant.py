@@ -1,0 +1,233 @@
+"""SmoothQuant: the paper's formula, a float model that stays what it was, and an error that falls."""
+
+import family_models
+import harness
+import pytest
+import torch
+from expected_errors import raises_code, raises_setting_codes
+from torch import nn
+
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.quantize.plan_layers import plan_layers
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.smoothquant import apply_smoothquant, smoothquant_scales
+from smelt.core.messages import message_codes
+from smelt.families.norm_consumers import norm_consumers
+from smelt.families.registry import FAMILIES
+
+STATIC = {"scheme": "int8-static", "smoothquant_alpha": 0.5}
+READS = ("q_proj", "k_proj", "v_proj")
+FORMULA = {"llama": 0.5, "gpt2": 0.8, "gemma": 0.5, "phi3": 0.3}
+
+
+def context(tmp_path):
+    return harness.make_context(tmp_path / "out")
+
+
+def rows_of(*batches):
+    return CalibrationSamples(
+        "made", list(batches), len(batches), sum(b["input_ids"].numel() for b in batches)
+    )
+
+
+def smoothed(model, tmp_path, alpha=0.5, kind=torch.float32, **settings):
+    """Smooth `model` by its own batch; return what the stage would tell."""
+    ctx = context(tmp_path)
+    layers = plan_layers(model, QuantizeSettings(**(STATIC | {"smoothquant_alpha": alpha} | settings)))
+    apply_smoothquant(
+        model, layers, rows_of(family_models.example_batch(model)), alpha, lambda names: kind, ctx
+    )
+    return ctx
+
+
+def first_norms(model):
+    """The norms that stand before a part, of models whose blocks begin with one."""
+    stacks = FAMILIES[model.config.model_type].stacks(model.config.to_dict())
+    words = tuple(norm for stack in stacks if stack.stream.pre_norm for norm in stack.stream.part_norms)
+    closing = {stack.stream.final_norm for stack in stacks}  # OPT calls it as it calls those of its blocks
+    return [f for f in norm_consumers(model) if words and f.norm.endswith(words) and f.norm not in closing]
+
+
+def given(model, norm):
+    """What a norm gives on the model's batch, float [..., K]."""
+    found = []
+    hook = model.get_submodule(norm).register_forward_hook(lambda m, i, o: found.append(o.flatten(0, -2)))
+    with torch.no_grad():
+        family_models.run_model(model, family_models.example_batch(model))
+    hook.remove()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("family", "alpha"), FORMULA.items())
+def test_norms_and_columns_have_the_scales_of_the_formula(family, alpha, tmp_path):
+    model = family_models.load(family)
+    one = 1.0 if family == "gemma" else 0.0
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = {feed.norm: given(model, feed.norm) for feed in first_norms(model)}
+    ctx = smoothed(model, tmp_path, alpha)
+    assert len(seen) == 4
+    for feed in first_norms(model):
+        x, w = seen[feed.norm], torch.cat([before[f"{name}.weight"] for name in feed.consumers])
+        s = x.abs().amax(0) ** alpha / w.abs().amax(0) ** (1 - alpha)
+        after = model.state_dict()
+        norm, old = after[f"{feed.norm}.weight"], before[f"{feed.norm}.weight"]
+        torch.testing.assert_close((norm + one) * s, old + one, rtol=1e-4, atol=1e-5)
+        for name in feed.consumers:
+            torch.testing.assert_close(
+                after[f"{name}.weight"], before[f"{name}.weight"] * s, rtol=1e-4, atol=1e-5
+            )
+        if f"{feed.norm}.bias" in before:
+            torch.testing.assert_close(after[f"{feed.norm}.bias"] * s, before[f"{feed.norm}.bias"])
+        details = ctx.details["smoothed"][feed.norm]
+        for word, values in (("outliers_before", x), ("outliers_after", x / s)):
+            channels = values.abs().amax(0)
+            assert details[word] == pytest.approx(float(channels.max() / channels.median()), rel=1e-2)
+
+
+@pytest.mark.parametrize("family", family_models.NAMES)
+def test_the_float_model_computes_what_it_did(family, tmp_path):
+    model = family_models.load(family)
+    batch = family_models.example_batch(model)
+    with torch.no_grad():
+        before = family_models.run_model(model, batch).logits
+        kept = {feed.norm: model.get_submodule(feed.norm).weight.clone() for feed in norm_consumers(model)}
+        ctx = smoothed(model, tmp_path)
+        torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    changed = {name for name, w in kept.items() if not w.equal(model.get_submodule(name).weight)}
+    assert changed == set(ctx.details["smoothed"])
+    assert {feed.norm for feed in first_norms(model)} <= changed
+    stays = [feed.norm for feed in norm_consumers(model) if feed.consumers and feed.norm not in changed]
+    assert set(message_codes(ctx.warnings)) <= {"norms-not-smoothed"}
+    assert sum(int(one.message.split()[1]) for one in ctx.warnings) == len(stays)
+
+
+def test_norms_of_post_norm_blocks_are_left_with_a_warning(tmp_path):
+    ctx = smoothed(family_models.load("marian"), tmp_path)
+    sums, tied = ctx.warnings
+    assert {sums.code, tied.code} == {"norms-not-smoothed"}
+    assert "model.encoder.layers.0.self_attn_layer_norm" in sums.message
+    assert "model.decoder.layers.1.final_layer_norm" in tied.message
+    # the encoder's last norm feeds the decoder's cross-attentions alone
+    assert list(ctx.details["smoothed"]) == ["model.encoder.layers.1.final_layer_norm"]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", torch.float16), ("gemma", torch.bfloat16)])
+def test_what_half_precision_rounds_off_a_norm_goes_into_its_readers(family, kind, tmp_path):
+    model = family_models.load(family)
+    batch = family_models.example_batch(model)
+    with torch.no_grad():
+        for feed in norm_consumers(model):
+            weight = model.get_submodule(feed.norm).weight
+            weight.copy_(weight.to(kind))
+        before = family_models.run_model(model, batch).logits
+        ctx = smoothed(model, tmp_path, kind=kind)
+        for name in ctx.details["smoothed"]:
+            weight = model.get_submodule(name).weight
+            assert weight.equal(weight.to(kind).float())
+        torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_channels_without_activations_or_weights_are_left_alone():
+    s = smoothquant_scales(torch.tensor([4.0, 0, 4]), torch.tensor([1.0, 1, 0]), 0.5)
+    assert s.tolist() == [2, 1, 1]
+
+
+def test_channels_whose_weight_is_zero_or_would_be_are_left_alone(tmp_path):
+    model = family_models.load("gpt2")
+    norm, reader = model.transformer.h[0].ln_1, model.transformer.h[0].attn.c_attn
+    with torch.no_grad():
+        norm.weight.copy_(norm.weight.half())
+        norm.weight[3], norm.weight[4] = 0.0, 6e-8  # the least number of float16
+        norm.bias[3:5] = 100.0
+    before, columns = norm.weight.detach().clone(), reader.weight.detach().clone()
+    smoothed(model, tmp_path, kind=torch.float16)
+    assert norm.weight[3:5].equal(before[3:5])
+    assert norm.bias[3:5].tolist() == [100, 100]
+    assert reader.weight[:, 3:5].equal(columns[:, 3:5])
+    assert not reader.weight[:, 5].equal(columns[:, 5])
+
+
+def test_products_that_stay_float_follow_and_do_not_count(tmp_path):
+    model = family_models.load("llama")
+    layer = model.model.layers[0]
+    x = given(model, "model.layers.0.input_layernorm").abs().amax(0)
+    before = {name: layer.self_attn.get_submodule(name).weight.detach().clone() for name in READS}
+    smoothed(model, tmp_path, exclude=["*.q_proj"])
+    w = torch.cat([before["k_proj"], before["v_proj"]]).abs().amax(0)
+    s = (x / w) ** 0.5
+    for name in READS:
+        torch.testing.assert_close(layer.self_attn.get_submodule(name).weight, before[name] * s)
+
+
+def test_the_first_half_of_a_factorized_reader_is_what_reads(tmp_path):
+    from smelt.runtime.layers.low_rank_linear import LowRankLinear
+
+    model = family_models.load("llama")
+    torch.manual_seed(0)
+    up = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = LowRankLinear(up.in_features, up.out_features, 9, bias=False)
+    batch = family_models.example_batch(model)
+    with torch.no_grad():
+        before = family_models.run_model(model, batch).logits
+        ctx = smoothed(model, tmp_path)
+        torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    assert "model.layers.0.post_attention_layernorm" in ctx.details["smoothed"]
+
+
+def test_only_norms_that_feed_a_quantized_product_are_looked_at(tmp_path):
+    model = family_models.load("llama")
+    ctx = smoothed(model, tmp_path, exclude=["*.layers.0.mlp.*", "*.layers.1.*"], embedding_scheme="int4")
+    assert list(ctx.details["smoothed"]) == ["model.layers.0.input_layernorm"]
+    assert ctx.warnings == []
+
+
+def test_shared_readers_are_left_with_a_warning(tmp_path):
+    model = family_models.load("llama")
+    layers = model.get_submodule("model.layers")
+    layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
+    ctx = smoothed(model, tmp_path)
+    (told,) = ctx.warnings
+    assert told.code == "norms-not-smoothed"
+    assert "2 of 5" in told.message
+    assert "model.layers.0.input_layernorm, model.layers.1.input_layernorm" in told.message
+
+
+def test_activations_that_are_not_finite_are_an_error(tmp_path):
+    from smelt.core.errors import InputError
+
+    model = family_models.load("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("inf"))
+    with raises_code("non-finite-activations", InputError) as caught:
+        smoothed(model, tmp_path)
+    assert "model.layers.0.input_layernorm" in str(caught.value)
+
+
+def test_a_model_whose_norms_are_unknown_is_left_with_a_warning(tmp_path):
+    ctx = context(tmp_path)
+    apply_smoothquant(nn.LayerNorm(3), [], rows_of(), 0.5, lambda names: torch.float32, ctx)
+    assert message_codes(ctx.warnings) == ["nothing-smoothed"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "named"),
+    [
+        (STATIC | {"smoothquant_alpha": 1.1}, "less_than_equal", "1"),
+        (STATIC | {"smoothquant_alpha": -0.1}, "greater_than_equal", "0"),
+        (STATIC | {"smoothquant_alpha": True}, "float_type", ""),
+        (
+            {"scheme": "int4", "smoothquant_alpha": 0.5},
+            "unused-setting",
+            "int8-dynamic, int8-static",
+        ),
+        (
+            {"scheme": "int4", "embedding_scheme": "int8-static", "smoothquant_alpha": 0.5},
+            "unused-setting",
+            "int4",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, code, named):
+    with raises_setting_codes(code) as caught:
+        QuantizeSettings(**settings)
+    assert named in caught.value.errors()[0]["msg"]

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+import schemes
+import torch
+from expected_errors import raises_code
+from torch import nn
+
+from smelt.compress.quantize.weight_quantizer import (
+    fake_quantize,
+    fake_quantize_activations,
+    quantize_module,
+    round_to_nearest,
+)
+from smelt.core.errors import InputError
+from smelt.runtime.schemes.common.int8_matmul import dynamic_quantize_linear
+
+
+@pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
+def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight(scheme, options):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 40)
+    weight[0, :4] = torch.tensor([1.5, -1.5, 0.0, 100.0])  # whatever the size of a weight
+    weight.requires_grad_(True)
+    matrix = schemes.rounded_matrix(scheme, weight, **options)
+    values = fake_quantize(weight, matrix)
+    assert values.equal(matrix.dequantize())
+    slope = torch.randn(6, 40)
+    (values * slope).sum().backward()
+    assert weight.grad.equal(slope)
+
+
+def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight():
+    x = torch.linspace(-3.7, 2.2, 97, requires_grad=True)
+    codes, scale, zero = dynamic_quantize_linear(x.detach())
+    got = fake_quantize_activations(x, schemes.rounded_matrix("int8-dynamic", torch.ones(2, 97)))
+    assert np.allclose(got.detach().numpy(), (codes.numpy().astype(np.float32) - zero) * scale, atol=1e-6)
+    got.mul(torch.arange(97.0)).sum().backward()
+    assert x.grad.equal(torch.arange(97.0))
+    assert fake_quantize_activations(x, schemes.rounded_matrix("int4", torch.ones(2, 97))) is x
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 7e4])
+def test_weights_that_no_scale_holds_are_refused(wrong):
+    layer = nn.Linear(32, 4)
+    layer.weight.data[0, 0] = wrong
+    with raises_code("non-finite-weights", InputError) as caught:
+        quantize_module(layer, "int4")
+    assert f"{wrong:g}" in str(caught.value)
+
+
+def test_a_coder_of_ones_own_decides_the_codes():
+    def halved(weight, scheme, options):
+        return round_to_nearest(weight / 2, scheme, options)
+
+    layer = nn.Linear(64, 4)
+    ours = quantize_module(layer, "int4", quantizer=halved)
+    expected = quantize_module(layer, "int4")
+    assert ours.matrix.codes.equal(expected.matrix.codes)
+    assert ours.matrix.dequantize().allclose(expected.matrix.dequantize() / 2)
+    assert ours.bias.equal(layer.bias)

@@ -1,0 +1,309 @@
+"""Words go from tokenizer, embedding and head together, on every family, and texts keep their results."""
+
+import json
+import shutil
+
+import causal
+import every_family
+import harness
+import pytest
+import sentencepiece
+import tiny
+import torch
+import transformers
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+from safetensors.torch import load_file
+
+from smelt.compress.distill.settings import TeacherSettings
+from smelt.compress.distill.stage import Distill, DistillSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.trim_vocabulary.kept_tokens import read_kept_tokens
+from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.trim_vocabulary.stage import TrimVocabulary
+from smelt.compress.trim_vocabulary.token_counts import tokenize_split
+from smelt.core.data import Columns
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.core.readers.examples import read_split
+from smelt.families.registry import FAMILIES
+from smelt.runtime.generate.shortlist import read_shortlist
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+
+ROWS = {
+    "translation": tiny.write_pairs,
+    "summarization": tiny.write_pairs,
+    "text-classification": tiny.write_labelled,
+}
+
+
+def _split(task, folder, rows=None):
+    name = "rows.txt" if task == "language-modeling" else "rows.jsonl"
+    path = folder / name
+    (causal.write_lines(path, 2) if task == "language-modeling" else ROWS[task](path))
+    split = read_split(str(path), task, Columns(), folder)
+    return split if rows is None else split.select(rows)
+
+
+def _run(family, folder, seen=None, layers=2, source=None, **settings):
+    """Trim by the rows `seen` of a split (all), with the whole of it for validation."""
+    task = FAMILIES[family].tasks[0]
+    source = source or every_family.model_with_layers(family, layers)
+    data = {"train": _split(task, folder, seen), "validation": _split(task, folder)}
+    return source, harness.run_stage(
+        TrimVocabulary(), TrimVocabularySettings(**settings), source, folder / "out", task, data
+    )
+
+
+# what the tiny vocabularies of these lack: characters with which a word can be said that goes
+OTHER_TOKENS = {"bert": {"zwei": "##m"}, "mbart": {"▁zwei": "a", "▁walks": "m"}, "m2m_100": {"v": "st"}}
+OTHER_TOKENS["distilbert"] = OTHER_TOKENS["bert"]
+
+
+def _source(family, folder):
+    """Return a model of the family with a word in its vocabulary that can be said with others."""
+    source = every_family.model_with_layers(family, 2)
+    if family not in OTHER_TOKENS:
+        return source
+    shutil.copytree(source, folder)
+    other = OTHER_TOKENS[family]
+    if (folder / "vocab.txt").is_file():
+        lines = (folder / "vocab.txt").read_text().splitlines()
+        (folder / "vocab.txt").write_text("\n".join(other.get(line, line) for line in lines))
+        return folder
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    if isinstance(vocab, dict):
+        data["model"]["vocab"] = {other.get(token, token): at for token, at in vocab.items()}
+        data["model"]["merges"] = [["s", "t"]]
+    else:
+        data["model"]["vocab"] = [[other.get(token, token), score] for token, score in vocab]
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+def _logits(folder, ids):
+    model, _ = load_model(folder)
+    ids = torch.tensor([ids])
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(ids, **more).logits, model
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
+    source, ctx = _run(
+        family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), multiple_of=1
+    )
+    kept = read_kept_tokens(ctx.out).ids
+    assert ctx.details["vocabulary_after"] == len(kept) < ctx.details["vocabulary_before"]
+    new = {old: at for at, old in enumerate(kept)}
+    before, after = load_tokenizer(source), load_tokenizer(ctx.out)
+    rows = [tokenize_split(ctx.data["train"], tokenizer, ctx.task) for tokenizer in (before, after)]
+    assert [[new[at] for at in row] for row in rows[0]] == rows[1]
+    assert ctx.details["train"]["changed"] == 0
+    assert ctx.details["validation"]["unknown_after"] == ctx.details["validation"]["unknown"]
+    assert after.convert_ids_to_tokens(list(range(len(kept)))) == before.convert_ids_to_tokens(kept)
+    assert after.all_special_tokens == before.all_special_tokens
+    (was, whole), (now, small) = (
+        _logits(f, row[0][:9]) for f, row in ((source, rows[0]), (ctx.out, rows[1]))
+    )
+    assert torch.allclose(now, was[..., kept] if whole.can_generate() else was, atol=1e-4)
+    assert small.get_input_embeddings().num_embeddings == len(kept)
+    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
+
+
+def _configs(*models):
+    """Yield the configs of the models side by side, and what they generate by."""
+    yield tuple(model.config for model in models)
+    if models[0].can_generate():
+        yield tuple(model.generation_config for model in models)
+
+
+@pytest.mark.parametrize("family", ["marian", "t5", "bart", "mbart", "bert", "roberta", "llama"])
+def test_transformers_loads_what_is_left_and_generates_the_same_words(family, tmp_path):
+    source, ctx = _run(family, tmp_path, seen=[0, 1])
+    config = json.loads((ctx.out / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    plain = kind.from_pretrained(ctx.out).eval()
+    assert torch.equal(harness.logits(plain), harness.logits(harness.load_output_model(ctx)))
+    kept = read_kept_tokens(ctx.out).ids
+    whole, _ = load_model(source)
+    for word in (
+        "pad_token_id",
+        "eos_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "forced_eos_token_id",
+    ):
+        for old, new in _configs(whole, plain):
+            number = getattr(old, word, None)
+            if isinstance(number, int) and 0 <= number < whole.config.vocab_size:
+                assert kept[getattr(new, word)] == number, word
+    if whole.can_generate():
+        barred = whole.generation_config.bad_words_ids
+        assert (plain.generation_config.bad_words_ids or None) == (
+            [[kept.index(at) for at in phrase] for phrase in barred] if barred else None
+        )
+        tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+        assert tied == (whole.get_output_embeddings().weight is whole.get_input_embeddings().weight)
+
+
+def test_other_texts_are_cut_into_shorter_tokens_and_told_of(tmp_path):
+    _, ctx = _run("gpt2", tmp_path, seen=[0])
+    found = ctx.details["validation"]
+    assert found["changed"] > 0
+    assert found["tokens_after"] > found["tokens"]
+    assert 0 < found["kept"] < 1
+    assert "tokens-changed" in message_codes(ctx.warnings)
+    tokenizer = load_tokenizer(ctx.out)
+    text = ctx.data["validation"].examples[-1].text
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_sentencepiece_models_cut_as_before(kind, tmp_path):
+    """The models themselves, read by sentencepiece: texts of pieces that stay, and texts of others."""
+    from smelt.compress.trim_vocabulary.marian_vocabulary import open_marian_vocabulary
+
+    source = tmp_path / "model"
+    tiny.write_marian(source)
+    texts = [*tiny.SENTENCES, "unbelievable bells label the able table"]
+    (tmp_path / "text").write_text("\n".join(texts * 3))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "pieces"), vocab_size=90, model_type=kind,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    for name in ("source.spm", "target.spm"):
+        (source / name).write_bytes((tmp_path / "pieces.model").read_bytes())
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
+    ids = {whole.id_to_piece(at): at for at in range(len(whole))}
+    (source / "vocab.json").write_text(json.dumps({**ids, "<pad>": len(ids)}))
+    words = open_marian_vocabulary(source)
+    used = {at for text in texts[:4] for at in whole.encode(text)}
+    kept = used | words.required
+    for at in list(kept):
+        kept |= words.dependencies(at)
+    assert len(kept) < len(ids) - 8
+    new = {old: at for at, old in enumerate(sorted(kept))}
+    words.write(source, new)
+    after = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
+    assert json.loads((source / "vocab.json").read_text()) == {
+        piece: new[at] for piece, at in {**ids, "<pad>": len(ids)}.items() if at in new
+    }
+    changed = 0
+    for text in texts:
+        before, now = (one.encode(text, out_type=str) for one in (whole, after))
+        stays = all(ids.get(piece) in new for piece in before)
+        assert not stays or before == now
+        changed += not stays
+        assert after.unk_id() not in after.encode(text)
+    assert changed
+
+
+def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
+    source, ctx = _run("marian", tmp_path, seen=[0, 1])
+    settings = DistillSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-4)
+    rows = _split("translation", tmp_path)
+    found = harness.run_stage(
+        Distill(), settings, ctx.out, tmp_path / "taught", data=rows,
+        ancestors={"model": tiny.as_artifact(source, "translation")},
+    )  # fmt: skip
+    assert found.details["words_of_teacher"] == ctx.details["vocabulary_after"]
+    in_a_folder = settings.model_copy(update={"teacher": (TeacherSettings(model=str(source)),)})
+    same = harness.run_stage(Distill(), in_a_folder, ctx.out, tmp_path / "by-folder", data=rows)
+    assert same.details["words_of_teacher"] == ctx.details["vocabulary_after"]
+    for name, tensor in load_file(same.out / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(found.out / "model.safetensors")[name])
+    other = tiny.write_marian(tmp_path / "other")
+    words = json.loads((other / "vocab.json").read_text())
+    first, second = [word for word in words if len(word) == 1][:2]
+    (other / "vocab.json").write_text(json.dumps(words | {first: words[second], second: words[first]}))
+    strange = settings.model_copy(update={"teacher": (TeacherSettings(model=str(other)),)})
+    with raises_code("tokenizer-mismatch", InputError) as caught:
+        harness.run_stage(Distill(), strange, ctx.out, tmp_path / "strange", data=rows)
+    assert str(other) in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["marian", "llama", "bert"])
+def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_path):
+    """A student that was only trimmed has the teacher's own distribution over the words that stayed."""
+    from smelt.compress.distill.teachers.token_mapping import map_teacher_tokens
+
+    source, ctx = _run(family, tmp_path, seen=[0, 1])
+    teacher, student = load_model(source)[0], load_model(ctx.out)[0]
+    assert len(map_teacher_tokens(teacher, source, student, ctx.out)) == ctx.details["vocabulary_after"]
+    last = torch.arange(ctx.details["vocabulary_after"] - 9, ctx.details["vocabulary_after"])[None]
+    assert family == "bert" or last[0, 0] != read_kept_tokens(ctx.out).ids[-9]  # their numbers are others
+    more = {"decoder_input_ids": last} if student.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        said, wanted = (model(input_ids=last, **more).logits for model in (teacher, student))
+    assert torch.allclose(said, wanted, atol=1e-4)
+    same = load_model(ctx.out)[0]
+    assert map_teacher_tokens(same, ctx.out, student, ctx.out) is None
+
+
+def test_a_shortlist_keeps_the_words_that_are_left(tmp_path):
+    listed = every_family.run_stage(
+        ShortlistStage(),
+        ShortlistSettings(candidates_per_token=5, frequent_tokens=10),
+        every_family.model_with_layers("marian", 2),
+        "marian",
+        tmp_path / "listed",
+    ).out
+    _, ctx = _run("marian", tmp_path, seen=[0, 1], source=listed)
+    kept = read_kept_tokens(ctx.out).ids
+    config = json.loads((listed / "config.json").read_text())
+    before = read_shortlist(listed, config)
+    after = read_shortlist(ctx.out, json.loads((ctx.out / "config.json").read_text()))
+    assert {kept[at] for at in after.always} == set(before.always.tolist()) & set(kept)
+    for new, old in enumerate(kept):
+        words = {kept[at] for at in after.table[new].tolist()} - set(before.always.tolist())
+        assert words == (set(before.table[old].tolist()) & set(kept)) - set(before.always.tolist())
+
+
+def test_size_is_met_and_its_words_are_a_multiple(tmp_path):
+    _, ctx = _run("llama", tmp_path, seen=[0], size=280)
+    assert ctx.details["vocabulary_after"] == 280
+    (tmp_path / "more").mkdir()
+    _, ctx = _run("llama", tmp_path / "more", seen=[0], multiple_of=4)
+    assert ctx.details["vocabulary_after"] % 4 == 0
+
+
+def test_what_cannot_be_is_said(tmp_path):
+    config = load_model(every_family.model_with_layers("llama", 2))[0].config.to_dict()
+    found, _ = TrimVocabulary.check_model(TrimVocabularySettings(size=100_000), config)
+    assert [(one.setting, one.code) for one in found] == [("size", "more-than-model-has")]
+    found, _ = TrimVocabulary.check_model(
+        TrimVocabularySettings(), {"model_type": "marian", "share_encoder_decoder_embeddings": False}
+    )
+    assert message_codes(found) == ["unsupported-tokenizer"]
+    with raises_code("size-too-small", InputError):
+        _run("llama", tmp_path, size=8)
+    with raises_code("missing-data", InputError) as caught:
+        harness.run_stage(
+            TrimVocabulary(),
+            TrimVocabularySettings(),
+            every_family.model_with_layers("marian", 2),
+            tmp_path / "no",
+        )
+    assert caught.value.setting == "data.train"
+
+
+def test_a_factorized_head_keeps_the_rows_of_the_words_that_stay(tmp_path):
+    source = every_family.model_with_layers("llama", 2)
+    settings = FactorizeSettings(method="svd", optimize_for="size", rank=6, exclude=[])
+    thin = every_family.run_stage(Factorize(), settings, source, "llama", tmp_path / "thin").out
+    whole = load_model(thin)[0].get_output_embeddings()
+    made = every_family.run_stage(
+        TrimVocabulary(), TrimVocabularySettings(coverage=0.8), thin, "llama", tmp_path / "made"
+    ).out
+    model, _ = load_model(made)
+    left = model.get_output_embeddings()
+    assert torch.equal(left.down.weight, whole.down.weight)
+    assert len(left.up.weight) == model.config.vocab_size < len(whole.up.weight)
+    old = [tuple(row) for row in whole.up.weight.tolist()]
+    places = [old.index(tuple(row)) for row in left.up.weight.tolist()]
+    assert places == sorted(set(places))

@@ -1,0 +1,307 @@
+"""Who is timed when: with real processes, and with made-up ones whose times are known."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_workers
+import forked_workers
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+from transformers import BertConfig, BertForSequenceClassification
+
+from smelt.core.artifact import Manifest
+from smelt.core.errors import InputError
+from smelt.core.store.store import Store
+from smelt.evaluate.latency import LatencySettings, measure_latency, measurement, timing_job
+from smelt.evaluate.report.schema import LatencyReport
+
+TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = Store(tmp_path_factory.mktemp("store"))
+    config = BertConfig(
+        vocab_size=8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+    )
+    with store.workspace() as work:
+        out = work / "model"
+        torch.manual_seed(0)
+        BertForSequenceClassification(config).save_pretrained(out)
+        (out / "vocab.txt").write_text(
+            "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "end", "a"])
+        )
+        settings = {"tokenizer_class": "BertTokenizer", "model_max_length": 16}
+        (out / "tokenizer_config.json").write_text(json.dumps(settings))
+        manifest = Manifest(
+            key="a" * 64,
+            format="torch",
+            task="text-classification",
+            stage="model",
+            settings={},
+            seed=0,
+            parent=None,
+            versions={},
+        )
+        return store.commit(out, manifest).path
+
+
+def test_measure_goes_on_past_a_broken_artifact(classifier: Path, tmp_path: Path) -> None:
+    settings = LatencySettings(batch_sizes=(1, 4), threads=1, rounds=3, texts=4, min_round_ms=1)
+    artifacts = {"model": classifier, "broken": tmp_path, "same": classifier}
+    seen: list[tuple[int, int]] = []
+    result = measure_latency(
+        artifacts,
+        "model",
+        TEXTS,
+        settings,
+        "text-classification",
+        progress=lambda d, t, note="": seen.append((d, t)),
+    )
+    assert set(result.rows) == {"model", "same"}
+    assert {name: error.code for name, error in result.errors.items()} == {"broken": "not-an-artifact"}
+    for rows in result.rows.values():
+        assert [r["batch_size"] for r in rows] == [1, 4]
+        for row in rows:
+            LatencyReport.model_validate(row)
+            assert (row["threads"], row["texts"]) == (
+                1,
+                2 * row["batch_size"] if row["batch_size"] > 2 else 4,
+            )
+            assert 0 < row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"]
+            assert row["output_tokens"] is None  # a classifier writes none
+    # the middles of the four quarters have 2, 5, 8 and 11 times "word"; "end", [CLS] and [SEP] make 3 more
+    assert result.rows["same"][0]["input_tokens"] == pytest.approx(statistics.fmean([5, 8, 11, 14]))
+    same = result.rows["same"][0]
+    assert same["speedup_ci95"][0] <= same["speedup"] <= same["speedup_ci95"][1]
+    assert 3 <= len(same["rounds_ms"]) <= 9
+    assert result.rows["model"][0]["speedup_ci95"] == [1.0, 1.0]
+    # a process with torch loaded holds more than 50 MiB and less than 8 GiB
+    assert all(50 * 2**20 < b < 8 * 2**30 for b in result.peak_memory_bytes.values())
+    assert result.runners["same"].startswith("torch ")
+    assert seen[-1][0] <= seen[-1][1]
+
+
+def test_measure_refuses_no_texts_and_an_unknown_baseline(tmp_path: Path) -> None:
+    with raises_code("empty-data", InputError):
+        measure_latency({"a": tmp_path}, "a", [], LatencySettings(), "translation")
+    with raises_code("unknown-step", InputError) as caught:
+        measure_latency({"a": tmp_path}, "b", ["x"], LatencySettings(), "translation")
+    assert all(value in str(caught.value) for value in ("'b'", " a."))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_workers.install(monkeypatch)
+
+
+SETTINGS = LatencySettings(batch_sizes=(1,), rounds=4)
+
+
+def _measure(*names, **kept):
+    folders = {name: Path("/nowhere") / name for name in names}
+    return measure_latency(folders, "base", TEXTS, kept.pop("settings", SETTINGS), "translation", **kept)
+
+
+def test_a_true_double_speed_is_claimed_when_the_machine_is_calm(fake):
+    (row,) = _measure("base", "twice").rows["twice"]
+    assert row["stable"]
+    assert row["speedup"] == pytest.approx(2, rel=0.01)
+    low, high = row["speedup_ci95"]
+    assert 1.9 < low < 2 < high < 2.1
+    assert len(row["rounds_ms"]) == 4  # none had to be repeated
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
+)
+def test_an_artifact_is_timed_with_the_threads_that_it_names(fake, monkeypatch, given, expected):
+    monkeypatch.setattr(timing_job, "_stored_threads", lambda path: 3 if path.name == "twice" else None)
+    settings = SETTINGS.model_copy(update={"threads": given})
+    result = _measure("base", "twice", settings=settings)
+    assert {name: rows[0]["threads"] for name, rows in result.rows.items()} == expected
+
+
+def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
+    assert timing_job._stored_threads(tmp_path) is None  # no manifest: its worker says so
+    manifest = tiny.as_artifact(tmp_path, "translation").manifest
+    manifest.details["threads"] = 2
+    (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
+    assert timing_job._stored_threads(tmp_path) == 2
+
+
+def test_rounds_alternate_and_who_is_first_changes(fake):
+    _measure("base", "twice")
+    assert [name for op, name in fake.asked if op == "round"] == [
+        *("twice", "base", "base", "twice", "twice", "base", "base", "twice")
+    ]
+
+
+def test_disturbed_rounds_are_repeated_until_enough_were_calm(fake):
+    fake.used = staticmethod(lambda folder, number: 0.5 if number <= 3 else 0.99)
+    result = _measure("base", "twice")
+    (row,) = result.rows["twice"]
+    assert [r["counted"] for r in row["rounds"]] == [False] * 3 + [True] * 4
+    assert row["stable"]
+    assert [r["counted"] for r in result.rows["base"][0]["rounds"]] == [False] * 3 + [True] * 4
+
+
+def test_what_never_becomes_calm_is_given_up_and_flagged(fake):
+    fake.used = staticmethod(lambda folder, number: 0.5)
+    seen = []
+    result = _measure("base", "twice", progress=lambda d, t, note="": seen.append((d, t, note)))
+    for name in ("base", "twice"):
+        (row,) = result.rows[name]
+        assert len(row["rounds_ms"]) == 12  # three times what was asked for
+        assert not row["stable"]
+        assert row["cause"] == "busy"
+        assert re.findall(r"\d+", row["reason"]) == ["12", "12", "50"]  # rounds, of rounds, per cent
+    assert seen[-1] == (12, 12, "twice, batch 1, again")
+    assert seen[3] == (4, 4, "twice, batch 1")
+
+
+class _Clock:
+    """A clock that every round of a worker moves on by a second."""
+
+    def __init__(self, fake):
+        self.fake = fake
+
+    def __call__(self):
+        return float(sum(op == "round" for op, _ in self.fake.asked))
+
+
+def test_rounds_end_when_their_share_of_the_time_is_over(fake, monkeypatch):
+    monkeypatch.setattr(measurement.time, "monotonic", _Clock(fake))
+    fake.used = staticmethod(lambda folder, number: 0.5)  # three times as many rounds as asked for, else
+    settings = SETTINGS.model_copy(update={"batch_sizes": (1, 4)})
+    result = _measure("base", "twice", "same", settings=settings, seconds=40.0)
+    taken = [len(row["rounds"]) for name in ("twice", "same") for row in result.rows[name]]
+    assert taken == [5, 5, 5, 5]  # of 40 s four shares, and a pair takes two
+    row = result.rows["twice"][0]
+    assert (row["stable"], row["cause"]) == (False, "busy")
+    assert row["cpu_speedup"] == pytest.approx(2, rel=0.01)
+
+
+def test_where_no_time_is_left_the_fewest_rounds_tell_the_processor_time(fake, monkeypatch):
+    monkeypatch.setattr(measurement.time, "monotonic", _Clock(fake))
+    fake.used = staticmethod(lambda folder, number: 0.5)
+    result = _measure("base", "twice", "same", seconds=1.0)
+    for name, ratio in (("twice", 2), ("same", 1)):
+        (row,) = result.rows[name]
+        assert (len(row["rounds"]), row["stable"], row["cause"]) == (3, False, "busy")
+        assert row["cpu_speedup"] == pytest.approx(ratio, rel=0.01)
+        low, high = row["cpu_speedup_ci95"]
+        assert low <= row["cpu_speedup"] <= high
+    (base,) = result.rows["base"]
+    assert (base["cpu_speedup"], base["cpu_speedup_ci95"]) == (1.0, [1.0, 1.0])
+
+
+def test_an_artifact_that_fails_leaves_its_share_to_the_others(fake, monkeypatch):
+    monkeypatch.setattr(measurement.time, "monotonic", _Clock(fake))
+    fake.used = staticmethod(lambda folder, number: 0.5)
+    fake.fails = staticmethod(lambda folder, number: folder == "broken")
+    settings = SETTINGS.model_copy(update={"batch_sizes": (1, 4)})
+    result = _measure("base", "broken", "twice", settings=settings, seconds=40.0)
+    assert [len(row["rounds"]) for row in result.rows["twice"]] == [10, 10]  # of 40 s two shares
+
+
+def test_fewer_texts_are_taken_where_the_time_is_short(fake):
+    slow = LatencySettings(batch_sizes=(4,), rounds=4)  # a call takes 20 ms
+    assert _measure("base", settings=slow).rows["base"][0]["texts"] == 16
+    assert not _measure("base", settings=slow).reduced
+    cut = _measure("base", "twice", settings=slow, seconds=0.34)
+    assert (cut.rows["base"][0]["texts"], cut.reduced) == (8, True)
+    assert not _measure("base", "twice", settings=slow, seconds=30.0).reduced  # less time, and enough of it
+
+
+def test_an_artifact_is_as_fast_as_itself_when_the_machine_is_calm(fake):
+    (row,) = _measure("base", "same").rows["same"]
+    low, high = row["speedup_ci95"]
+    assert row["stable"]
+    assert low <= 1 <= high
+
+
+def test_each_artifact_is_told_as_soon_as_it_is_through(fake):
+    told = []
+    _measure("base", "twice", "same", told=lambda result, name: told.append((name, sorted(result.rows))))
+    assert told == [("twice", ["base", "twice"]), ("same", ["base", "same", "twice"])]
+
+
+def test_texts_are_as_many_as_before_when_that_was_decided(fake):
+    assert _measure("base", "twice").rows["twice"][0]["texts"] == 16
+    assert _measure("base", "twice", counts={1: 5}).rows["twice"][0]["texts"] == 5
+    slow = LatencySettings(batch_sizes=(4,), rounds=4, seconds=0.4)  # 5 calls of 20 ms in each of 4 rounds
+    assert _measure("base", settings=slow).rows["base"][0]["texts"] == 16
+    assert _measure("base", settings=slow.model_copy(update={"seconds": 0.17})).rows["base"][0]["texts"] == 8
+
+
+def test_a_baseline_that_breaks_leaves_times_without_a_speed_up(fake):
+    fake.fails = staticmethod(lambda folder, number: folder == "base" and number > 2)
+    result = _measure("base", "twice")
+    (row,) = result.rows["twice"]
+    assert (row["speedup"], row["speedup_ci95"], row["stable"]) == (None, None, True)
+    assert row["p50_ms"] == pytest.approx(10, rel=0.02)
+    assert {name: error.code for name, error in result.errors.items()} == {"base": "made-up"}
+
+
+def test_language_models_are_asked_for_exactly_so_many_tokens(fake, monkeypatch):
+    given = {}
+
+    def ask(self, op, **request):
+        if op == "cut":
+            given["cut"] = request
+            return {"texts": ["a b c", "d e f"], "new_tokens": 7}
+        if op == "prepare":
+            given["prepare"] = request
+        return fake_workers.FakeWorker.ask(self, op, **request)
+
+    fake.ask = ask
+    settings = LatencySettings(batch_sizes=(1,), rounds=3, prompt_tokens=5, new_tokens=9)
+    folders = {"base": Path("/nowhere/base")}
+    (row,) = measure_latency(folders, "base", TEXTS, settings, "language-modeling").rows["base"]
+    assert (given["cut"]["prompt_tokens"], given["cut"]["new_tokens"]) == (5, 9)
+    assert (given["prepare"]["generation"]["min_new_tokens"], row["unit"]) == (7, "tokens/s")
+    assert given["prepare"]["generation"]["max_new_tokens"] == 7
+    assert set(given["prepare"]["texts"]) == {"a b c", "d e f"}
+    assert row["throughput"] == pytest.approx(4 * 1000 / 20, rel=0.02)  # 4 tokens a text
+
+
+BUSY = "while True: pass"
+PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_speed_is_claimed_between_an_artifact_and_itself_when_others_work(
+    classifier, threads, monkeypatch
+):
+    forked_workers.install(monkeypatch)
+    settings = LatencySettings(batch_sizes=(1,), threads=threads, rounds=3, texts=2, min_round_ms=50)
+    loops = []
+
+    def disturb(done, total, note=""):
+        if not loops:  # from the second pair of rounds on
+            loops.extend(subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(PROCESSORS))
+
+    folders = {"a": classifier, "b": classifier}
+    try:
+        result = measure_latency(folders, "a", TEXTS, settings, "text-classification", progress=disturb)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    (row,) = result.rows["b"]
+    low, high = row["speedup_ci95"]
+    assert not row["stable"] or (low <= 1 <= high), row
+    assert max(r["lost_share"] for r in row["rounds"]) > 0.1, "the loops were not seen"

@@ -1,0 +1,46 @@
+import time
+from pathlib import Path
+
+from expected_errors import raises_code
+
+from smelt.core.errors import RunError
+from smelt.evaluate.latency.worker_process import WorkerProcess
+
+
+def test_worker_ends_when_its_pipe_closes() -> None:
+    with WorkerProcess(threads=1, time_limit=30) as worker:
+        assert worker.ask(op="memory")["peak_bytes"] > 0
+        assert worker._process.stdin is not None
+        worker._process.stdin.close()
+        assert worker._process.wait(timeout=10) == 0
+
+
+def test_worker_that_dies_is_an_error_that_names_the_signal() -> None:
+    with WorkerProcess(threads=1, time_limit=30) as worker:
+        worker.ask(op="memory")
+        worker._process.kill()
+        worker._process.wait()
+        with raises_code("timing-process-died", RunError) as caught:
+            worker.ask(op="memory")
+        assert all(value in str(caught.value) for value in ("'memory'", "signal 9"))
+        assert not worker.alive
+        with raises_code("timing-process-died", RunError):  # as long as somebody asks
+            worker.ask(op="memory")
+
+
+def test_worker_that_is_silent_beyond_the_limit_is_given_up() -> None:
+    with WorkerProcess(threads=1, time_limit=0.001) as worker:
+        begin = time.monotonic()
+        with raises_code("timing-timed-out", RunError) as caught:
+            worker.ask(op="memory")
+        assert all(value in str(caught.value) for value in ("'memory'", "0.001 s"))
+        assert time.monotonic() - begin < 5
+
+
+def test_the_code_of_an_error_comes_with_it_from_the_process(tmp_path: Path) -> None:
+    with WorkerProcess(threads=1, time_limit=30) as worker:
+        with raises_code("not-an-artifact", RunError):
+            worker.ask(op="load", artifact=str(tmp_path), threads=1, task="translation")
+        with raises_code("unforeseen", RunError):
+            worker.ask(op="prepare")
+        assert worker.alive

@@ -1,0 +1,99 @@
+"""The table that a terminal shows."""
+
+import pytest
+from sample_report import make_message, ten_step_report
+
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.terminal_table import render_table
+
+
+@pytest.fixture
+def report():
+    return ten_step_report()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_table_fits_and_holds_the_numbers(report, width):
+    report["steps"][1]["name"] = (
+        "a-very-long-name-of-a-step-chosen-without-a-thought-of-the-width-of-a-terminal"
+    )
+    report["frontier"] = []
+    text = render_table(report, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    line = next(one for one in lines if "onnx-int8" in one)
+    assert line.split()[-5:] == ["37.05", "−1.37*", "14.2", "5.94×", "25.1"]
+    assert any("engine" in one and "skipped: TensorRT is not installed" in one for one in lines)
+    assert "gate failed at 'onnx-int8': BLEU max_drop 1.00, read 1.37" in text
+    assert lines[-1] == "status: gate-failed"
+
+
+def test_differences_that_random_numbers_make_are_not_marked(report):
+    report["warnings"] = [make_message("m.onnx draws", "random-outputs")]
+    text = render_table(report)
+    assert "−1.37" in text
+    assert "*" not in text
+    rows = [line for line in render_markdown(report).splitlines() if line.startswith("|")]
+    assert any("−1.37" in row for row in rows)
+    assert not any("\\*" in row for row in rows)
+
+
+def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
+    assert "bits" not in render_table(report)
+    report["steps"][5]["details"] = {"bits_per_weight": 4.503}
+    lines = render_table(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(one for one in lines if one.startswith("step")).split()[-2:] == ["MB", "bits"]
+    for name, end in (("quantize", ["24.4", "4.503"]), ("onnx-int8", ["25.1", "4.503"])):  # codes stay codes
+        assert next(one for one in lines if name in one).split()[-2:] == end
+    assert next(one for one in lines if one.startswith("model")).split()[-1] == "–"
+    assert "batch 1, bits per quantized weight," in " ".join(lines)
+    report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
+    report["steps"][6]["parent"], report["frontier"] = "q" * 40, []
+    narrow = render_table(report).splitlines()
+    assert "bits" not in "".join(narrow)
+    assert next(one for one in narrow if one.startswith("step")).split()[-2:] == ["speed-up", "MB"]
+
+
+def test_table_can_be_plain_ascii(report):
+    assert render_table(report, ascii_only=True).isascii()
+
+
+def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(report):
+    for step in report["steps"]:
+        step["warnings"] = []
+    for step, texts in (
+        (1, ["slower in batches", "padded"]),
+        (2, ["slower in batches", "cut"]),
+        (3, ["odd"]),
+    ):
+        report["steps"][step]["warnings"] = [make_message(text) for text in texts]
+    names = [step["name"] for step in report["steps"]]
+    text = " ".join(render_table(report).split())
+    assert f"warning: '{names[1]}', '{names[2]}': slower in batches warning: '{names[1]}': padded" in text
+    assert f"warning: '{names[2]}': cut the report has 1 more warning, about '{names[3]}'" in text
+    assert "odd" not in text
+    report["steps"][3]["warnings"] = []
+    assert "more warning" not in render_table(report)
+
+
+def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
+    for step in report["steps"]:
+        step["warnings"] = []
+    report["steps"][1]["warnings"] = [
+        make_message("finetune: 1,204 texts", "truncated-texts"),
+        make_message("1 of 9 texts", "truncated-texts"),
+    ]
+    report["steps"][2]["warnings"] = [
+        make_message("quantize: 1 text of 8", "truncated-texts"),
+        make_message("the pairs take what their codes save"),
+        make_message("5 of 9 outputs (55.6 %) did not end", "outputs-not-ended"),
+        make_message("exclude: no layer is named *.nosuch.*"),
+    ]
+    first, second = (report["steps"][i]["name"] for i in (1, 2))
+    text = " ".join(render_table(report).split())
+    places = [text.index(word) for word in ("the pairs take", "5 of 9 outputs", "exclude: no layer")]
+    assert places == sorted(places)
+    assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
+    markdown = render_markdown(report)
+    assert markdown.index("exclude: no layer") < markdown.index("1 text of 8")

@@ -1,0 +1,55 @@
+"""The type of stored weights is read from headers and details alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import save_file
+
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
+from smelt.evaluate.float_dtype import float_dtype
+
+
+def _artifact(folder, tensors=None, **changes):
+    made = tiny.as_artifact(folder, **changes.pop("details", {}))
+    files = {}
+    for number, part in enumerate(tensors or []):
+        save_file(part, folder / f"{number}.safetensors")
+        files[f"{number}.safetensors"] = FileRecord(sha256="", size_bytes=1)
+    return dataclasses.replace(made, manifest=made.manifest.model_copy(update={"files": files, **changes}))
+
+
+def test_type_is_that_of_most_floats_over_all_files(tmp_path):
+    half, whole = {"a": np.ones(5, np.float16)}, {"b": np.ones(3, np.float32), "codes": np.ones(99, np.uint8)}
+    assert float_dtype(_artifact(tmp_path, [half, whole])) == "float16"
+    assert float_dtype(_artifact(tmp_path, [whole])) == "float32"
+    assert float_dtype(_artifact(tmp_path, [{"codes": np.ones(9, np.uint8)}])) is None
+
+
+def test_scales_of_codes_are_no_weights_of_the_model(tmp_path):
+    codes = {"q.matrix.codes": np.ones(99, np.uint8), "q.matrix.zeros": np.ones(9, np.uint8)}
+    scales = {"q.matrix.scales": np.ones(9, np.float16)}  # a shard may end between the two
+    assert float_dtype(_artifact(tmp_path, [codes, scales])) is None
+    bias = {"q.bias": np.ones(2, np.float32), "norm.scales": np.ones(2, np.float32)}
+    assert float_dtype(_artifact(tmp_path, [codes, scales | bias])) == "float32"
+    halves = {"norm.scales": np.ones(3, np.float16), "q.bias": np.ones(2, np.float32)}
+    assert float_dtype(_artifact(tmp_path, [codes, scales | halves])) == "float16"
+
+
+def test_file_that_is_no_part_of_the_artifact_is_not_looked_at(tmp_path):
+    save_file({"x": np.ones(999, np.float16)}, tmp_path / "stray.safetensors")
+    assert float_dtype(_artifact(tmp_path, [{"b": np.ones(3, np.float32)}])) == "float32"
+
+
+def test_float_weights_behind_codes_are_no_weights_of_the_model(tmp_path):
+    made = _artifact(tmp_path, [{"b": np.ones(3, np.float16)}])
+    save_file({"b": np.ones(999, np.float32)}, tmp_path / MASTER_WEIGHTS_FILE)
+    files = made.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="", size_bytes=1)}
+    kept = dataclasses.replace(made, manifest=made.manifest.model_copy(update={"files": files}))
+    assert float_dtype(kept) == "float16"
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])
+def test_graph_says_it_itself(tmp_path, dtype, said):
+    assert float_dtype(_artifact(tmp_path, format="onnx", details={"dtype": dtype})) == said

@@ -1,0 +1,205 @@
+"""One graph from input_ids to sequences says what Hugging Face `generate` says, token for token."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import generation_models
+import matrix
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from smelt.export.expand_placeholders import expand_placeholders
+from smelt.export.generation_graph.write_generation_graphs import write_generation_graphs
+from smelt.export.graphs.export_graph import export_graph, model_graphs
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.generate import graph_generation
+from smelt.runtime.models.checkpoint import load_model
+
+KINDS = ("marian", "t5", "gpt2", "opt", "llama") if matrix.is_full_matrix() else ("marian", "gpt2", "llama")
+# Of each family; `make bench` draws more, of all eight.
+DRAWS = int(os.environ.get("SMELT_GENERATION_DRAWS", "6"))
+DRAWN = (
+    [*generation_models.SEQ2SEQ, *generation_models.CAUSAL]
+    if "SMELT_GENERATION_DRAWS" in os.environ
+    else KINDS
+)
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory):
+    """By kind a runner over the graphs of a random model, whose steps nobody may ask for."""
+    made = {kind: _runner(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    yield made
+    for runner in made.values():
+        runner.close()
+
+
+def _runner(kind, home):
+    folder = generation_models.write_model(kind, home)
+    for graph in model_graphs(load_model(folder)[0]):
+        model = export_graph(graph, "ort-cpu", 20)
+        expand_placeholders(model)
+        onnx.save(model, folder / f"{graph.name}.onnx")
+    write_generation_graphs(
+        folder,
+        ["model"] if kind in generation_models.CAUSAL else ["encoder_model", "decoder_with_past_model"],
+    )
+    return open_folder(folder, "onnx", "ort-cpu", 1)
+
+
+@pytest.mark.parametrize("settings", ["GREEDY_CASES", "BEAM_CASES"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_graph_equals_generate(runners, kind, settings, monkeypatch):
+    model, runner = generation_models.make_model(kind), runners[kind]
+    asked = []
+    real = runner.generate_sequences
+    monkeypatch.setattr(runner, "generate_sequences", lambda *given: asked.append(given) or real(*given))
+    ended = differ = 0
+    for number, (wishes, config) in enumerate(getattr(generation_models, settings)):
+        for rows in (1, 6):
+            batch = generation_models.random_batch(
+                rows, seed=10 * number + rows, left=kind in generation_models.CAUSAL
+            )
+            ours, theirs = generation_models.compare_tokens(runner, model, batch, wishes, config)
+            assert ours == theirs, (wishes, config, rows)
+            ended += sum(len(row) < 12 for row in ours)
+            differ += len({tuple(row) for row in ours}) > 1
+    assert ended >= 6, "hardly any text ended before the limit: the test shows nothing"
+    assert differ >= 6, "every text gave the same tokens: the test shows nothing"
+    # bad words of several tokens, and what replaces scores that are no numbers, are left to Python
+    expected = [
+        graph_generation.graph_supports(_decoding(w | c)) for w, c in getattr(generation_models, settings)
+    ]
+    assert len(asked) == 2 * sum(expected) > 10
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_drawn_settings_give_what_generate_gives(kind, runners, tmp_path, monkeypatch):
+    """In torch, in the loop in Python over graphs, and in the graph of the whole loop."""
+    model, graphs = generation_models.make_model(kind), runners.get(kind) or _runner(kind, tmp_path)
+    eager = open_folder(graphs.folder, "torch", None, 1)
+    for number in range(DRAWS):
+        draw = random.Random(f"{kind} {number}")
+        wishes, config = generation_models.random_settings(draw)
+        batch = generation_models.random_batch(
+            draw.randint(1, 5), number, left=kind in generation_models.CAUSAL
+        )
+        found = {}
+        for name, runner in (("torch", eager), ("graph", graphs)):
+            found[name], expected = generation_models.compare_tokens(runner, model, batch, wishes, config)
+        with monkeypatch.context() as patch:
+            patch.setattr(graph_generation, "graph_supports", lambda decoding: False)
+            found["loop"], _ = generation_models.compare_tokens(graphs, model, batch, wishes, config)
+        for name, texts in found.items():
+            assert texts == expected, (name, number, wishes, config)
+
+
+@pytest.mark.parametrize("graph", ["generate", "generate_beams"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_batch_without_rows_nothing_is_made(runners, kind, graph):
+    session = onnxruntime.InferenceSession(runners[kind].folder / f"{graph}.onnx")
+    none = np.zeros((0, 5), np.int64)
+    (found,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
+    assert found.shape == (0, 5 if kind in generation_models.CAUSAL else 1)
+
+
+def _decoding(asked):
+    """Return a `Decoding` with what a graph might not do."""
+    left_to_python = ("bad_words_ids", "remove_invalid_values")
+    return graph_generation.GenerationConfig(
+        **{name: asked[name] for name in left_to_python if name in asked}
+    )
+
+
+@pytest.mark.parametrize("kind", ["marian", "llama"])
+def test_the_file_alone_needs_only_texts(runners, kind):
+    """Whoever opens it without smelt gets what the model's own generation config asks for."""
+    runner, model = runners[kind], generation_models.make_model(kind)
+    session = onnxruntime.InferenceSession(runner.folder / "generate.onnx")
+    batch = generation_models.random_batch(5, seed=1, left=kind in generation_models.CAUSAL)
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    assert {i.name for i in session.get_inputs()} == set(given)
+    (found,) = session.run(["sequences"], {**given, "max_new_tokens": np.array(9)})
+    prompt = 1 if kind == "marian" else batch.input_ids.shape[1]
+    assert found.shape[1] <= prompt + 9
+    ours = [graph_generation.trim_at_eos(row, prompt, [generation_models.EOS]) for row in found]
+    assert ours == generation_models.transformers_tokens(
+        model, batch, max_new_tokens=9, do_sample=False, num_beams=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("wishes", "search", "each"),
+    [({}, "ArgMax", 1), ({"num_beams": 3, "early_stopping": True}, "LogSoftmax", 3)],
+    ids=["greedy", "beams"],
+)
+@pytest.mark.parametrize("kind", ["gpt2", "marian"])
+def test_rows_that_end_leave_the_batch_and_come_back_in_their_places(
+    runners, kind, wishes, search, each, monkeypatch, tmp_path
+):
+    """What a row says does not depend on when the others end, and all are where they were."""
+    batch, asked = generation_models.random_batch(9, seed=5, left=kind == "gpt2"), []
+    runner, config = runners[kind], {"eos_token_id": [1, 5, 9, 11, 13, 15]}
+    monkeypatch.setattr(runner, "generate_sequences", lambda *given: asked.append(given) or real(*given))
+    real = type(runner).generate_sequences.__get__(runner)
+    together, theirs = generation_models.compare_tokens(
+        runner, generation_models.make_model(kind), batch, wishes, config
+    )
+    assert together == theirs
+    ((name, _, feeds),) = asked
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **feeds}
+    steps = _rows_of(runner.folder / f"{name}.onnx", given, search, tmp_path)
+    assert steps[0] == 9  # all beams are the same at first
+    assert all(rows % each == 0 for rows in steps[1:])
+    assert steps[1:] == sorted(steps[1:], reverse=True)
+    assert len(set(steps)) >= 3, steps  # so rows left at different times
+    assert steps[-1] <= 3 * each
+
+
+def _rows_of(path, given, operator, folder):
+    """Return how many rows each run of an operator has got, by ONNX Runtime's profile."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
+    session = onnxruntime.InferenceSession(path, options)
+    session.run(["sequences"], given)
+    events = json.loads(Path(session.end_profiling()).read_text())
+    runs = sorted((e for e in events if e["cat"] == "Node"), key=lambda e: e["ts"])
+    shapes = [e["args"]["input_type_shape"] for e in runs if e["args"].get("op_name") == operator]
+    return [next(iter(shape[0].values()))[0] for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["generate", "generate_beams"])
+def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kind, name):
+    """ONNX Runtime packs none that do: a step then takes twice as long."""
+    model = onnx.load(runners[kind].folder / f"{name}.onnx", load_external_data=False)
+    seen = 0
+
+    def look(graph, around):
+        nonlocal seen
+        told = {i.name for i in graph.input}  # an input that has a default is no constant
+        levels = [*around, {t.name for t in graph.initializer if np.prod(t.dims) >= 64} - told]
+        for node in graph.node:
+            for far in levels[:-2]:
+                assert not far & set(node.input), node.name
+            seen += bool(levels[-1] & set(node.input))
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    look(attribute.g, levels)
+
+    look(model.graph, [])
+    assert seen > 10
+
+
+def test_the_graphs_of_a_translator_share_one_file_of_weights(runners):
+    folder = runners["marian"].folder
+    names = sorted(path.name for path in folder.iterdir() if "onnx" in path.name)
+    assert names == [
+        "decoder_with_past_model.onnx", "encoder_model.onnx", "generate.onnx", "generate_beams.onnx",
+        "model.onnx_data",
+    ]  # fmt: skip

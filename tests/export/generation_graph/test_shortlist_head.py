@@ -1,0 +1,252 @@
+"""The loop with a shortlist says what the loop in Python says that hides the other words."""
+
+import shutil
+
+import every_family
+import matrix
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from expected_errors import raises_code
+from onnx import TensorProto, helper, numpy_helper
+from ort_sessions import HAS_NO_VNNI
+from shared_folders import make_once
+
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.core.errors import RunError
+from smelt.core.files import read_json_object
+from smelt.evaluate.footprint import onnx_parameters
+from smelt.export.generation_graph.graph_builder import GraphBuilder, value_info
+from smelt.export.generation_graph.hoist_nodes import GraphLevel, hoist_nodes
+from smelt.export.generation_graph.shortlist_head import ShortlistHead
+from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.runtime.backends.onnx_session import session_options
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.generation_config import resolve_generation
+from smelt.runtime.generate.generation_loop import generate_resolved
+from smelt.runtime.generate.graph_generation import generate_in_graph
+from smelt.runtime.generate.settings import GenerationSettings
+from smelt.runtime.generate.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
+
+FORCED = 7  # on no list
+WISHES = (
+    {}, {"num_beams": 3}, {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+    {"num_beams": 2, "no_repeat_ngram_size": 2}, {"forced_bos_token_id": FORCED},
+    {"num_beams": 2, "forced_bos_token_id": FORCED, "min_new_tokens": 3},
+)  # fmt: skip
+# a family of each kind of attention, and one of each way to make logits: Gemm, codes by columns and by groups
+CELLS = [("t5", None), ("mbart", None), ("marian", "int8-dynamic"), ("bart", "binary"), ("marian", "int4")]
+if matrix.is_full_matrix():
+    CELLS += [("marian", None), ("bart", None), ("pegasus", None), ("m2m_100", None), ("t5", "int8-static")]
+
+
+def listed(family, folder):
+    """Copy a tiny model and give it a list of three random words for each; return the folder."""
+    shutil.copytree(every_family.model_with_layers(family, 2), folder)
+    config = read_json_object(folder / "config.json")
+    sources, targets = vocabulary_sizes(config)
+    table = np.random.default_rng(0).integers(FORCED + 1, targets, (sources, 3))
+    write_shortlist(make_shortlist(table, np.array([config["eos_token_id"], 5]), targets), folder)
+    return folder
+
+
+def exported(family, scheme):
+    """Return the graphs of `listed` in a scheme, and the model that they are made of; made once."""
+    made = make_once(f"listed-{family}-{scheme}", lambda folder: _export(family, scheme, folder))
+    return made / "graphs", made / ("codes" if scheme else "model")
+
+
+def _export(family, scheme, space):
+    space.mkdir()
+    source = listed(family, space / "model")
+    if scheme:
+        settings = QuantizeSettings(scheme=scheme)
+        source = every_family.run_stage(Quantize(), settings, source, family, space / "codes").out
+    every_family.run_stage(Onnx(), OnnxSettings(), source, family, space / "graphs")
+
+
+def batch(rows, words, seed):
+    draw = np.random.default_rng(seed)
+    ids, mask = draw.integers(4, words, (rows, 9)), np.ones((rows, 9), np.int64)
+    for row in range(1, rows):
+        mask[row, 9 - row :] = 0
+    return Batch(ids, mask)
+
+
+@pytest.mark.parametrize(("family", "scheme"), CELLS)
+def test_the_graph_says_what_the_loop_in_python_says(family, scheme):
+    if HAS_NO_VNNI and scheme in ("int8-dynamic", "int8-static", "binary"):
+        pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
+    graphs, source = exported(family, scheme)
+    said = set()
+    with open_folder(graphs, "onnx", "ort-cpu", 1) as runner, open_folder(source, "torch", None, 1) as torch:
+        words, vocabulary = vocabulary_sizes(runner.config)
+        asked = []
+        real = runner.generate_sequences
+        runner.generate_sequences = lambda *given: asked.append(given) or real(*given)
+        for rows in (1, 6):
+            given = batch(rows, words, rows)
+            allowed = runner.shortlist.allowed_tokens(given, vocabulary)
+            for wishes in WISHES:
+                decoding = resolve_generation(GenerationSettings(max_new_tokens=9, **wishes), runner)
+                found = generate_in_graph(runner, given, decoding)
+                assert found == generate_resolved(runner, given, decoding), wishes
+                if scheme is None:  # of codes torch may round an activation to another one
+                    assert found == generate_resolved(torch, given, decoding), wishes
+                free = {FORCED, decoding.forced_bos_token_id, *decoding.forced_eos_token_id}
+                for row, text in enumerate(found):
+                    assert all(allowed[row, token] or token in free for token in text)
+                    said |= set(text) - free
+        assert len(asked) == 2 * len(WISHES)
+        assert len(said) >= 5, "hardly any words came: the test shows nothing"
+
+
+def test_a_row_says_the_same_in_every_batch():
+    graphs, _ = exported("marian", None)
+    with open_folder(graphs, "onnx", "ort-cpu", 1) as runner:
+        given = batch(6, vocabulary_sizes(runner.config)[0], 3)
+        for beams in (1, 3):
+            decoding = resolve_generation(GenerationSettings(max_new_tokens=9, num_beams=beams), runner)
+            together = generate_in_graph(runner, given, decoding)
+            for row, text in enumerate(together):
+                alone = Batch(given.input_ids[row : row + 1], given.attention_mask[row : row + 1])
+                assert generate_in_graph(runner, alone, decoding) == [text]
+
+
+@pytest.mark.parametrize("graph", ["generate", "generate_beams"])
+def test_of_a_batch_without_rows_nothing_is_made(graph):
+    folder, _ = exported("marian", "int4")
+    session = onnxruntime.InferenceSession(folder / f"{graph}.onnx", session_options(1))
+    none = np.zeros((0, 5), np.int64)
+    (found,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
+    assert found.shape == (0, 1)
+
+
+def test_the_table_lies_once_on_the_disk(tmp_path):
+    graphs, _ = exported("marian", None)
+    for name in ("generate", "generate_beams"):
+        model = onnx.load(graphs / f"{name}.onnx", load_external_data=False)
+        [table] = [t for t in model.graph.initializer if t.name == "shortlist.table"]
+        places = {e.key: e.value for e in table.external_data}
+        if places:  # a small one lies in the graph
+            assert places["location"] == "shortlist.safetensors"
+    plain = every_family.run_stage(
+        Onnx(), OnnxSettings(), every_family.model_with_layers("marian", 2), "marian", tmp_path / "p"
+    )
+    assert onnx_parameters(graphs) == onnx_parameters(plain.out)
+
+
+K, V = 40, 12
+X = np.random.default_rng(1).normal(size=(3, K)).astype(np.float32)
+WORDS = np.array([0, 3, 4, 11])
+
+
+def head(nodes, tensors):
+    """Return what a head gives for all words and for `WORDS`."""
+    graph = helper.make_graph(
+        nodes, "step", [value_info("x", np.float32, (None, K))],
+        [value_info("logits", np.float32, (None, V))],
+        [numpy_helper.from_array(t, n) for n, t in tensors.items()],
+    )  # fmt: skip
+    b = GraphBuilder()
+    taken = ShortlistHead(graph)
+    assert not any("logits" in node.output for node in taken.rest.node)
+    before = GraphLevel(b, {"x": "x"})
+    hoist_nodes(taken.rest, [before], "")  # what comes before the product
+    taken.gather_weights(before, "words")
+    logits = taken.shortlist_logits(b, before.names.get(taken.states, taken.states))
+    b.nodes.append(helper.make_node("Identity", [logits], ["few"]))
+    inputs = [value_info("x", np.float32, (None, K)), value_info("words", np.int64, (None,))]
+    few = b.graph("few", inputs, [value_info("few", np.float32, (None, None))])
+    return _run(graph, {"x": X}), _run(few, {"x": X, "words": WORDS})
+
+
+def _run(graph, feeds):
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, feeds)[0]
+
+
+DRAW = np.random.default_rng(2)
+FLOATS = DRAW.normal(size=(V, K)).astype(np.float32)
+CODES = DRAW.integers(-127, 128, (K, V)).astype(np.int8)
+SCALES, BIAS = (DRAW.uniform(0.5, 1, V).astype(np.float32) for _ in range(2))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("form", "scales"),
+    [
+        *(
+            (form, SCALES)
+            for form in ("Gemm", "Gemm by columns", "MatMul", "DynamicQuantizeMatMul", "Integer")
+        ),
+        *((form, SCALES[0]) for form in ("DynamicQuantizeMatMul", "Integer")),  # one for the whole matrix
+    ],
+)
+def test_logits_of_some_words_are_those_of_all_to_the_bit_or_nearly(form, scales, bias):
+    if HAS_NO_VNNI and form in ("DynamicQuantizeMatMul", "Integer"):
+        pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
+    microsoft = {"domain": "com.microsoft"}
+    more = ["bias"] if bias else []
+    tensors = {"bias": BIAS} if bias else {}
+    if form.startswith("Gemm"):
+        turned = form == "Gemm"
+        tensors |= {"w": FLOATS if turned else np.ascontiguousarray(FLOATS.T)}
+        nodes = [helper.make_node("Gemm", ["x", "w", *more], ["logits"], transB=int(turned))]
+    elif form == "MatMul":
+        tensors |= {"w": CODES, "s": scales}
+        nodes = [
+            helper.make_node("Cast", ["w"], ["f"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["f", "s"], ["m"]),
+            helper.make_node("MatMul", ["x", "m"], ["product" if bias else "logits"]),
+        ]
+        nodes += [helper.make_node("Add", ["product", "bias"], ["logits"])] if bias else []
+    elif form == "DynamicQuantizeMatMul":
+        tensors |= {"w": CODES, "s": scales}
+        nodes = [
+            helper.make_node(form, ["x", "w", "s", *(["", "bias"] if bias else [])], ["logits"], **microsoft)
+        ]
+    else:
+        tensors |= {"w": CODES, "s": scales, "a": np.float32(0.02), "z": np.uint8(128)}
+        inputs = ["q", "w", "a", "s", "z", *(["", "bias"] if bias else [])]
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "a", "z"], ["q"]),
+            helper.make_node("MatMulIntegerToFloat", inputs, ["logits"], **microsoft),
+        ]
+    whole, few = head(nodes, tensors)
+    exact = 0 if form == "DynamicQuantizeMatMul" else 1e-5 * float(np.abs(whole).max())
+    np.testing.assert_allclose(few, whole[:, WORDS], rtol=0, atol=exact)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("level", [0, 4])
+@pytest.mark.parametrize("size", [16, 32])
+def test_codes_by_groups_are_spread_and_activations_rounded_as_the_operator_does(size, level, zeros):
+    groups = -(-K // size)
+    tensors = {
+        "w": DRAW.integers(0, 256, (V, groups, size // 2)).astype(np.uint8),
+        "s": DRAW.uniform(0.5, 1, (V, groups)).astype(np.float32),
+        "z": DRAW.integers(0, 256, (V, -(-groups // 2))).astype(np.uint8),
+        "bias": BIAS,
+    }
+    node = helper.make_node(
+        "MatMulNBits", ["x", "w", "s", "z" if zeros else "", "", "bias"], ["logits"], domain="com.microsoft",
+        K=K, N=V, bits=4, block_size=size, accuracy_level=level,
+    )  # fmt: skip
+    whole, few = head([node], tensors)
+    np.testing.assert_allclose(few, whole[:, WORDS], rtol=0, atol=2e-5 * float(np.abs(whole).max()))
+
+
+def test_a_head_of_another_kind_is_named():
+    graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["logits"])], "step", [], [])
+    with raises_code("unsupported-graph", RunError) as caught:
+        ShortlistHead(graph)
+    assert "step: " in str(caught.value)
+    assert "Softmax" in str(caught.value)

@@ -1,0 +1,152 @@
+"""The graph of a decoder-only model: prompts, steps and padding on the left equal torch's."""
+
+from types import SimpleNamespace
+
+import causal
+import harness
+import numpy as np
+import onnx
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+from transformers import AutoModelForCausalLM
+
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.core.data import Columns
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.core.readers.examples import read_split
+from smelt.export.graphs.causal_attention import unfused_heads_warning
+from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.runtime.backends.open_runner import open_folder, open_runner
+from smelt.runtime.batch import Batch
+from smelt.runtime.causal import token_nll
+from smelt.runtime.generate.generation_loop import generate
+from smelt.runtime.generate.settings import GenerationSettings
+
+IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
+MASK = np.ones_like(IDS)
+MASK[1, :4], MASK[2, :8] = 0, 0
+
+
+def _ctx(out, folder):
+    out.mkdir()
+    causal.write_lines(folder / "t.txt", 2)
+    data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
+    return harness.make_context(out, "language-modeling", data=data)
+
+
+def _export(folder, out, **settings):
+    ctx = _ctx(out, folder)
+    Onnx()(tiny.as_artifact(folder, "language-modeling"), OnnxSettings(**settings), ctx)
+    assert set(message_codes(ctx.warnings)) <= {"attention-not-fused"}
+    return ctx, open_folder(out, "onnx", settings["target"], 1)
+
+
+def _same(graph, parent, tolerance):
+    """Compare all that a runner does with its parent's."""
+    close = {"atol": tolerance, "rtol": 0}
+    right = np.ones_like(IDS)
+    right[1, 6:] = 0
+    full = graph.forward(Batch(IDS, right))
+    np.testing.assert_allclose(full[right == 1], parent.forward(Batch(IDS, right))[right == 1], **close)
+    states = [r.encode(Batch(IDS, MASK)) for r in (graph, parent)]
+    rows = np.array([2, 1, 1])
+    for tokens in (IDS[:, -1], IDS[:, 0], None, IDS[:, 1]):
+        if tokens is None:  # in the middle of a text the rows change places, as beams do
+            states = [r.reorder_cache(s, rows) for r, s in zip((graph, parent), states, strict=True)]
+            continue
+        got, wanted = (r.decode_step(s, tokens) for r, s in zip((graph, parent), states, strict=True))
+        np.testing.assert_allclose(got, wanted, **close)
+    alone = [r.start(1) for r in (graph, parent)]
+    for part in (slice(0, 4), slice(4, 9)):  # a long text in stretches
+        got, wanted = (
+            r.extend(s, IDS[:1, part], right[:1, part]) for r, s in zip((graph, parent), alone, strict=True)
+        )
+        np.testing.assert_allclose(got, wanted, **close)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_graph_equals_torch_and_generate_when_it_is_fused(family, tmp_path):
+    folder = causal.write_model(tmp_path / family, family, **({"n_embd": 64} if family == "gpt2" else {}))
+    ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
+    assert ctx.details["parity"]["model"]["largest"] < 1e-4
+    counts = ctx.details["graphs"]["model"]["operators"]
+    assert counts["GroupQueryAttention"] == 2
+    assert "Softmax" not in counts
+    with open_runner(tiny.as_artifact(folder, "language-modeling")) as parent:
+        _same(graph, parent, 2e-5)
+        np.testing.assert_allclose(token_nll(graph, IDS), token_nll(parent, IDS), atol=1e-4)
+    other = AutoModelForCausalLM.from_pretrained(folder).eval()
+    wanted = other.generate(
+        torch.from_numpy(IDS), attention_mask=torch.from_numpy(MASK), max_new_tokens=8, do_sample=False
+    )[:, 9:].tolist()
+    got = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8))
+    assert [row + [0] * (8 - len(row)) for row in got] == [row + [0] * (8 - len(row)) for row in wanted]
+    with raises_code("unsupported-batch", InputError):
+        graph.extend(graph.encode(Batch(IDS, MASK)), IDS, MASK)
+
+
+def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
+    folder = causal.write_model(tmp_path / "qwen2", "qwen2")
+    _, graph = _export(folder, tmp_path / "out", target="tensorrt")
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    shapes = {
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input
+    }
+    assert shapes["input_ids"] == shapes["position_ids"] == ["batch", "sequence_length"]
+    assert shapes["attention_mask"] == ["batch", "total_sequence_length"]
+    assert shapes["past_key_values.1.value"] == ["batch", 2, "past_sequence_length", 16]
+    assert [o.name for o in model.graph.output][:3] == ["logits", "present.0.key", "present.0.value"]
+    assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
+    assert sum(list(t.dims) in ([299, 64], [64, 299]) for t in model.graph.initializer) == 1
+    with open_runner(tiny.as_artifact(folder, "language-modeling")) as parent:
+        _same(graph, parent, 2e-5)
+        convert_to_half(model, "model")
+        half = tmp_path / "half"
+        half.mkdir()
+        (half / "config.json").write_bytes((folder / "config.json").read_bytes())
+        onnx.save(model, half / "model.onnx")
+        _same(open_folder(half, "onnx", "tensorrt", 1), parent, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("width", "rotary", "fits"), [(8, False, True), (12, False, False), (24, True, False)]
+)
+def test_heads_that_the_fused_operator_refuses_are_told(width, rotary, fits):
+    one = SimpleNamespace(heads=SimpleNamespace(head_dim=width), parts=SimpleNamespace(rotary=rotary))
+    told = unfused_heads_warning([one], "ort-cpu")
+    assert (told is None) == fits
+    assert told is None or (told.code, f" {width} " in told.message) == ("attention-not-fused", True)
+    assert unfused_heads_warning([one], "openvino") is None  # which has no such operator
+
+
+def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config(tmp_path):
+    folder = causal.write_model(tmp_path / "qwen2", "qwen2")
+    ctx = _ctx(tmp_path / "pruned", folder)
+    Prune()(tiny.as_artifact(folder, "language-modeling"), PruneSettings(importance="magnitude"), ctx)
+    codes = _ctx(tmp_path / "codes", folder)
+    Quantize()(tiny.as_artifact(ctx.out, "language-modeling"), QuantizeSettings(), codes)
+    exported, graph = _export(codes.out, tmp_path / "out", target="ort-cpu")
+    counts = exported.details["graphs"]["model"]["operators"]
+    # per layer: queries, keys and values in one, output, gate, up, down; and the head
+    assert counts["DynamicQuantizeMatMul"] == 2 * 5 + 1
+    assert counts["GroupQueryAttention"] == 2
+    with open_runner(tiny.as_artifact(codes.out, "language-modeling")) as parent:
+        batch = Batch(IDS, MASK)
+        got, wanted = (r.decode_step(r.encode(batch), IDS[:, -1]) for r in (graph, parent))
+        assert np.abs(got - wanted).mean() < 0.05 * wanted.std()
+
+
+def test_heads_are_computed_by_standard_operators_when_the_fused_one_refuses_them(tmp_path):
+    folder = causal.write_model(tmp_path / "llama", "llama", head_dim=12, num_hidden_layers=1)
+    ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
+    assert message_codes(ctx.warnings) == ["attention-not-fused"]
+    assert " 12 " in ctx.warnings[0].message
+    assert "GroupQueryAttention" not in ctx.details["graphs"]["model"]["operators"]
+    with open_runner(tiny.as_artifact(folder, "language-modeling")) as parent:
+        _same(graph, parent, 2e-5)

@@ -1,0 +1,134 @@
+"""Products with a bias in a step become Gemm and say the same; what is not of one token stays."""
+
+from collections import Counter
+
+import graph_exports
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.export.graphs.fuse_bias import fuse_biases
+
+
+def graph(nodes, shape=("r", 1, 4), outputs=("y",)):
+    """Return a model whose input x has a shape, with the constants W [4, 6], V [6, 4], b [6] and c [4]."""
+    random = np.random.default_rng(0)
+    sizes = {"W": (4, 6), "V": (6, 4), "b": (6,), "c": (4,)}
+    constants = [
+        numpy_helper.from_array(random.normal(size=size).astype(np.float32), name)
+        for name, size in sizes.items()
+    ]
+    made = helper.make_graph(
+        [helper.make_node(kind, read, out, f"node_{out[0]}") for kind, read, out in nodes],
+        "step",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        constants,
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def said(model, shape):
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    return session.run(None, {"x": np.random.default_rng(1).normal(size=shape).astype(np.float32)})
+
+
+FFN = [
+    ("MatMul", ["x", "W"], ["h"]), ("Add", ["h", "b"], ["i"]), ("Relu", ["i"], ["j"]),
+    ("MatMul", ["j", "V"], ["k"]), ("Add", ["c", "k"], ["l"]), ("Add", ["x", "l"], ["y"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "left"),
+    [
+        (FFN, ("y",), {"Reshape": 2, "Gemm": 2, "Relu": 1, "Add": 1}),
+        # what lies between is asked for itself: it gets its dimension back
+        (FFN, ("y", "j"), {"Reshape": 3, "Gemm": 2, "Relu": 1, "Add": 1}),
+        # two products of the same rows flatten them once
+        (
+            [*FFN[:2], ("MatMul", ["x", "W"], ["m"]), ("Add", ["m", "b"], ["n"]), ("Add", ["i", "n"], ["y"])],
+            ("y",),
+            {"Reshape": 3, "Gemm": 2, "Add": 1},
+        ),
+        (FFN[:2], ("i",), {"Reshape": 2, "Gemm": 1}),
+    ],
+    ids=["ffn", "asked", "twice", "output"],
+)
+def test_products_with_a_bias_become_gemm_and_say_the_same(nodes, outputs, left):
+    model = graph(nodes, outputs=outputs)
+    before = said(model, (3, 1, 4))
+    assert fuse_biases(model) == left["Gemm"]
+    onnx.checker.check_model(model, full_check=True)
+    assert Counter(node.op_type for node in model.graph.node) == left
+    for was, now in zip(before, said(model, (3, 1, 4)), strict=True):
+        assert now.shape == was.shape
+        np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape", "outputs"),
+    [
+        (FFN[:2], ("r", "length", 4), ("i",)),
+        (FFN[:2], ("r", 2, 4), ("i",)),
+        (FFN[:2], ("r", 4), ("i",)),
+        (FFN[:2], ("r", 1, 3, 4), ("i",)),
+        (FFN[:2], ("r", 1, 4), ("i", "h")),
+        ([*FFN[:2], ("Relu", ["h"], ["y"])], ("r", 1, 4), ("i", "y")),
+        ([FFN[0], ("Add", ["h", "h"], ["y"])], ("r", 1, 4), ("y",)),
+    ],
+    ids=[
+        "many tokens",
+        "two tokens",
+        "no tokens",
+        "four dimensions",
+        "product is an output",
+        "read twice",
+        "no bias",
+    ],
+)
+def test_others_stay_as_they_are(nodes, shape, outputs):
+    model = graph(nodes, shape, outputs)
+    before = model.SerializeToString()
+    assert fuse_biases(model) == 0
+    assert model.SerializeToString() == before
+
+
+def test_a_longer_bias_widens_a_sum_and_stays():
+    wide = [("MatMul", ["x", "n"], ["h"]), ("Add", ["h", "b"], ["y"])]
+    model = graph(wide)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 1), np.float32), "n"))
+    model = onnx.shape_inference.infer_shapes(model)
+    assert fuse_biases(model) == 0
+    assert said(model, (3, 1, 4))[0].shape == (3, 1, 6)
+
+
+@pytest.mark.parametrize(("read", "joined"), [("i", 1), ("h", 0)], ids=["the sum", "the product"])
+def test_what_a_graph_inside_of_a_node_reads_is_there(read, joined):
+    model = graph([*FFN[:2], ("Relu", ["i"], ["z"])], outputs=("z", "y"))
+    branches = {
+        key: helper.make_graph(
+            [helper.make_node(kind, [read], [key])],
+            key,
+            [],
+            [helper.make_tensor_value_info(key, TensorProto.FLOAT, None)],
+        )
+        for key, kind in (("then_branch", "Neg"), ("else_branch", "Abs"))
+    }
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["y"], "if", **branches))
+    before = said(model, (3, 1, 4))
+    assert fuse_biases(model) == joined
+    for was, now in zip(before, said(model, (3, 1, 4)), strict=True):
+        np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_of_a_translator_has_no_bias_beside_its_products():
+    made = graph_exports.exported_graphs("marian", "fp32")
+    step = onnx.load(made.folder / "decoder_with_past_model.onnx", load_external_data=False)
+    kinds = Counter(node.op_type for node in step.graph.node)
+    assert kinds["MatMul"] == 0
+    assert kinds["Gemm"] >= 7

@@ -1,0 +1,158 @@
+"""What is replaced in a program gives torch's own graph; what is not known here is left to torch."""
+
+import graph_outline
+import pytest
+import torch
+from torch import nn
+from torch.onnx._internal.exporter import _fx_passes
+
+from smelt.export.graphs.single_trace import replace_unsupported_ops, single_trace
+
+SECOND_TRACE = _fx_passes.decompose_with_registry
+
+
+class Each(nn.Module):
+    """Every operator that is replaced, and sizes that the inputs share."""
+
+    def forward(self, x, mask, kept):
+        """x float32 [B, S, 8]; mask int64 [B, S]; kept int64 []."""
+        length = mask.shape[1]
+        heads = torch.dropout(x, 0.1, False).unflatten(2, (2, 4)).transpose(1, 2).contiguous()
+        a, b = heads.chunk(2, dim=-1)
+        joined = torch.cat([-b, a], -1).transpose(1, 2).flatten(2)
+        bias = (1.0 - mask.to(joined.dtype)).to(x.device, x.dtype)
+        places = (torch.arange(length) + torch.arange(length)[:, None]).flatten()
+        table = torch.min(places, torch.ones_like(places)).reshape(1, 1, length, length)
+        n = kept.item()
+        torch._check(n >= 1)
+        torch._check(n <= length)
+        last = joined.narrow(1, length - n, n).sum(1)
+        rows = x.flatten(0, 1)  # their number is a product, which what is made of them takes from it
+        high = torch.floor(rows / 16)
+        spread = torch.stack([rows - 16 * high, high + torch.full((), 3.0)], -1).flatten(-2).flatten(1)
+        unit = spread / torch.linalg.vector_norm(spread, dim=-1, keepdim=True)
+        far = torch.abs(spread) + 1
+        far += torch.full_like(spread, 2.0)
+        far = torch.log(far).permute(1, 0)
+        last = last.to(torch.int32)
+        return joined + bias[:, :, None], table.to(torch.float32), unit * (unit < 1), last, far
+
+
+def inputs():
+    x = torch.arange(2 * 5 * 8, dtype=torch.float32).reshape(2, 5, 8)
+    return x, torch.ones(2, 5, dtype=torch.int64), torch.tensor(2)
+
+
+AXES = ({0: "batch", 1: "length"}, {0: "batch", 1: "length"}, None)
+
+
+def exported(module, values, axes, outputs=None):
+    with torch.no_grad():
+        return torch.onnx.export(
+            module.eval(),
+            values,
+            None,
+            dynamo=True,
+            opset_version=20,
+            verbose=False,
+            dynamic_shapes=axes,
+            output_names=outputs,
+        ).model_proto
+
+
+def program_of(module, *values):
+    with torch.no_grad():
+        return torch.export.export(module.eval(), values, strict=False)
+
+
+def targets(program):
+    return [str(node.target) for node in program.graph.nodes]
+
+
+def test_the_graph_is_the_one_of_the_second_trace_node_for_node(monkeypatch):
+    torchs = exported(Each(), inputs(), AXES, list("abcde"))
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
+    with single_trace():
+        ours = exported(Each(), inputs(), AXES, list("abcde"))
+    assert list(graph_outline.outline_lines(ours)) == list(graph_outline.outline_lines(torchs))
+    kinds = {node.op_type for node in ours.graph.node}
+    assert {"Split", "Reshape", "Min", "Slice", "Sub", "Cast"} <= kinds
+
+
+class Rare(nn.Module):
+    def forward(self, x):
+        return torch.special.erfcx(x.flatten(0, 1))
+
+
+class InPlace(nn.Module):
+    """What is changed is a view of something else."""
+
+    def forward(self, x):
+        return (x * 2).flatten(0, 1).add_(1)
+
+
+class ReadAgain(nn.Module):
+    """What is changed was read before, as a view, which changes too."""
+
+    def forward(self, x):
+        twice = x * 2
+        view = twice.flatten(0, 1)
+        return twice.add_(1).flatten(0, 1) + view
+
+
+class OfCaller(nn.Module):
+    """What is changed is an input."""
+
+    def forward(self, x):
+        return x.add_(1).flatten(0, 1)
+
+
+class Flat(nn.Module):
+    def __init__(self, dynamic):
+        super().__init__()
+        self.dynamic = dynamic
+
+    def forward(self, x):
+        return x.flatten(1, 2), torch.arange(x.shape[self.dynamic])
+
+
+@pytest.mark.parametrize("module", [Rare(), InPlace(), ReadAgain(), OfCaller()])
+def test_a_program_with_another_operator_stays_as_it_was(module):
+    program = program_of(module, torch.ones(2, 3))
+    before = targets(program)
+    assert "aten.flatten.using_ints" in before
+    assert not replace_unsupported_ops(program)
+    assert targets(program) == before
+
+
+@pytest.mark.parametrize(("shape", "dynamic"), [((2, 5, 3), 1), ((2, 3, 5), 2)])
+def test_a_product_of_a_size_and_a_number_is_not_traced_again(shape, dynamic, monkeypatch):
+    values, axes = (torch.ones(shape),), ({dynamic: "length"},)
+    torchs = exported(Flat(dynamic), values, axes, ["y", "z"])
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
+    with single_trace():
+        assert list(graph_outline.outline_lines(exported(Flat(dynamic), values, axes, ["y", "z"]))) == list(
+            graph_outline.outline_lines(torchs)
+        )
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_dropout_that_trains_is_left_to_torch(trains):
+    program = program_of(nn.Identity(), torch.ones(2))
+    x = next(node for node in program.graph.nodes if node.op == "placeholder")
+    graph = program.graph_module.graph
+    with graph.inserting_after(x):
+        graph.call_function(torch.ops.aten.dropout.default, (x, 0.1, trains))
+    assert replace_unsupported_ops(program) is not trains
+
+
+def test_torch_is_as_it_was_afterwards():
+    with pytest.raises(ZeroDivisionError), single_trace():
+        1 / (_fx_passes.decompose_with_registry is SECOND_TRACE)
+    assert _fx_passes.decompose_with_registry is SECOND_TRACE
+
+
+def test_a_torch_that_traces_elsewhere_exports_as_it_does(monkeypatch):
+    monkeypatch.delattr(_fx_passes, "decompose_with_registry")
+    with single_trace():
+        assert not hasattr(_fx_passes, "decompose_with_registry")

@@ -1,0 +1,92 @@
+"""The rules that infer.py tells a graph are those that smelt tells it."""
+
+import numpy as np
+import pytest
+
+from smelt.export.package.standalone import infer_settings
+from smelt.export.package.standalone.parts.generation_inputs import generation_inputs, new_tokens
+from smelt.export.package.standalone.parts.language_modeling import Writer
+from smelt.runtime.generate.generation_config import GenerationConfig
+from smelt.runtime.generate.graph_generation import generation_feeds, trim_at_eos
+
+VOCABULARY = 11
+CASES = {
+    "plain": {"max_new_tokens": 5},
+    "no limit": {},
+    "max_length": {"max_length": 9},
+    "positions": {"max_new_tokens": 50, "positions": 8},
+    "bad words, of which one ends a text": {"max_new_tokens": 3, "bad_words_ids": [[4], [2]]},
+    "min_length": {"max_new_tokens": 6, "min_length": 5},
+    "min_new_tokens": {"max_new_tokens": 6, "min_new_tokens": 2, "min_length": 1},
+    "forced first": {"max_new_tokens": 4, "forced_bos_token_id": 7, "begin_suppress_tokens": [3]},
+    "begin": {"max_new_tokens": 4, "begin_suppress_tokens": [3, 5]},
+    "forced last": {"max_new_tokens": 4, "forced_eos_token_id": [6, 2], "min_length": 9},
+    "forced and suppressed": {"max_new_tokens": 4, "forced_eos_token_id": [6, 2], "suppress_tokens": [2]},
+    "one token, first and last": {
+        "max_new_tokens": 1,
+        "forced_bos_token_id": 7,
+        "forced_eos_token_id": [2],
+    },
+    "texts": {"max_new_tokens": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "beams": {"max_new_tokens": 4, "num_beams": 3, "length_penalty": 0.6, "early_stopping": True},
+    "beams, never": {
+        "max_new_tokens": 4,
+        "num_beams": 3,
+        "early_stopping": "never",
+        "renormalize_logits": True,
+    },
+    "beams, several forced": {
+        "max_new_tokens": 3,
+        "num_beams": 3,
+        "forced_eos_token_id": [6, 2],
+        "renormalize_logits": True,
+    },
+    "no end": {"max_new_tokens": 3, "eos": [], "min_length": 5},
+}
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_fed_does_what_smelt_feeds(case, prompt):
+    decoding = GenerationConfig(**({"eos": [2], "pad": 1, "start": 0 if prompt == 1 else None} | CASES[case]))
+    expected = generation_feeds(decoding, prompt, VOCABULARY)
+    said = infer_settings.search_settings(decoding, VOCABULARY)
+    got = generation_inputs(said, prompt, decoding.max_total_length(prompt) - prompt)
+    assert {name for name in got if name in expected} == set(expected)
+    for name in set(expected) - {"step_rules", "rule_biases", "forced_tokens"}:
+        assert got[name].dtype == expected[name].dtype, name
+        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+    for name in ("rule_biases", "forced_tokens"):
+        assert got[name].dtype == expected[name].dtype, name
+        np.testing.assert_array_equal(
+            got[name][got["step_rules"]], expected[name][expected["step_rules"]], err_msg=name
+        )
+
+
+def test_an_encoder_decoder_knows_its_longest_output():
+    said = infer_settings.search_settings(
+        GenerationConfig(max_new_tokens=50, positions=8, start=0, eos=[2]), VOCABULARY
+    )
+    assert said["max_new_tokens"] == 8
+    assert infer_settings.search_settings(GenerationConfig(start=0), VOCABULARY)["max_new_tokens"] == 128
+    assert (
+        infer_settings.search_settings(GenerationConfig(max_length=9), VOCABULARY)["max_new_tokens"] is None
+    )
+
+
+def test_a_text_ends_with_the_first_token_that_ends_it():
+    row = np.array([0, 5, 2, 2, 6])
+    for eos in ([2], [6, 2], [], [9]):
+        assert new_tokens(row, 1, eos) == trim_at_eos(row, 1, eos)
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_a_shipped_writer_has_the_limits_of_smelt(case, prompt):
+    decoding = GenerationConfig(**({"eos": [2], "pad": 1} | CASES[case]))
+    writer = object.__new__(Writer)
+    writer.generation = infer_settings.search_settings(decoding, VOCABULARY)
+    most, least, forced = decoding.prompt_limits(prompt)
+    if writer.generation["min_new_tokens"] is not None:  # the same for all prompts
+        least = writer.limits(prompt)[1]
+    assert writer.limits(prompt) == (most, least, forced)

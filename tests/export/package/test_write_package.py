@@ -1,0 +1,205 @@
+"""What is the same around every form: README.md, SHA256SUMS, the manifest, real files."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+
+import exported_artifacts
+import harness
+import pytest
+from expected_errors import raises_code
+from markdown_it import MarkdownIt
+
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.package_format import (
+    OriginScore,
+    OriginStep,
+    PackageOrigin,
+    SupportedArtifacts,
+    UsageNotes,
+)
+from smelt.export.package.write_package import copy_artifact, write_package
+
+HOW = UsageNotes("fetch it", "open it", (("python", "import it"),), ("Mind the gap.",))
+ORIGIN = PackageOrigin(
+    run="translate",
+    model="my-model",
+    licence="apache-2.0 (its model card)",
+    steps=(
+        OriginStep("model", "model", {}),
+        OriginStep("small", "prune", {"targets": ["ffn"], "keep_ratio": 0.5}),
+    ),
+    scores=(OriginScore("BLEU", "37.41 [36.10, 38.60]", "38.00 [37.00, 39.00]", 1000, "nrefs:1|gen:greedy"),),
+    latencies=("3.7 ms (median) at batch 1",),
+)
+
+
+class Copies:
+    """Copies the artifact, with one file more in a folder."""
+
+    name, summary, is_artifact = "copies", "a copy", True
+    supported = SupportedArtifacts(frozenset({"onnx"}))
+
+    def write(self, artifact, origin, folder):
+        copy_artifact(artifact, folder)
+        (folder / "more").mkdir()
+        (folder / "more" / "words.json").write_text("{}")
+        (folder / "infer.py").write_text("pass")
+        return HOW
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    return read_artifact(exported_artifacts.exported_artifact("classifier"))
+
+
+@pytest.fixture(scope="module")
+def package(artifact, tmp_path_factory):
+    return write_package(Copies(), artifact, ORIGIN, tmp_path_factory.mktemp("out") / "mine")
+
+
+def test_files_are_real_and_of_their_own(package, artifact):
+    for name in artifact.manifest.files:
+        path, source = package.folder / name, artifact.path / name
+        assert path.read_bytes() == source.read_bytes()
+        assert not path.is_symlink()
+        assert path.stat().st_nlink == 1
+        assert path.stat().st_ino != source.stat().st_ino
+
+
+def test_float_weights_that_only_a_training_reads_stay_at_home(artifact, tmp_path):
+    place = tmp_path / "artifact"
+    shutil.copytree(artifact.path, place)
+    (place / MASTER_WEIGHTS_FILE).write_bytes(b"floats")
+    files = artifact.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=6)}
+    trained = replace(artifact, path=place, manifest=artifact.manifest.model_copy(update={"files": files}))
+    made = write_package(Copies(), trained, ORIGIN, tmp_path / "mine")
+    assert not list(made.folder.rglob(MASTER_WEIGHTS_FILE))
+    assert MASTER_WEIGHTS_FILE not in read_artifact(made.folder).manifest.files
+    assert MASTER_WEIGHTS_FILE not in (made.folder / "SHA256SUMS").read_text()
+
+
+def test_hashes_are_those_of_every_file_as_sha256sum_reads_them(package, tmp_path):
+    lines = (package.folder / "SHA256SUMS").read_text().splitlines()
+    said = {line[66:]: line[:64] for line in lines}
+    there = {p.relative_to(package.folder).as_posix(): p for p in package.folder.rglob("*") if p.is_file()}
+    assert set(said) == set(there) - {"SHA256SUMS"}
+    assert {"manifest.json", "README.md", "more/words.json"} <= set(said)
+    for name, digest in said.items():
+        assert hashlib.sha256(there[name].read_bytes()).hexdigest() == digest
+    if shutil.which("sha256sum"):
+        done = subprocess.run(
+            ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=package.folder, check=False, capture_output=True
+        )
+        assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_the_manifest_lists_what_is_loaded_and_not_what_a_user_edits(package, artifact):
+    found = read_artifact(package.folder)
+    found.verify()
+    assert set(found.manifest.files) == {*artifact.manifest.files, "more/words.json"}
+    assert found.manifest.model_copy(update={"files": artifact.manifest.files}) == artifact.manifest
+
+
+def test_a_form_with_a_layout_of_its_own_has_no_manifest(artifact, tmp_path):
+    form = Copies()
+    form.is_artifact = False
+    package = write_package(form, artifact, PackageOrigin(), tmp_path / "p")
+    assert not (package.folder / "manifest.json").exists()
+
+
+def test_the_readme_says_it_all(package, artifact):
+    text = (package.folder / "README.md").read_text()
+    assert text.startswith("# mine\n")
+    for part in (
+        "| made from | my-model |",
+        "| run | translate |",
+        "| format | onnx, exported for ort-cpu |",
+        f"`{artifact.key}`",
+        '| small | prune | targets: ["ffn"], keep_ratio: 0.5 |',
+        "| BLEU | 37.41 [36.10, 38.60] | 1,000 | 38.00 [37.00, 39.00] |",
+        "nrefs:1|gen:greedy",
+        "3.7 ms (median) at batch 1",
+        f"{artifact.size_bytes:,} bytes",
+        "```bash\nfetch it\nopen it\n```",
+        "```python\nimport it\n```",
+        "Mind the gap.",
+        "apache-2.0 (its model card)",
+        "sha256sum -c SHA256SUMS",
+    ):
+        assert part in text, part
+
+
+def test_words_of_strangers_are_no_markup(artifact, tmp_path):
+    odd = "<img src=x> [a](b) `c` | *d*\n## e"
+    origin = replace(
+        ORIGIN,
+        run=odd,
+        model=odd,
+        licence=odd,
+        steps=(OriginStep(odd, "prune", {"targets": odd}),),
+        scores=(OriginScore(odd, "1", odd, 10, odd),),
+        latencies=(odd,),
+    )
+    text = (write_package(Copies(), artifact, origin, tmp_path / odd[:4]).folder / "README.md").read_text()
+    tokens = MarkdownIt().enable("table").parse(text)
+    inside = [inner for token in tokens for inner in token.children or ()]
+    assert not {"image", "link_open", "html_inline", "em_open"} & {token.type for token in inside}
+    assert "html_block" not in {token.type for token in tokens}
+    headings = [tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"]
+    assert [name for name in headings if name.strip() == "e"] == []
+    cells = [
+        sum(inner.type == "td_open" for inner in tokens[at : tokens.index(end, at)])
+        for at, token in enumerate(tokens)
+        if token.type == "tr_open"
+        for end in [next(t for t in tokens[at:] if t.type == "tr_close")]
+    ]
+    assert set(cells) <= {0, 2, 3, 4}
+    shown = [
+        "".join(part.content for part in token.children or () if part.type == "text") for token in tokens
+    ]
+    assert any(" ".join(odd.split()) in words for words in shown)
+
+
+def test_a_tampered_artifact_is_not_packaged(artifact, tmp_path):
+    place = tmp_path / "artifact"
+    shutil.copytree(artifact.path, place)
+    (place / "numpy.py").write_text("print('here')")
+    manifest = json.loads((place / "manifest.json").read_text())
+    digest = hashlib.sha256((place / "numpy.py").read_bytes()).hexdigest()
+    manifest["files"]["numpy.py"] = {"sha256": digest, "size_bytes": 13}
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    for form in ("standalone", "huggingface", "optimum"):
+        harness.smelt("package", place, "--format", form, "--out", tmp_path / form, code=2)
+        assert not (tmp_path / form).exists()
+
+
+def test_what_is_not_known_is_said(artifact, tmp_path):
+    text = (
+        write_package(Copies(), artifact, PackageOrigin(), tmp_path / "p").folder / "README.md"
+    ).read_text()
+    assert "smelt eval" in text.partition("## Scores")[2]
+    assert "made from | unknown" in text
+    assert "not stated" in text
+    unscored = replace(ORIGIN, scores=())
+    text = (write_package(Copies(), artifact, unscored, tmp_path / "q").folder / "README.md").read_text()
+    assert "smelt eval" in text.partition("## Scores")[2]
+
+
+def test_the_size_is_that_of_all_files(package):
+    files = [path for path in package.folder.rglob("*") if path.is_file()]
+    assert package.size_bytes == sum(path.stat().st_size for path in files)
+
+
+def test_a_form_that_fails_leaves_nothing(artifact, tmp_path, monkeypatch):
+    def fails(self, artifact, origin, folder):
+        copy_artifact(artifact, folder)
+        raise InputError("not this one", code="made-up")
+
+    monkeypatch.setattr(Copies, "write", fails)
+    with raises_code("made-up", InputError):
+        write_package(Copies(), artifact, PackageOrigin(), tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []

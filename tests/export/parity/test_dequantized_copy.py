@@ -1,0 +1,94 @@
+import graph_exports
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.export import graph_files
+from smelt.export.parity import dequantized_copy
+from smelt.export.parity.dequantized_copy import dequantize_graph, make_dequantized_copy, widen_to_float32
+from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.runtime.backends.open_runner import open_folder
+
+NUMBERS = np.random.default_rng(0)
+
+
+def run(model, **feeds):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)[0]
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_codes_becomes_the_product_of_what_they_stand_for(zero, bias):
+    codes = NUMBERS.integers(-127, 128, (6, 4)).astype(np.int8)
+    scales = NUMBERS.random(4).astype(np.float32)
+    constants = {"codes": codes, "scales": scales, "zero": np.array(zero or 0, np.int8)}
+    constants["bias"] = NUMBERS.random(4).astype(np.float32)
+    inputs = ["x", "codes", "scales", "" if zero is None else "zero", *(["bias"] if bias else [])]
+    node = helper.make_node("DynamicQuantizeMatMul", inputs, ["y"], "product", domain="com.microsoft")
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 6])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])],
+        [numpy_helper.from_array(v, n) for n, v in constants.items()],
+    )  # fmt: skip
+    domains = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
+    assert dequantize_graph(model) == 1
+    assert model.graph.node[-1].name == "product"
+    x = NUMBERS.random((2, 6)).astype(np.float32)
+    expected = x @ ((codes.astype(np.float32) - (zero or 0)) * scales) + (constants["bias"] if bias else 0)
+    np.testing.assert_allclose(run(model, x=x), expected, rtol=1e-5)
+
+
+def test_a_product_of_few_bits_multiplies_float_activations():
+    model = onnx.load(graph_exports.exported_graphs("marian", "int4").folder / "encoder_model.onnx")
+    levels = [a.i for n in model.graph.node for a in n.attribute if a.name == "accuracy_level"]
+    assert set(levels) == {4}
+    assert dequantize_graph(model) == len(levels)
+    levels = [a.i for n in model.graph.node for a in n.attribute if a.name == "accuracy_level"]
+    assert set(levels) == {0}
+
+
+def test_halves_become_float_again_with_the_values_that_half_has():
+    weight = NUMBERS.normal(size=(3, 4)).astype(np.float32)
+    nodes = [
+        helper.make_node("Cast", ["ids"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["f", "w"], ["logits"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("ids", TensorProto.INT64, [2, 3])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [2, 4])],
+        [numpy_helper.from_array(weight, "w")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    convert_to_half(model, "model")
+    assert model.graph.initializer[0].data_type == TensorProto.FLOAT16
+    widen_to_float32(model)
+    assert {t.data_type for t in model.graph.initializer} == {TensorProto.FLOAT}
+    ids = NUMBERS.integers(-5, 5, (2, 3))
+    expected = ids.astype(np.float32) @ weight.astype(np.float16).astype(np.float32)
+    np.testing.assert_allclose(run(model, ids=ids), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_folder_opens_like_the_artifact_and_is_gone_afterwards(links, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+    if not links:
+        monkeypatch.setattr(
+            dequantized_copy.os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here"))
+        )
+    found = graph_exports.exported_graphs("marian", "int8")
+    for name in ("encoder_model", "decoder_with_past_model"):
+        graph_files.write_graph(onnx.load(found.folder / f"{name}.onnx"), tmp_path / f"{name}.onnx")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((found.folder / name).read_bytes())
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with make_dequantized_copy(tmp_path, ["encoder_model", "decoder_with_past_model"], widen=False) as folder:
+        assert (folder / "encoder_model.onnx_data").is_file()
+        with open_folder(folder, "onnx", "ort-cpu", 1) as runner:
+            states = runner.encoder_outputs(found.reference.batch)["last_hidden_state"]
+    real = found.reference.batch.attention_mask == 1
+    assert np.abs(states - found.reference.encoder_states)[real].mean() < 0.05
+    assert sorted(p.name for p in tmp_path.iterdir()) == before

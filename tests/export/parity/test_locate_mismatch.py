@@ -1,0 +1,69 @@
+"""The first layer that differs is the one that was changed, in every kind of graph."""
+
+import shutil
+
+import graph_exports
+import numpy as np
+import onnx
+import pytest
+from graph_edits import insert_after_node
+
+from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.export.parity.locate_mismatch import locate_first_mismatch
+
+# a product or norm somewhere in the middle, by a constant that its last node reads
+PLACES = {
+    ("marian", "encoder_model"): "encoder.layers.1.fc2.bias",
+    ("marian", "decoder_with_past_model"): "decoder.layers.1.encoder_attn.out_proj.bias",
+    ("bert", "model"): "model.bert.encoder.layer.1.attention.output.LayerNorm.bias",
+    ("gpt2", "model"): "model.transformer.h.1.mlp.c_fc.bias",
+    ("opt", "model"): "model.model.decoder.layers.1.fc1.bias",  # which is fed [texts * tokens, width]
+}
+
+
+def asked(family, scheme, graph, folder, change):
+    """Return the place found in a copy of the graphs, in float32, one of which is changed."""
+    found = graph_exports.exported_graphs(family, scheme)
+    shutil.copytree(found.folder, folder)
+    for path in folder.glob("*.onnx"):
+        model = onnx.load(path)
+        if path.stem == graph:
+            change(model)
+        dequantize_graph(model)
+        onnx.save(model, path)
+    (differing,) = (one for one in found.subject.graphs if one.name == graph)
+    return locate_first_mismatch(folder, differing, found.subject.model, found.reference)
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "int8", "binary"])
+@pytest.mark.parametrize(("family", "graph"), PLACES)
+def test_the_changed_layer_is_named_with_its_node(family, scheme, graph, tmp_path):
+    constant = PLACES[family, graph]
+    names = []
+
+    def change(model):
+        node = [n for n in model.graph.node if constant in n.input][-1]
+        names.append(node.name)
+        insert_after_node(model, node, "Mul", np.float32(1.01))
+
+    place = asked(family, scheme, graph, tmp_path / "x", change)
+    layer = constant.removesuffix(".bias")
+    # what is multiplied comes after the node: the layer after it is the first that is fed something else
+    assert place is not None
+    assert place.layer != layer
+
+    def scale(model):
+        tensor = next(t for t in model.graph.initializer if t.name == constant)
+        values = onnx.numpy_helper.to_array(tensor) + 1
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, constant))
+
+    assert asked(family, scheme, graph, tmp_path / "y", scale) == (layer, names[0])
+
+
+def test_nothing_is_said_where_nothing_differs_or_nothing_can_be_run(tmp_path):
+    assert asked("marian", "fp32", "encoder_model", tmp_path / "x", lambda model: None) is None
+
+    def cut(model):
+        model.graph.node[5].input[0] = "nowhere"
+
+    assert asked("marian", "fp32", "encoder_model", tmp_path / "y", cut) is None

@@ -1,0 +1,158 @@
+"""Quantized operators alone, on inputs that int8 holds exactly."""
+
+import graph_exports
+import numpy as np
+import onnx
+import pytest
+import torch
+from expected_errors import raises_code
+
+from smelt.compress.quantize.weight_quantizer import quantize_into, quantize_module
+from smelt.core.errors import ParityError
+from smelt.export.graph_files import read_graph
+from smelt.export.parity import operator_checks
+from smelt.export.parity.operator_checks import check_operators
+from smelt.runtime.schemes.common.groupwise import fake_quantize_blocks
+from smelt.runtime.schemes.registry import default_options, find_scheme
+
+
+def asked(scheme, graph=0):
+    """Return name, onnx.ModelProto, module and path of a Marian's graph."""
+    found = graph_exports.exported_graphs("marian", scheme)
+    chosen = found.subject.graphs[graph]
+    path = found.folder / f"{chosen.name}.onnx"
+    return chosen.name, read_graph(path), chosen.module, path
+
+
+@pytest.mark.parametrize("scheme", ["int8", "static", "groupwise", "int4", "binary"])
+def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypatch):
+    monkeypatch.setattr(operator_checks, "_TOLERANCE", 1e-5)
+    for graph in (0, 1):
+        name, model, module, path = asked(scheme, graph)
+        quantized = [n for n in model.graph.node if n.op_type in operator_checks.QUANTIZED_OPS]
+        assert check_operators(name, model, module, path, 1) == len(quantized) > 5
+        assert not list(path.parent.glob(".*"))
+
+
+def test_explicit_products_are_operators_with_the_pairs_before_them():
+    found = graph_exports.exported_graphs("marian", "static", "tensorrt")
+    for graph in found.subject.graphs:
+        path = found.folder / f"{graph.name}.onnx"
+        model = read_graph(path)
+        codes = sum(n.op_type == "QuantizeLinear" for n in model.graph.node)
+        assert check_operators(graph.name, model, graph.module, path, 1) == codes > 5
+    scale = next(t for t in model.graph.initializer if t.name.endswith("input_scale"))
+    values = onnx.numpy_helper.to_array(scale) * np.float32(2)
+    scale.CopyFrom(onnx.numpy_helper.from_array(values, scale.name))
+    with raises_code("operator-mismatch", ParityError) as caught:
+        check_operators(graph.name, model, graph.module, path, 1)
+    assert "(MatMul)" in str(caught.value)
+
+
+def test_a_graph_without_quantized_operators_has_none():
+    name, model, module, path = asked("fp32")
+    assert check_operators(name, model, module, path, 1) == 0
+
+
+@pytest.mark.parametrize("size", [5, 64, 100])
+def test_inputs_go_through_every_quantization_unchanged(size):
+    x = operator_checks._binary_rows(size, 1.0)
+    assert (x.sum(axis=0) == len(x) / 2).all()  # every input takes part in half of the rows
+    for sign in (1, -1):
+        rows = torch.from_numpy(sign * x)
+        for group in (16, 32, 64):
+            torch.testing.assert_close(fake_quantize_blocks(rows, group), rows, atol=1e-6, rtol=0)
+        scale = np.float32(1) / np.float32(255)
+        codes = np.rint(sign * x / scale)
+        np.testing.assert_allclose(codes * scale, sign * x, atol=1e-6)
+
+
+def test_an_operator_with_another_layers_codes_is_named():
+    name, model, module, path = asked("int8")
+    products = [n for n in model.graph.node if n.op_type == "DynamicQuantizeMatMul"]
+    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
+    first = products[0]
+    other = next(n for n in products[1:] if sizes[n.input[1]] == sizes[first.input[1]])
+    scales = list(first.input)[2]
+    first.input[2] = other.input[2]
+    with raises_code("operator-mismatch", ParityError) as caught:
+        check_operators(name, model, module, path, 1)
+    assert caught.value.file == "encoder_model.onnx"
+    assert "'node__symbolic' (DynamicQuantizeMatMul)" in str(caught.value)
+    assert "encoder.layers.0.self_attn.pack.packed" in str(caught.value)
+    first.input[2] = scales
+    assert check_operators(name, model, module, path, 1)
+
+
+def test_an_operator_that_belongs_to_no_layer_is_refused():
+    name, model, module, path = asked("int4")
+    node = next(n for n in model.graph.node if n.op_type == "MatMulNBits")
+    codes = next(t for t in model.graph.initializer if t.name == node.input[1])
+    codes.name = node.input[1] = "val_7"
+    with raises_code("unmatched-operator", ParityError) as caught:
+        check_operators(name, model, module, path, 1)
+    assert "(MatMulNBits)" in str(caught.value)
+    assert "'val_7'" in str(caught.value)
+
+
+def test_operators_that_cannot_be_run_are_an_error_in_words():
+    name, model, module, path = asked("int4")
+    node = next(n for n in model.graph.node if n.op_type == "MatMulNBits")
+    next(a for a in node.attribute if a.name == "K").i = 999
+    with raises_code("graph-failed", ParityError) as caught:
+        check_operators(name, model, module, path, 1)
+    assert caught.value.file == "encoder_model.onnx"
+    assert not list(path.parent.glob(".*"))
+
+
+def test_makers_come_in_the_graphs_order_with_the_constants_below():
+    nodes = [
+        onnx.helper.make_node(kind, inputs, [out])
+        for kind, inputs, out in (
+            ("Cast", ["a"], "b"), ("Neg", ["x"], "n"), ("Gather", ["t", "b"], "c"), ("Add", ["c", "b"], "d"),
+        )
+    ]  # fmt: skip
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], []))
+    made, sources = operator_checks.producing_nodes(model, ["d"])
+    assert [n.op_type for n in made] == ["Cast", "Gather", "Add"]
+    assert sorted(sources) == ["a", "t"]
+
+
+def test_a_layer_is_found_whose_codes_are_another_layers_and_whose_scales_are_its_own():
+    """W and -W have the same codes, which a graph holds once, under the name of the first."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 4, bias=False) for _ in range(3)]
+    layers[1].weight.data = -layers[0].weight.data
+    module = torch.nn.ModuleDict({n: quantize_module(m, "int4") for n, m in zip("abc", layers, strict=True)})
+    one, other = module["a"].matrix, module["b"].matrix
+    assert torch.equal(one.codes, other.codes)
+    assert not torch.equal(one.scales, other.scales)
+    assert operator_checks._layer_with_equal_tensors(module, [("a", "codes"), ("b", "scales")]) == (
+        "b",
+        module["b"],
+    )
+    assert operator_checks._layer_with_equal_tensors(module, [("a", "codes"), ("c", "scales")]) is None
+
+
+@pytest.mark.parametrize(("got", "passes"), [(2e-4, True), (2e-2, False), (1000.0, False)])
+def test_a_sum_whose_terms_cancel_is_off_by_their_rounding_at_most(got, passes):
+    weight = torch.zeros(2, 32)
+    weight[0, :2], weight[1, 2] = torch.tensor([1000.0, -1000.0]), 1.0
+    layer = quantize_module(
+        torch.nn.Linear(32, 2, bias=False),
+        "ternary",
+        default_options(find_scheme("ternary")) | {"group_size": 32},
+    )
+    quantize_into(layer.matrix, weight)
+    assert layer.matrix.dequantize()[0, :2].tolist() == [1000.0, -1000.0]
+    operator = operator_checks._QuantizedNode(
+        onnx.NodeProto(name="n", op_type="MatMulNBits"), [], "l", layer, [], 1
+    )
+    x = np.ones((8, 32), dtype=np.float32)
+    given = np.tile(np.float32([got, 1.0]), (8, 1))
+    if passes:
+        operator_checks._compare("g", operator, x, given)
+        return
+    with raises_code("operator-mismatch", ParityError) as caught:
+        operator_checks._compare("g", operator, x, given)
+    assert " 0 " in str(caught.value)  # the output

@@ -1,0 +1,113 @@
+"""Graphs in float16 and bfloat16, some of whose nodes stay float32, with Casts between."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from expected_errors import raises_code
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.core.errors import RunError
+from smelt.export.parity.dequantized_copy import widen_to_float32
+from smelt.export.precision.convert_to_half import convert_to_half, values_of_type
+from smelt.export.tensorrt.preflight import preflight
+
+KINDS = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+NUMBERS = np.random.default_rng(0)
+
+
+def a_chain(scale=1.0):
+    """Return x -> a -> b -> logits, each a product, b multiplied with `scale`; `b` leaves as a cache too."""
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("MatMul", ["past_key_values.0", "wa"], ["a"], "first"),
+        helper.make_node("MatMul", ["a", "wb"], ["b"], "second"),
+        helper.make_node("MatMul", ["b", "wa"], ["c"], "third"),
+        helper.make_node("Mul", ["c", "small"], ["logits"], "fourth"),
+        helper.make_node("Identity", ["b"], ["present.0"], "fifth"),
+    ]
+    weights = {name: NUMBERS.normal(size=(4, 4)).astype(np.float32) for name in ("wa", "wb")}
+    weights["wb"] *= scale
+    weights["small"] = np.array(1e-4, np.float32)
+    graph = helper.make_graph(
+        nodes, "g", [value("past_key_values.0", 1, [2, 4])],
+        [value("logits", 1, [2, 4]), value("present.0", 1, [2, 4])],
+        [numpy_helper.from_array(v, n) for n, v in weights.items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def run(model, x):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"past_key_values.0": x})
+
+
+def types(model):
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True).graph
+    known = (*inferred.input, *inferred.value_info, *inferred.output)
+    found = {value.name: value.type.tensor_type.elem_type for value in known}
+    return found | {tensor.name: tensor.data_type for tensor in inferred.initializer}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_value_has_one_type_and_casts_stand_between(dtype, tmp_path):
+    model, half = a_chain(), KINDS[dtype]
+    convert_to_half(model, "model", dtype, {"b"})
+    found = types(model)
+    assert {found[name] for name in ("wa", "a", "c", "past_key_values.0", "present.0")} == {half}
+    assert {found[name] for name in ("wb", "b", "logits")} == {TensorProto.FLOAT}
+    assert [n.op_type for n in model.graph.node] == [
+        "MatMul", "Cast", "MatMul", "Cast", "MatMul", "Mul", "Cast", "Identity"
+    ]  # fmt: skip
+    assert preflight(model, tmp_path / "model.onnx") == []
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("wide", [set(), {"b"}, {"a", "b", "c", "logits", "present.0"}])
+@pytest.mark.parametrize("outside", [set(), {"present.0", "past_key_values.0"}])
+def test_the_graph_computes_what_it_did_up_to_its_precision(dtype, wide, outside):
+    model, x = a_chain(), NUMBERS.normal(size=(2, 4)).astype(np.float32)
+    expected = run(model, x)
+    convert_to_half(model, "model", dtype, wide, outside)
+    assert types(model)["present.0"] == (TensorProto.FLOAT if outside else KINDS[dtype])
+    widen_to_float32(model, rounding=True)
+    for got, wanted in zip(run(model, x), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=abs(wanted).max() * (0.003 if dtype == "fp16" else 0.03))
+
+
+def test_what_overflows_is_infinite_in_half_and_right_where_it_stays_float32():
+    x = NUMBERS.normal(size=(2, 4)).astype(np.float32)
+    expected = run(a := a_chain(30000.0), x)[0]
+    plain, kept = onnx.ModelProto(), onnx.ModelProto()
+    plain.CopyFrom(a)
+    kept.CopyFrom(a)
+    convert_to_half(plain, "model", "fp16")
+    convert_to_half(kept, "model", "fp16", {"b", "c", "logits", "present.0"}, {"present.0"})
+    for model in (plain, kept):
+        widen_to_float32(model, rounding=True)
+    assert not np.isfinite(run(plain, x)[0]).all()
+    np.testing.assert_allclose(run(kept, x)[0], expected, atol=0.003 * abs(expected).max())
+
+
+def test_a_weight_that_both_precisions_read_stays_float32_and_is_cast():
+    model = a_chain()
+    convert_to_half(model, "model", "fp16", {"a"})
+    found = types(model)
+    assert found["wa"] == TensorProto.FLOAT  # `c` reads it too
+    assert found["wa.float16"] == TensorProto.FLOAT16
+
+
+def test_a_weight_that_no_float16_holds_is_an_error_only_where_it_is_read_in_half():
+    weight = a_chain(1e6)
+    with raises_code("beyond-16-bits", RunError):
+        convert_to_half(weight, "encoder_model")
+    model = a_chain(1e6)
+    convert_to_half(model, "encoder_model", "fp16", {"b"})
+    assert types(model)["wb"] == TensorProto.FLOAT
+
+
+def test_values_of_a_type_are_found_without_weights():
+    assert values_of_type(a_chain()) == {
+        "past_key_values.0", "wa", "wb", "small", "a", "b", "c", "logits", "present.0"
+    }  # fmt: skip
+    assert values_of_type(a_chain(), TensorProto.INT64) == set()

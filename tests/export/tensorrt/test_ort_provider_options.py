@@ -1,0 +1,161 @@
+"""What ONNX Runtime's providers of TensorRT are told: names and spellings are those that they take."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import graph_exports
+import onnxruntime
+import pytest
+import tensorrt_graphs
+import tensorrt_rig
+from expected_errors import raises_code, raises_setting_codes
+
+from smelt.core.errors import InputError, RunError
+from smelt.core.messages import message_codes
+from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.tensorrt.ort_provider_options import export_provider_options, rtx_options, tensorrt_options
+from smelt.export.tensorrt.provider_settings import ProviderSettings
+from smelt.runtime.backends.ort_tensorrt.engine_cache import engine_cache_root
+from smelt.runtime.backends.ort_tensorrt.provider_options import (
+    ALLOWED_OPTIONS,
+    parse_shapes,
+    read_provider_options,
+)
+from smelt.runtime.backends.ort_tensorrt.provider_session import with_cache_options
+
+SHAPES = {"input_ids": ((1, 1), (1, 8), (4, 32)), "past": ((1, 2, 0, 16), (1, 2, 4, 16), (4, 2, 11, 16))}
+ALL = ProviderSettings(optimization_level=5, hardware_compatibility="ampere+", context_memory="shared")
+TENSORRT = "TensorrtExecutionProvider"
+
+
+def said_of(options: dict[str, str]) -> str:
+    """Return what the parser in ONNX Runtime says of options; nothing where it takes them.
+
+    It reads all of them before it looks for TensorRT's libraries, which are not here.
+    """
+    onnxruntime.set_default_logger_severity(4)
+    try:
+        onnxruntime.SessionOptions().add_provider(TENSORRT, options)
+    except Exception as error:
+        said = str(error)
+        return "" if "Provider configuration is not supported" in said else said
+    return ""
+
+
+@pytest.mark.skipif(TENSORRT not in onnxruntime.get_available_providers(), reason="not in this ONNX Runtime")
+def test_onnx_runtime_takes_each_option_and_its_value(tmp_path: Path) -> None:
+    for dtype in ("fp32", "fp16", "bf16"):
+        options = with_cache_options(tensorrt_options(ALL, dtype, True, SHAPES), tmp_path, "model")
+        assert said_of(options) == ""
+        for name, value in options.items():
+            assert "Invalid TensorRT EP option" in said_of({f"{name}s": value}), name
+    assert "should be 'True' or 'False'" in said_of(options | {"trt_fp16_enable": "1"})
+    assert said_of(options | {"trt_builder_optimization_level": "much"}) != ""
+
+
+def test_the_plug_in_knows_each_option() -> None:
+    """Compared with the header that its package brings along."""
+    folder = Path(tensorrt_rig.rig_environment()["PYTHONPATH"]).parent / "site" / tensorrt_rig.LIBRARIES
+    header = (folder / "tensorrt_rtx_provider_options.h").read_text(encoding="utf-8")
+    known = set(re.findall(r'constexpr const char\* k\w+ = "(\w+)";', header))
+    told = rtx_options(ProviderSettings(), "fp16", False, SHAPES)
+    assert {*told, "nv_runtime_cache_path"} <= known
+    assert {"8.6", "8.9"} == {
+        f"{n[0]}.{n[1]}" for n in re.findall(r'"sm(8\d)"', header.split("kTargetSMValues[]")[1])
+    }
+    assert "compute_capability >= 120" in header
+
+
+def test_what_is_written_is_just_what_is_passed_on_when_it_is_read() -> None:
+    written = (
+        tensorrt_options(ALL, "fp16", True, SHAPES).keys() | rtx_options(ALL, "fp16", True, SHAPES).keys()
+    )
+    assert written == ALLOWED_OPTIONS
+
+
+def test_precision_follows_the_graph_and_sizes_the_profile() -> None:
+    found = {
+        dtype: [
+            name.split("_")[1] for name, value in tensorrt_options(ALL, dtype, False, SHAPES).items()
+            if value == "True" and name.split("_")[1] in ("fp16", "bf16", "int8", "layer")
+        ]
+        for dtype in ("fp32", "fp16", "bf16")
+    }  # fmt: skip
+    assert found == {"fp32": [], "fp16": ["fp16", "layer"], "bf16": ["bf16"]}
+    options = tensorrt_options(ALL, "fp32", True, SHAPES)
+    assert options["trt_int8_enable"] == options["trt_engine_hw_compatible"] == "True"
+    assert options["trt_max_workspace_size"] == str(2048 * 2**20)
+    for at, end in enumerate(("min", "opt", "max")):
+        for prefix, told in (("trt", options), ("nv", rtx_options(ALL, "fp32", True, SHAPES))):
+            read = parse_shapes(told[f"{prefix}_profile_{end}_shapes"])
+            assert read == {name: sizes[at] for name, sizes in SHAPES.items()}
+
+
+def test_caches_are_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = tensorrt_options(ProviderSettings(), "fp32", False, SHAPES)
+    kept = with_cache_options(told, tmp_path / "e", "decoder")
+    assert {name: value for name, value in kept.items() if name not in told} == {
+        "trt_engine_cache_enable": "True", "trt_engine_cache_path": str(tmp_path / "e"),
+        "trt_engine_cache_prefix": "decoder", "trt_timing_cache_path": str(engine_cache_root()),
+    }  # fmt: skip
+    without = tensorrt_options(ProviderSettings(timing_cache=False), "fp32", False, SHAPES)
+    assert "trt_timing_cache_path" not in with_cache_options(without, tmp_path, "g")
+    assert with_cache_options(told, None, "g") == told  # a cache that cannot be written
+
+
+@pytest.mark.parametrize(("family", "target"), [("marian", "ort-tensorrt"), ("llama", "ort-tensorrt-rtx")])
+def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
+    family: str, target: str, tmp_path: Path
+) -> None:
+    folder = tensorrt_graphs.copy_graphs(family, tmp_path / "g")
+    settings = ProviderSettings(max_batch_size=4, max_new_tokens=12)
+    ctx = graph_exports.make_context(folder, graph_exports.FAMILIES[family][1])
+    export_provider_options(target, "fp32", settings, folder, ctx)
+    provider = json.loads((folder / "provider.json").read_text())["provider"]
+    graphs = tensorrt_graphs.graphs_with_shapes(
+        family, folder
+    )  # of the stage `tensorrt`, with the same settings
+    told = read_provider_options(folder, provider)
+    assert set(told) == {path.stem for path in graphs}
+    for path, [shapes] in graphs.items():
+        assert told[path.stem].max_shapes == {name: sizes[2] for name, sizes in shapes.items()}
+
+
+def test_what_is_said_of_lengths_names_the_settings_of_the_step(tmp_path: Path) -> None:
+    folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "g")
+    ctx = graph_exports.make_context(folder, "translation")
+    with raises_code("missing-data", InputError) as caught:
+        export_provider_options("ort-tensorrt", "fp32", ProviderSettings(), folder, replace(ctx, data={}))
+    assert "onnx: {engine: {lengths: {opt: 32, max: 128}}}" in str(caught.value)
+    settings = ProviderSettings(max_batch_size=4, max_new_tokens=12, length_percentile=50)
+    export_provider_options("ort-tensorrt", "fp32", settings, folder, ctx)
+    assert message_codes(ctx.warnings) == ["longer-than-engine"]
+    assert "onnx: {engine: {length_percentile, lengths}}" in ctx.warnings[0].message
+
+
+def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
+    folder = tensorrt_graphs.copy_graphs("roberta", tmp_path / "g")
+    settings = ProviderSettings.model_validate({"lengths": {"opt": 8, "max": 4000}})
+    ctx = graph_exports.make_context(folder, "text-classification")
+    with raises_code("does-not-fit-model", RunError) as caught:
+        export_provider_options("ort-tensorrt", "fp32", settings, folder, ctx)
+    assert caught.value.file == "model.onnx"
+    assert set(message_codes(caught.value.found)) == {"tensorrt-profile-too-long"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"target": "ort-cuda", "engine": {}}, "unused-setting"),
+        ({"target": "ort-tensorrt-rtx", "engine": {"optimization_level": 5}}, "unsupported-setting"),
+        ({"target": "ort-tensorrt", "engine": {"opt_batch_size": 9}}, "opt-above-max"),
+        ({"target": "ort-tensorrt", "threads": 2}, "unused-setting"),
+        ({"target": "ort-tensorrt", "autotune": True}, "unused-setting"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], code: str) -> None:
+    with raises_setting_codes(code):
+        OnnxSettings.model_validate(settings)

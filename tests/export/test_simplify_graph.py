@@ -1,0 +1,217 @@
+"""What a simplifier gives is kept only where it computes the same, on padded rows of different tokens."""
+
+import shutil
+
+import graph_exports
+import mutations
+import numpy as np
+import onnx
+import onnxsim
+import pytest
+from graph_edits import insert_after_value, replace_values
+
+from smelt.core.messages import Message
+from smelt.export import graph_files, simplify_graph
+from smelt.export.parity.example_feeds import EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS
+from smelt.export.simplify_graph import simplify_file
+
+TOKENS = np.arange(2, 40)
+
+
+def code_of(message: Message | None) -> str | None:
+    return message and message.code
+
+
+GRAPHS = [
+    ("marian", "encoder_model"),
+    ("marian", "decoder_with_past_model"),
+    ("bert", "model"),
+    ("gpt2", "model"),
+]
+
+
+def graph_of(family, name, folder, scheme="fp32"):
+    """Copy a finished graph, as a simplifier gets one."""
+    shutil.copyfile(
+        graph_exports.exported_graphs(family, scheme).folder / f"{name}.onnx", folder / f"{name}.onnx"
+    )
+    return folder / f"{name}.onnx"
+
+
+def simplifier(monkeypatch, change, good=True):
+    """Let onnxsim give the graph that it got, changed by `change`."""
+
+    def fake(model, skipped_optimizers=None, output_path=None):
+        after = (
+            onnx.load(model) if isinstance(model, str) else type(model).FromString(model.SerializeToString())
+        )
+        change(after)
+        if output_path is not None:
+            onnx.save(after, output_path)
+        return after, good
+
+    monkeypatch.setattr(onnxsim, "simplify", fake)
+
+
+@pytest.mark.parametrize("mistake", ["drop_padding_mask", "mask_of_ones", "shift_the_mask", "drop_layer"])
+@pytest.mark.parametrize(("family", "graph"), GRAPHS)
+def test_a_candidate_that_lost_a_mask_or_a_layer_is_refused(family, graph, mistake, tmp_path, monkeypatch):
+    path = graph_of(family, graph, tmp_path)
+    before = path.read_bytes()
+    simplifier(monkeypatch, mutations.ALL[mistake])
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("family", "graph"), GRAPHS)
+def test_a_candidate_that_computes_the_same_is_kept(family, graph, outside, tmp_path, monkeypatch):
+    path = graph_of(family, graph, tmp_path)
+    if outside:
+        monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+        graph_files.write_graph(onnx.load(path), path)
+
+    def note(model):
+        model.doc_string = "simplified"
+
+    simplifier(monkeypatch, note)
+    assert simplify_file(path, TOKENS) is None
+    assert onnx.load(path).doc_string == "simplified"
+    names = {path.name, f"{path.name}_data"} if outside else {path.name}
+    assert {p.name for p in tmp_path.iterdir()} == names
+
+
+def last_digits(model):
+    """Change what is no code as another order of sums does."""
+    for tensor in model.graph.initializer:
+        if tensor.name.lower().endswith("norm.weight"):
+            replace_values(tensor, lambda v: v * np.float32(1 + 3e-6))
+
+
+def test_last_digits_that_become_other_codes_are_no_difference(tmp_path, monkeypatch):
+    """Products of int8-groupwise round activations to codes; what one of these moves is far above 1e-4."""
+    path = graph_of("bert", "model", tmp_path, "groupwise")
+    before = tmp_path / "before.onnx"
+    shutil.copyfile(path, before)
+    simplifier(monkeypatch, last_digits)
+    assert simplify_file(path, TOKENS) is None
+    assert path.read_bytes() != before.read_bytes()
+    assert simplify_graph._max_difference(before, path, TOKENS) > 10 * simplify_graph._TOLERANCE
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, before.name}
+
+
+def coarser(model):
+    """Round what products are fed twenty times as coarsely."""
+    made = {t.name: t for t in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear":
+            replace_values(made[node.input[1]], lambda v: v * np.float32(20))
+
+
+def whole(model):
+    """Round nothing that products are fed."""
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mistake"),
+    [
+        ("static", coarser),
+        ("groupwise", whole),
+        ("groupwise", mutations.ALL["drop_padding_mask"]),
+        ("groupwise", mutations.ALL["drop_layer"]),
+        ("groupwise", mutations.ALL["take_another_layers_scales"]),
+        ("static", mutations.ALL["mask_of_ones"]),
+    ],
+)
+def test_a_candidate_of_codes_that_computes_something_else_is_refused(scheme, mistake, tmp_path, monkeypatch):
+    path = graph_of("bert", "model", tmp_path, scheme)
+    before = path.read_bytes()
+    simplifier(monkeypatch, mistake)
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("lengths", [EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS])
+def test_a_candidate_that_holds_the_size_of_a_batch_is_refused(lengths, tmp_path, monkeypatch):
+    path = graph_of("bert", "model", tmp_path)
+
+    def fix(model):
+        ids = np.array([len(lengths), max(lengths)])
+        model.graph.initializer.append(onnx.numpy_helper.from_array(ids, "size"))
+        for node in model.graph.node:
+            node.input[:] = ["of_one_size" if name == "input_ids" else name for name in node.input]
+        node = onnx.helper.make_node("Reshape", ["input_ids", "size"], ["of_one_size"])
+        model.graph.node.insert(0, node)
+
+    simplifier(monkeypatch, fix)
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
+
+
+def infinite(model):
+    bias = next(t for t in model.graph.initializer if t.name.endswith("norm.bias"))
+    replace_values(bias, lambda v: v * np.inf)
+
+
+def renamed_input(model):
+    model.graph.input[0].name = "others"
+    for node in model.graph.node:
+        node.input[:] = ["others" if name == "input_ids" else name for name in node.input]
+
+
+@pytest.mark.parametrize("change", [infinite, renamed_input])
+def test_a_candidate_that_cannot_be_compared_is_refused(change, tmp_path, monkeypatch):
+    path = graph_of("marian", "encoder_model", tmp_path)
+    simplifier(monkeypatch, change)
+    assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
+
+
+def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_path, monkeypatch):
+    path = graph_of("marian", "encoder_model", tmp_path)
+    before = path.read_bytes()
+
+    def larger(model):
+        constant = onnx.numpy_helper.from_array(np.ones(30_000, np.float32), "more")
+        model.graph.initializer.append(constant)
+
+    def broken(model):
+        raise RuntimeError("bad pass")
+
+    simplifier(monkeypatch, larger)
+    assert code_of(simplify_file(path, TOKENS)) == "larger-graph"
+    simplifier(monkeypatch, lambda model: None, good=False)
+    assert code_of(simplify_file(path, TOKENS)) == "onnxsim-check-failed"
+    simplifier(monkeypatch, broken)
+    assert code_of(simplify_file(path, TOKENS)) == "onnxsim-failed"
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tmp_path, monkeypatch):
+    from smelt.core import memory
+
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+    path = graph_of("bert", "model", tmp_path)
+    graph_files.write_graph(onnx.load(path), path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    assert code_of(simplify_file(path, TOKENS)) == "out-of-memory"
+    monkeypatch.setattr(onnxsim, "simplify", lambda model, skipped_optimizers=None: pytest.fail("called"))
+    assert code_of(simplify_file(path, TOKENS)) == "outdated-package"
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
+
+
+def test_onnxsim_itself_simplifies_a_graph_whose_weights_lie_outside(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+    path = graph_of("bert", "model", tmp_path)
+    model = onnx.load(path)
+    first = model.graph.node[0].input[0]
+    insert_after_value(model, first, -1, "Identity")
+    graph_files.write_graph(model, path)
+    nodes = len(model.graph.node)
+    assert simplify_file(path, TOKENS) is None
+    assert len(onnx.load(path, load_external_data=False).graph.node) < nodes
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}

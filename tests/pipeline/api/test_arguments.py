@@ -1,0 +1,72 @@
+"""What callers give instead of texts is refused with what was read and how to mend it."""
+
+import numpy as np
+import pytest
+from expected_errors import raises_code
+
+from smelt.api.arguments import as_count, as_texts, as_texts_or_pairs
+from smelt.core.errors import InputError
+
+
+@pytest.mark.parametrize("function", [as_texts, as_texts_or_pairs])
+@pytest.mark.parametrize(
+    ("given", "code", "place", "values"),
+    [
+        (None, "not-a-list", None, ["None."]),
+        ("a man", "not-a-list", None, ["[TEXT]"]),
+        (b"a man", "not-a-list", None, ["b'a man' (bytes)."]),
+        (3, "not-a-list", None, ["3 (int)."]),
+        (2.5, "not-a-list", None, ["2.5 (float)."]),
+        ({"a": 1}, "not-a-list", None, ["{'a': 1} (dict)."]),
+        ({"a"}, "not-a-list", None, ["{'a'} (set)."]),
+        (["a", None], "not-a-text", "texts[1]", ["None."]),
+        (["a", 3], "not-a-text", "texts[1]", ["3 (int)."]),
+        ([b"a"], "not-a-text", "texts[0]", ["b'a' (bytes).", ".decode('utf-8')."]),
+        ([["a", "b"]], "not-a-text", "texts[0]", ["['a', 'b'] (list)."]),
+        (["a", "b\ud800"], "lone-surrogate", "texts[1]", ["'\\ud800'"]),
+        (["x" * 500, ["y" * 500]], "not-a-text", "texts[1]", [" ['" + "y" * 55 + "... (list)."]),
+    ],
+)
+def test_what_are_no_texts_is_refused(function, given, code, place, values):
+    with raises_code(code, InputError) as caught:
+        function(given)
+    assert caught.value.setting == place
+    assert str(caught.value).startswith(f"{place}: " if place else "")
+    assert [value for value in values if value not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "code", "place"),
+    [
+        (as_texts, [("a", "b")], "pairs-not-taken", "texts[0]"),
+        (as_texts_or_pairs, [["a", "b"]], "not-a-text", "texts[0]"),
+        (as_texts_or_pairs, [("a",)], "not-a-pair", "texts[0]"),
+        (as_texts_or_pairs, ["a", ("b", None)], "not-a-text", "texts[1][1]"),
+    ],
+)
+def test_pairs_are_for_classifiers_and_have_two_texts(function, given, code, place):
+    with raises_code(code, InputError) as caught:
+        function(given)
+    assert caught.value.setting == place
+    assert as_texts_or_pairs(["a", ("b", "c")]) == ["a", ("b", "c")]
+
+
+@pytest.mark.parametrize("given", [["a", "b"], ("a", "b"), iter(["a", "b"]), np.array(["a", "b"])])
+def test_any_row_of_texts_is_taken(given):
+    found = as_texts(given)
+    assert found == ["a", "b"]
+    assert {type(text) for text in found} == {str}
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 2.0, "8", None])
+def test_counts_are_whole_numbers_from_one_on(given):
+    with raises_code("wrong-value", InputError) as caught:
+        as_count(given, "batch_size")
+    assert caught.value.setting == "batch_size"
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [1, 8, np.int64(8)])
+def test_whole_numbers_of_any_kind_are_taken(given):
+    assert as_count(given, "batch_size") == given
+    assert type(as_count(given, "batch_size")) is int

@@ -1,0 +1,47 @@
+"""What Python gives as rows of arrays, and what comes back: our errors, or arrays."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import third_party_graphs as graphs
+from expected_errors import raises_code
+from onnx import TensorProto, helper
+
+import smelt
+from smelt.core.errors import InputError, RunError
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"x": np.ones((0, 8), np.float32)}, "unequal-rows"),
+        ({"x": [[1.0, 2.0], [3.0]]}, "wrong-type"),
+        ({"x": np.float32(1)}, "unequal-rows"),
+        ({}, "unequal-rows"),
+        ({"x": np.array([None])}, "does-not-fit-graph"),
+    ],
+)
+def test_what_are_no_rows_is_said(tmp_path: Path, given: dict[str, Any], code: str) -> None:
+    graphs.make_artifact(tmp_path / "a", graphs.two_layer_classifier())
+    with smelt.load(str(tmp_path / "a")) as model, raises_code(code, InputError) as caught:
+        model.run(given)
+    if code == "does-not-fit-graph":
+        assert "x float32" in str(caught.value)
+
+
+def test_outputs_of_other_sizes_for_other_batches_are_said(tmp_path: Path) -> None:
+    boxes = graphs.make_model(
+        [helper.make_node("NonZero", ["x"], ["boxes"])],
+        [graphs.value_info("x", ["N", 8])],
+        [graphs.value_info("boxes", [2, "K"], TensorProto.INT64)],
+    )
+    graphs.make_artifact(tmp_path / "a", boxes)
+    x = np.eye(4, 8, dtype=np.float32)
+    x[2:] = 1
+    with smelt.load(str(tmp_path / "a")) as model:
+        assert model.run({"x": x})["boxes"].shape == (2, 18)
+        with raises_code("shape-mismatch", RunError) as caught:
+            model.run({"x": x}, batch_size=2)
+        assert all(value in str(caught.value) for value in ("'boxes'", "[2, 2]", "[2, 16]"))

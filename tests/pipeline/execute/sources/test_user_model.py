@@ -1,0 +1,65 @@
+"""What is told of an untouched model: bits of the codes that it has already, as a step would tell them."""
+
+import json
+
+import causal
+import every_family
+import harness
+import pytest
+import quantized_checkpoints
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+
+RECIPE = """\
+model: m
+task: language-modeling
+data: {train: t.txt, test: t.txt, windows: {length: 32}}
+stages: [onnx: {generation_graph: false}]
+score: {latency: false}
+"""
+
+
+def _told(home):
+    causal.write_lines(home / "t.txt", 1)
+    (home / "recipe.yaml").write_text(RECIPE)
+    harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet", "--until", "model", code=0)
+    report = json.loads((home / "run" / "report.json").read_text())
+    return report["steps"][0]["details"], (home / "run" / "report.md").read_text()
+
+
+def _rows(width, group, zeros):
+    """Bytes of a row of 4-bit codes: two in a byte, a float16 a group, two zero points in a byte."""
+    groups = width // group
+    return width / 2 + 2 * groups + (-(-groups // 2) if zeros else 0)
+
+
+@pytest.mark.parametrize(("method", "zeros"), [("gptq", False), ("awq", True)])
+def test_bits_of_a_checkpoint_of_codes_are_counted(tmp_path, method, zeros):
+    source = causal.write_model(tmp_path / "float", "llama")
+    getattr(quantized_checkpoints, f"write_{method}")(source, tmp_path / "m", group=32)
+    details, text = _told(tmp_path)
+    # of each block: query and output 64 x 64, key and value 32 x 64, gate and up 96 x 64, down 64 x 96
+    narrow = 64 + 64 + 32 + 32 + 96 + 96
+    taken = 8 * (narrow * _rows(64, 32, zeros) + 64 * _rows(96, 32, zeros))
+    wanted = taken / (narrow * 64 + 64 * 96)
+    assert (wanted == 4.5) is not zeros
+    assert details["bits_per_weight"] == pytest.approx(wanted, abs=5e-4)
+    assert "| bits a weight |" in text
+    assert f"| {details['bits_per_weight']} |" in text
+
+
+def test_bits_of_an_artifact_of_codes_are_those_of_the_step_that_made_it(tmp_path):
+    source = causal.write_model(tmp_path / "float", "llama")
+    made = every_family.run_stage(
+        Quantize(), QuantizeSettings(scheme="int3"), source, "llama", tmp_path / "m"
+    )
+    details, _ = _told(tmp_path)
+    assert details["bits_per_weight"] == made.details["bits_per_weight"]
+
+
+def test_floats_have_no_bits(tmp_path):
+    causal.write_model(tmp_path / "m", "llama")
+    details, text = _told(tmp_path)
+    assert "bits_per_weight" not in details
+    assert "bits a weight" not in text

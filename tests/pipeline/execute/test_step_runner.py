@@ -1,0 +1,158 @@
+"""The key of an artifact: whatever would make it another one is part of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from smelt.compress.finetune import Finetune
+from smelt.compress.prune.stage import Prune
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
+from smelt.core.data import Example, Split
+from smelt.evaluate.environment import machine_id
+from smelt.execute import step_runner
+from smelt.execute.scoring import Scorer
+from smelt.execute.step_runner import StepRunner
+from smelt.export.autotune.choose_threads import available_cores
+from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.inspect import machine
+from smelt.inspect.machine import has_bf16_instructions, training_device
+from smelt.planning.plan import PlanStep
+from smelt.runtime.generate.settings import GenerationSettings
+
+ROWS = Split("made", (Example("a"), Example("b")))
+
+
+def parent(key="parent", **files):
+    return {"model": SimpleNamespace(key=key, manifest=SimpleNamespace(files=files))}
+
+
+ANCESTORS = parent()
+
+
+def shop(**changes):
+    values = {
+        "store": None, "task": "translation", "data": {"train": ROWS, "test": ROWS}, "seed": 0, "threads": 1,
+        "validation_scorer": None, "display": None, "versions": {"torch": "2.13"}, "device": "cpu",
+    }  # fmt: skip
+    return StepRunner(**(values | changes))
+
+
+def step(stage=Finetune, **settings):
+    return PlanStep(
+        stage.name, stage.name, stage, stage.settings_type(**settings), "model", False, 1, needs=stage.needs
+    )
+
+
+def key(of=None, made=None, ancestors=ANCESTORS):
+    return (of or shop()).step_key(made or step(), ancestors)
+
+
+def test_the_key_is_the_same_for_the_same_work():
+    assert key() == key()
+    assert key(shop(threads=2)) == key()
+    assert key(shop(data={"train": ROWS, "test": Split("made", ROWS.examples[:1])})) == key()  # never seen
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: key(shop(seed=1)),
+        lambda: key(shop(data={"train": Split("made", ROWS.examples[:1])})),
+        lambda: key(shop(versions={"torch": "2.14"})),
+        lambda: key(made=step(learning_rate=0.5)),
+        lambda: key(made=step(Onnx)),
+        lambda: key(ancestors=parent("another")),
+    ],
+)
+def test_the_key_is_another_one_for_other_work(other):
+    assert other() != key()
+
+
+def test_float_weights_kept_beside_codes_count_where_a_training_goes_on_from_them():
+    kept, others = (
+        parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=word, size_bytes=1)}) for word in ("a", "b")
+    )
+    assert len({key(), key(ancestors=kept), key(ancestors=others)}) == 3
+    beside, graph = step(lora={"rank": 2}), step(Onnx)
+    assert key(made=beside, ancestors=kept) == key(made=beside)  # codes stay as they are
+    assert key(made=graph, ancestors=kept) == key(made=graph)
+    weights = parent(**{"model.safetensors": FileRecord(sha256="a", size_bytes=1)})
+    assert key(ancestors=weights) == key()
+
+
+def test_the_key_is_another_one_for_another_version_of_the_stage():
+    class Later(Finetune):
+        version = Finetune.version + 1
+
+    assert key(made=replace(step(), stage_class=Later)) != key()
+
+
+def test_the_key_says_where_training_went(monkeypatch):
+    before = key(shop(device="auto"))
+    graph = key(shop(device="auto"), step(Onnx))
+    monkeypatch.setattr(machine, "cuda_missing_reason", lambda: None)
+    assert key(shop(device="auto")) != before
+    assert key(shop(device="auto")) == key(shop(device="cuda"))
+    assert key(shop(device="cpu")) == before
+    assert key(shop(device="auto"), step(Onnx)) == graph  # no training, so no matter
+
+
+def test_the_key_says_where_units_were_scored_whichever_rows_were_looked_at(monkeypatch):
+    monkeypatch.setattr(machine, "cuda_missing_reason", lambda: None)
+    scored = {word: replace(step(Prune), needs=frozenset({word})) for word in ("train", "calibration")}
+    free = replace(step(Prune, importance="magnitude"), needs=frozenset())
+    for made in scored.values():
+        assert key(shop(device="cuda"), made) != key(shop(device="cpu"), made)
+    assert key(shop(device="cuda"), free) == key(shop(device="cpu"), free)
+
+
+def test_the_key_says_whether_the_processor_decided_for_bf16(monkeypatch):
+    automatic, given = key(), key(made=step(precision="fp32"))
+    monkeypatch.setattr(step_runner, "has_bf16_instructions", lambda: not has_bf16_instructions())
+    assert key() != automatic
+    assert key(made=step(precision="fp32")) == given
+
+
+def test_the_key_says_how_the_metric_that_chooses_a_checkpoint_was_found():
+    def scored(**changes):
+        asked = {"batch_size": 8} | changes
+        generation = GenerationSettings(max_new_tokens=asked.pop("new"))
+        return shop(validation_scorer=Scorer(None, "translation", ("bleu",), generation, threads=1, **asked))
+
+    chosen = step(metric_for_best_model="bleu")
+    assert key(scored(new=5), chosen) == key(scored(new=5), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=50), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=5, truncation="error"), chosen)
+    assert key(scored(new=5)) == key(scored(new=50)) == key()  # the loss generates nothing
+
+
+def test_bf16_is_read_from_the_processors_own_words(tmp_path):
+    for words, answer in (("fpu avx2 avx512_bf16", True), ("fpu amx_tile", True), ("fpu avx512f", False)):
+        (tmp_path / words.replace(" ", "-")).write_text(f"flags : {words}\n")
+        assert has_bf16_instructions(tmp_path / words.replace(" ", "-")) == answer
+    assert not has_bf16_instructions(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("wanted", "lacks", "place"), [
+    ("auto", None, "cuda"), ("auto", "no driver", "cpu"), ("cpu", None, "cpu"), ("cuda", None, "cuda"),
+])  # fmt: skip
+def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monkeypatch):
+    monkeypatch.setattr(machine, "cuda_missing_reason", lambda: lacks)
+    assert training_device(wanted) == place
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"),
+    [
+        ({}, False),
+        ({"threads": 2}, False),
+        ({"threads": "autotune"}, True),
+        ({"autotune": {"batch_size": 8}}, True),
+    ],
+)
+def test_what_was_measured_on_a_machine_is_made_anew_on_another(settings, measures):
+    step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))
+    found = StepRunner._machine_key(SimpleNamespace(device="cpu"), step)
+    assert found == ({"machine": machine_id(), "cores": available_cores()} if measures else {})

@@ -1,0 +1,44 @@
+"""Which rows are too long, by the count of the same tokenizer that cuts them."""
+
+import tiny
+from expected_errors import raises_code
+
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.execute.text_lengths import require_texts_fit
+from smelt.runtime.models.checkpoint import load_tokenizer
+from smelt.runtime.predict_texts import encode_texts
+
+
+def test_pairs_count_together_and_every_split_is_named(tmp_path):
+    folder = tiny.write_bert(tmp_path)
+    word = "cat "
+    rows = [
+        Example(word * 29, label=0),
+        Example(word * 30, label=0),
+        Example(word * 31, label=0),  # with [CLS] and [SEP] one more than 32
+        Example(word * 15, text_pair=word * 14, label=0),
+        Example(word * 15, text_pair=word * 15, label=0),  # with [CLS] and two [SEP] one more
+    ]
+    split = Split("x.jsonl", tuple(rows))
+    pairs = [e.text_pair for e in rows]
+    cut = encode_texts([e.text for e in rows], load_tokenizer(folder), 32, pairs).truncated
+    with raises_code("texts-too-long", InputError) as caught:
+        require_texts_fit(folder, "text-classification", {"train": split, "test": split})
+    first, second = (found.message for found in caught.value.found)
+    assert all(value in first for value in ("x.jsonl (train): ", f"{cut} rows", "32 tokens", "row 3, 5."))
+    assert second.startswith("x.jsonl (test): ")
+    require_texts_fit(folder, "text-classification", {"test": Split("x", (rows[0], rows[1], rows[3]))})
+
+
+def test_targets_count_and_running_text_does_not(tmp_path):
+    folder = tiny.write_marian(tmp_path)
+    rows = (Example("a man", ("ein mann",)), Example("a man", ("ein mann", "ein mann " * 40)))
+    with raises_code("texts-too-long", InputError) as caught:
+        require_texts_fit(folder, "translation", {"train": Split("x", rows)})
+    assert all(value in str(caught.value) for value in ("1 row ", "row 2."))
+    lined = (rows[0], Example("a man", ("ein mann " * 40,), line=12))
+    with raises_code("texts-too-long", InputError) as caught:
+        require_texts_fit(folder, "translation", {"train": Split("x", lined)})
+    assert all(value in str(caught.value) for value in ("1 row ", "line 12."))
+    require_texts_fit(folder, "language-modeling", {"train": Split("x", rows)})

@@ -1,0 +1,212 @@
+"""What `smelt init` sees of data, and which data cannot be planned with."""
+
+import gzip
+import json
+import shutil
+
+import embedders
+import init_models
+import matrix
+import pytest
+import tiny
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.inspect.data_files import inspect_data
+from smelt.inspect.init_recipe import init_recipe
+from smelt.inspect.model_info import inspect_model
+
+
+@pytest.fixture(scope="module")
+def models():
+    return init_models.make_models()
+
+
+# Files, by the names that people give them; the last is called after no split.
+LAYOUTS = [
+    ("train", "dev", "test"), ("train", "test"), ("train", "dev"), ("train",), ("dev",), ("test",),
+    ("dev", "test"), ("train", "calib"), ("reviews",),
+]  # fmt: skip
+
+
+KINDS = [".jsonl", ".json", ".csv", ";.csv", ".tsv", ".parquet", ".jsonl.gz"]
+
+
+def _row(task, at, label):
+    word = f"{tiny.SENTENCES[at % 10]} {tiny.SENTENCES[at // 10 % 10]}"
+    if task == "text-classification":
+        return {"text": word, "label": label(at)}
+    if task == embedders.TASK:
+        return {"sentence1": word, "sentence2": word[::-1], "score": at / 7}
+    return {"text": word} if task == "language-modeling" else {"source": word, "target": word[::-1]}
+
+
+def _write(path, kind, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = path.with_name(path.name + kind.removeprefix(";"))
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif "csv" in kind or "tsv" in kind:
+        mark = {".csv": ",", ";.csv": ";", ".tsv": "\t"}[kind]
+        fields = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
+        path.write_text("\n".join(map(mark.join, fields)))
+    elif kind == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        text = "\n".join(map(json.dumps, rows)).encode()
+        path.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
+    return path
+
+
+MODELS = [*init_models.FAMILY_TASKS, ("mbart", "translation"), ("bare", "text-classification")]
+# what is made of a layout depends on the task, and on whether there is a head already
+WITH_ALL = {"marian", "bert", "gpt2", "bare"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    matrix.matrix_cells(MODELS, LAYOUTS, full=lambda model: model[0] in WITH_ALL),
+    ids="-".join,
+)
+def test_what_init_writes_plans_for_every_family_and_layout_of_data(tmp_path, models, model, layout):
+    family, task = model
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    # every kind of file comes with every layout, not with every family
+    kind = KINDS[(LAYOUTS.index(layout) + len(family)) % len(KINDS)]
+    rows = [_row(task, at, lambda at: at % 2) for at in range(30)]
+    files = [_write(folder / name, kind, rows) for name in layout]
+    untrained = family == "bare" and "train" not in layout and layout != ("reviews",)
+    for data in ([folder], files):
+        if untrained:
+            with raises_code("missing-data", InputError):
+                init_recipe(str(models[family]), data, str(tmp_path / "r.yaml"), task)
+            continue
+        plan = init_models.plan_recipe(
+            init_models.model_for(models, family, task), data, tmp_path / "r.yaml", task
+        )
+        assert "test" in plan.splits
+        trains = [step.stage for step in plan.steps if step.trains]
+        if "calibration" in plan.splits and task == "text-classification":
+            assert not trains or family == "bare"  # few rows are not worth a distillation
+        else:
+            assert bool(trains) == ("train" in plan.splits)
+        texts = {name: {e.text for e in split.examples} for name, split in plan.splits.items()}
+        if "train" in texts and "test" not in layout:
+            assert not texts["test"] & texts["train"]  # drawn out of it
+
+
+LABELS = [
+    (lambda at: at % 2, {}, "accuracy"),
+    (lambda at: float(at % 2), {}, "accuracy"),
+    (lambda at: f"class {at % 3}", None, "accuracy"),
+    (lambda at: at % 3 + 1, None, "accuracy"),
+    (lambda at: at / 7, None, "pearson"),
+    (lambda at: "a|b" if at % 2 else "b", None, "f1_micro"),
+    (lambda at: at / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
+]
+
+
+# a label has a type in one of the two and is text in the other; otherwise files are compressed or divided
+@pytest.mark.parametrize(
+    ("kind", "labels"), matrix.matrix_cells(KINDS, LABELS, full=lambda kind: kind in (".jsonl", ".csv"))
+)
+def test_what_init_writes_plans_for_every_kind_of_label(tmp_path, models, kind, labels):
+    label, config, metric = labels
+    model = models["bare"]
+    if config is not None:
+        model = shutil.copytree(models["bert"], tmp_path / "m")
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    file = _write(tmp_path / "reviews", kind, [_row("text-classification", at, label) for at in range(60)])
+    plan = init_models.plan_recipe(model, [file], tmp_path / "r.yaml")
+    assert f"gates: {{{metric}: " in (tmp_path / "r.yaml").read_text()
+    assert {name: len(split) for name, split in plan.splits.items()} == {
+        "train": 48,
+        "validation": 6,
+        "test": 6,
+    }
+
+
+def test_plain_text_in_one_file_is_divided(tmp_path, models):
+    (tmp_path / "corpus.txt").write_text("\n".join(f"{s} {i}" for i in range(30) for s in tiny.SENTENCES))
+    plan = init_models.plan_recipe(models["gpt2"], [tmp_path / "corpus.txt"], tmp_path / "r.yaml")
+    assert {name: len(split) for name, split in plan.splits.items()} == {
+        "train": 240,
+        "validation": 30,
+        "test": 30,
+    }
+
+
+def test_data_that_cannot_be_planned_with_are_refused_and_nothing_is_written(tmp_path, models):
+    rows = [{"text": f"a {at}", "label": "x" if at == 2 else at % 2} for at in range(9)]
+    _write(tmp_path / "train", ".jsonl", rows)
+    with raises_code("unknown-label", InputError) as caught:
+        init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
+    [found] = caught.value.found
+    assert found.setting == "data.train"
+    assert all(value in found.message for value in ("train.jsonl:3: ", "'x'"))
+    _write(tmp_path / "train", ".jsonl", rows[:2])
+    with raises_code("too-few-texts", InputError):
+        init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
+    assert not (tmp_path / "r.yaml").exists()
+
+
+def test_an_embedder_that_cuts_texts_says_where(tmp_path):
+    assert inspect_model(str(embedders.write_embedder(tmp_path / "short", max_length=17))).max_tokens == 17
+    assert inspect_model(str(embedders.write_embedder(tmp_path / "long"))).max_tokens == 32
+    assert inspect_model(str(tmp_path / "short"), "text-classification").max_tokens == 32
+
+
+def test_what_was_seen_is_right(models, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM
+
+    seen = inspect_model(str(models["marian"]))
+    model = AutoModelForSeq2SeqLM.from_pretrained(models["marian"], local_files_only=True)
+    fixed = {id(p) for n, p in model.named_parameters() if "embed_positions" in n}
+    stored = sum(p.numel() for p in model.parameters() if id(p) not in fixed)
+    stored += model.final_logits_bias.numel()  # a buffer that the file holds
+    assert (seen.family, seen.task, seen.dtype, seen.parameters) == (
+        "marian",
+        "translation",
+        "float32",
+        stored,
+    )
+    assert seen.max_tokens == 40
+    assert inspect_model(str(models["roberta"])).max_tokens == 512 - 2
+    half = tmp_path / "half"
+    model.half().save_pretrained(half)
+    for name in ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json"):
+        (half / name).write_bytes((models["marian"] / name).read_bytes())
+    assert inspect_model(str(half)).dtype == "float16"
+    config = models["bart"] / "config.json"
+    values = json.loads(config.read_text())
+    assert inspect_model(str(models["bart"])).task == "summarization"
+    config.write_text(json.dumps(values | {"task_specific_params": {"translation_en_to_de": {}}}))
+    assert inspect_model(str(models["bart"])).task == "translation"
+    config.write_text(json.dumps(values))
+
+
+def test_columns_with_other_names_are_found(tmp_path):
+    rows = {
+        "summarization": (
+            {"id": "1", "dialogue": "a b", "summary": "a"},
+            {"source": "dialogue", "target": "summary"},
+        ),
+        "text-classification": (
+            {"sentence1": "a", "sentence2": "b", "label": 1},
+            {"text": "sentence1", "text_pair": "sentence2"},
+        ),
+        "translation": ({"source": "a", "targets": ["b"]}, {}),
+        "language-modeling": ({"content": "a"}, {"text": "content"}),
+    }
+    for task, (row, columns) in rows.items():
+        (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+        assert inspect_data([tmp_path / "test.jsonl"], task).columns == columns
+    (tmp_path / "valid.csv").write_text("review,stars\ngood,5\n")
+    found = inspect_data([tmp_path / "valid.csv"], "text-classification")
+    assert found.columns == {"text": "review", "label": "stars"}
+    assert set(found.splits) == {"validation", "test"}
+    assert "validation is scored" in found.notes[0]

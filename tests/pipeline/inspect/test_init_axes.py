@@ -1,0 +1,83 @@
+"""A first recipe names the axes that a run needs, found by a call where names do not say."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import third_party_graphs as graphs
+from expected_errors import raises_code
+from onnx import helper, numpy_helper
+
+from smelt.core.errors import InputError
+from smelt.inspect.init_axes import infer_batch_axes
+from smelt.inspect.onnx_files import ThirdPartyModel
+from smelt.runtime.third_party.signature import GraphSignature
+from smelt.runtime.third_party.validate_graph import subprocess_main
+
+
+def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None], list[str]]:
+    path = graphs.save_model(model, folder / "m.onnx")
+    np.savez(folder / "r.npz", allow_pickle=False, **arrays)
+    said = subprocess_main([str(path)])
+    seen = ThirdPartyModel(path, GraphSignature.model_validate(said["signature"]), (), None, said["details"])
+    return infer_batch_axes(seen, folder / "r.npz")
+
+
+def layered(x: list[Any], state: list[Any], new: list[Any], order: tuple[str, str] = ("x", "state")) -> Any:
+    """Return x [N, T, 8] and state [2, N, 8] -> new_state [2, N, 8]: of each layer another share."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["m"], axes=[1], keepdims=0),
+        helper.make_node("Mul", ["state", "k"], ["s"]),
+        helper.make_node("Add", ["s", "m"], ["new_state"]),
+    ]
+    weights = [numpy_helper.from_array(np.array([0.5, 3], np.float32).reshape(2, 1, 1), "k")]
+    sizes = {"x": x, "state": state}
+    inputs = [graphs.value_info(name, sizes[name]) for name in order]
+    return graphs.make_model(nodes, inputs, [graphs.value_info("new_state", new)], weights)
+
+
+def arrays(rows: int) -> dict[str, Any]:
+    x = np.random.default_rng(0).normal(size=(rows, 5, 8)).astype(np.float32)
+    return {"x": x, "state": np.zeros((2, rows, 8), np.float32)}
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("order", [("x", "state"), ("state", "x")], ids="-".join)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ([3, 5, 8], [2, 3, 8], [2, 3, 8]),
+        ([None, None, 8], [2, None, 8], [2, None, 8]),
+        ([None, None, None], [None, None, None], [None, None, None]),
+    ],
+    ids=["batches of 3", "open", "nameless"],
+)
+def test_a_state_whose_names_do_not_say_has_its_rows_where_a_call_has_them(
+    tmp_path: Path, shapes: tuple[list[Any], ...], order: tuple[str, str], rows: int
+) -> None:
+    axes, without = found(tmp_path, layered(*shapes, order), **arrays(rows))
+    known = GraphSignature.model_validate(
+        subprocess_main([str(tmp_path / "m.onnx")])["signature"]
+    ).with_batch_axes(axes)
+    assert known.input_batch_axes == {"x": 0, "state": 1}
+    assert [value.axis for value in known.outputs] == [1]
+    assert not list(known.ambiguous_axes(axes))
+    assert without == []
+
+
+def test_an_output_of_a_fixed_batch_without_rows_is_refused(tmp_path: Path) -> None:
+    model = graphs.two_layer_classifier(batch=4)
+    model.graph.node.append(helper.make_node("ReduceMean", ["logits"], ["loss"], keepdims=0))
+    model.graph.output.append(graphs.value_info("loss", []))
+    x = np.random.default_rng(0).normal(size=(9, 8)).astype(np.float32)
+    with raises_code("unclear-rows", InputError):
+        found(tmp_path, model, x=x)
+
+
+def test_an_output_of_any_batch_without_rows_is_named(tmp_path: Path) -> None:
+    model = graphs.two_layer_classifier()
+    model.graph.node.append(helper.make_node("ReduceMean", ["logits"], ["mean"], axes=[0], keepdims=1))
+    model.graph.output.append(graphs.value_info("mean", [None, 4]))
+    x = np.random.default_rng(0).normal(size=(9, 8)).astype(np.float32)
+    assert found(tmp_path, model, x=x) == ({}, ["mean"])

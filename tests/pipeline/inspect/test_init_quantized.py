@@ -1,0 +1,131 @@
+"""`smelt init` for models of codes: what they can go through, how many values they have, what is said."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import causal
+import numpy as np
+import pytest
+import quantized_checkpoints
+import tiny
+from expected_errors import raises_code
+
+import smelt
+from smelt.core.errors import InputError
+from smelt.inspect.init_quantized import quantized_model_steps
+from smelt.inspect.init_recipe import InitOptions, init_recipe
+from smelt.inspect.init_stages import MachineInfo
+from smelt.inspect.model_info import inspect_model
+from smelt.planning.load_plan import load_plan
+from smelt.runtime.models.weight_files import weight_tensors
+
+CPU = MachineInfo(2, gpu=False, tensorrt=False)
+EVERYTHING = MachineInfo(2, gpu=True, tensorrt=True, openvino=True, ort_tensorrt=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coded")
+    quantized_checkpoints.write_gptq(
+        causal.write_model(folder / "float", "llama"), folder / "gptq", symmetric=False
+    )
+    quantized_checkpoints.write_awq(folder / "float", folder / "awq")
+    (folder / "train.txt").write_text("\n".join(tiny.SENTENCES * 40))
+    shutil.copy(folder / "train.txt", folder / "test.txt")
+    return folder
+
+
+def written(folder, kind, path, *data, fast=False):
+    wishes = InitOptions("language-modeling", fast=fast)
+    files = [folder / name for name in data]
+    return init_recipe(str(folder / kind), files, str(path), force=True, options=wishes)[0]
+
+
+def flat(text):
+    return " ".join(text.replace("\n# ", " ").split())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_recipe_of_what_can_be_done_with_codes_plans(kind, fast, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("r.yaml")
+    for machine in (CPU, EVERYTHING):
+        monkeypatch.setattr("smelt.inspect.init_recipe.inspect_machine", lambda machine=machine: machine)
+        text = written(folder, kind, path, "train.txt", "test.txt", fast=fast)
+        assert max(len(line) for line in text.splitlines() if not line.startswith("model:")) <= 80
+        plan = load_plan(path)
+        found = [step.name for step in plan.steps if step.name != "openvino"]
+        assert found == ["onnx-codes", "tuned", "onnx-tuned"]
+        assert ("openvino" in [step.name for step in plan.steps]) == (machine is EVERYTHING)
+        parents = {step.name: step.parent for step in plan.steps}
+        assert parents | {"openvino": "model"} == {
+            "onnx-codes": "model",
+            "openvino": "model",
+            "tuned": "model",
+            "onnx-tuned": "tuned",
+        }
+    path.write_text(text.replace("\n# gates:", "\ngates:"))
+    assert load_plan(path).gates[-1].at == ("onnx-tuned",)
+
+
+def test_without_training_rows_the_codes_leave(folder, tmp_path):
+    text = written(folder, "gptq", tmp_path / "r.yaml", "test.txt")
+    assert [s.name for s in load_plan(tmp_path / "r.yaml").steps if s.name != "openvino"] == ["onnx-codes"]
+    assert "speedup: {min: 1.5, at: onnx-codes}" in text
+
+
+def test_rows_of_pairs_may_have_no_scores_to_learn(folder):
+    seen = replace(inspect_model(str(folder / "gptq")), task="sentence-similarity")
+    assert [step.stage for step in quantized_model_steps(seen, CPU, train=True)] == ["onnx"]
+
+
+@pytest.mark.parametrize(("kind", "fast"), [("gptq", False), ("awq", True)])
+def test_what_is_said_of_codes(kind, fast, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = flat(written(folder, kind, "r.yaml", fast=fast))
+    assert f"({kind})" in text.partition("Note: ")[2].partition(". ")[0]
+    assert ("--fast" in text) == fast
+    of_floats = flat(written(folder, "float", "f.yaml", fast=True))
+    assert "Note: " not in of_floats
+
+
+def test_codes_are_counted_and_not_the_words_that_hold_them(folder):
+    whole = sum(int(np.prod(entry["shape"])) for _, _, entry in weight_tensors(folder / "float"))
+    for kind in ("gptq", "awq"):
+        seen = inspect_model(str(folder / kind))
+        assert (seen.parameters, seen.dtype) == (whole, "4-bit quantized weights")
+    seen = inspect_model(str(folder / "float"))
+    assert (seen.parameters, seen.dtype, seen.quantization) == (whole, "float32", None)
+
+
+def test_of_a_hub_id_the_config_says_it(folder, tmp_path, monkeypatch):
+    config = json.loads((folder / "gptq" / "config.json").read_text())
+    monkeypatch.setattr("smelt.inspect.model_info._config_from_hub", lambda model: tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert inspect_model("some/gptq").quantization.description == "gptq"
+    config["quantization_config"]["bits"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with raises_code("unsupported-bits", InputError):
+        inspect_model("some/gptq")
+
+
+def test_the_recipe_runs_as_it_is_written(folder, tmp_path):
+    path = tmp_path / "r.yaml"
+    written(folder, "gptq", path, "train.txt", "test.txt")
+    changes = {"score.latency": False, "threads": 1, "tuned.max_steps": 1}  # only to be quick
+    changes |= {
+        "tuned.learning_rate": 1e-9,
+        "tuned.qat.learning_rate": 1e-9,
+        "data.windows": {"length": 32},
+    }
+    result = smelt.run(path, overrides=changes, out=tmp_path / "run", quiet=True)
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert result.exit_code == 0, result.report
+    assert {step["status"] for step in steps.values()} == {"done"}
+    # training starts from the very codes
+    assert steps["tuned"]["details"]["latent_weights"] == "codes"
+    assert steps["tuned"]["details"]["codes_changed"] == 0
+    assert steps["onnx-tuned"]["size_bytes"] == pytest.approx(steps["onnx-codes"]["size_bytes"], rel=0.01)

@@ -1,0 +1,263 @@
+"""`smelt init`: a recipe that plans, for every family and task, and says what was seen."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import embedders
+import init_models
+import pytest
+import tiny
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.messages import message_codes
+from smelt.families.registry import FAMILIES
+from smelt.inspect import machine
+from smelt.inspect.data_files import inspect_data
+from smelt.inspect.init_recipe import MachineInfo, _yaml_scalar, init_recipe, recipe_text
+from smelt.inspect.model_info import inspect_model
+from smelt.planning.load_plan import load_plan
+from smelt.recipe.yaml_file import parse_yaml
+
+
+@pytest.fixture(scope="module")
+def models():
+    return init_models.make_models()
+
+
+_GPU = MachineInfo(cores=4, gpu=True, tensorrt=True)
+
+
+def _data(folder, task):
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "dev", "test"):
+        if task == "language-modeling":
+            (folder / f"{split}.txt").write_text("\n".join(tiny.SENTENCES * 3))
+        else:
+            others = {"text-classification": tiny.write_labelled, embedders.TASK: embedders.write_rows}
+            write = others.get(task, tiny.write_pairs)
+            write(folder / f"my-{split}.jsonl", 8)
+    return folder
+
+
+def stages(plan):
+    """Return the stages of a plan but the step that is there only where OpenVINO is."""
+    return [step.stage for step in plan.steps if step.name != "openvino"]
+
+
+@pytest.mark.parametrize(("family", "task"), init_models.FAMILY_TASKS)
+def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
+    data = _data(tmp_path / "rows", task)
+    monkeypatch.chdir(tmp_path)
+    text, path = init_recipe(str(init_models.model_for(models, family, task)), [data], "r.yaml", task)
+    assert path is not None
+    assert (
+        max(len(line) for line in text.splitlines() if str(tmp_path) not in line and "model:" not in line)
+        <= 80
+    )
+    assert " parameters in float32" in text
+    assert "0.0M" not in text
+    plan = load_plan(path)
+    assert plan.recipe.task == task
+    assert set(plan.recipe.data.split_sources()) == {"train", "validation", "test"}
+    recovers = [] if task == "text-classification" else ["distill"]  # so few rows give a classifier nothing
+    assert stages(plan) == ["prune", *recovers, "onnx", "quantize", "onnx", "quantize", "onnx"]
+    assert plan.step("onnx-int8").parent == "int8"
+    assert {*message_codes(plan.warnings)} <= {"few-test-rows", "test-rows-in-other-split"}
+
+
+@pytest.mark.parametrize(
+    "machine", [MachineInfo(2, False, False), MachineInfo(2, True, False), _GPU], ids=str
+)
+def test_what_init_writes_plans_on_every_machine(tmp_path, models, monkeypatch, machine):
+    monkeypatch.setattr("smelt.inspect.init_recipe.inspect_machine", lambda: machine)
+    plan = init_models.plan_recipe(
+        models["bert"], [_data(tmp_path / "rows", "text-classification")], tmp_path / "r.yaml"
+    )
+    assert ("tensorrt" in [step.stage for step in plan.steps]) == machine.gpu
+
+
+@pytest.mark.parametrize(("family", "task"), [("bert", "text-classification"), ("marian", "translation")])
+def test_without_training_rows_nothing_is_trained(tmp_path, models, family, task):
+    file = _data(tmp_path / "rows", task) / "my-test.jsonl"
+    _, path = init_recipe(str(models[family]), [file], str(tmp_path / "r.yaml"))
+    assert path is not None
+    assert stages(load_plan(path)) == ["factorize", "onnx", "quantize", "onnx", "quantize", "onnx"]
+
+
+def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):
+    data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
+    path = tmp_path / "r.yaml"
+    path.write_text(recipe_text("m", inspect_model(str(models["t5"])), data, _GPU, tmp_path, path))
+    steps = load_plan(path).steps
+    assert [s.stage for s in steps][-2:] == ["onnx", "tensorrt"]
+    assert steps[-1].optional
+    assert "4 cores and an NVIDIA GPU, with TensorRT." in " ".join(
+        path.read_text().replace("\n# ", " ").split()
+    )
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_onnx_runtimes_tensorrt_is_proposed_only_where_it_works(tmp_path, models, works):
+    data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
+    path = tmp_path / "r.yaml"
+    machine = MachineInfo(cores=4, gpu=True, tensorrt=False, ort_tensorrt=works)
+    path.write_text(recipe_text("m", inspect_model(str(models["t5"])), data, machine, tmp_path, path))
+    steps = load_plan(path).steps
+    targets = [step.settings.target for step in steps if step.stage == "onnx"]
+    assert ("ort-tensorrt" in targets) == works
+    assert not works or steps[-1].optional
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_openvino_stands_beside_onnx_runtime_where_it_is_installed(tmp_path, models, there):
+    data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
+    path = tmp_path / "r.yaml"
+    found = MachineInfo(2, False, False, openvino=there)
+    path.write_text(recipe_text("m", inspect_model(str(models["marian"])), data, found, tmp_path, path))
+    steps = {step.name: step for step in load_plan(path).steps}
+    assert ("openvino" in steps) == there
+    said = "on 2 cores without an NVIDIA GPU" + (", with OpenVINO." if there else ".")
+    assert said in " ".join(path.read_text().replace("\n# ", " ").split())
+    if there:
+        assert steps["openvino"].optional
+        assert steps["openvino"].parent == steps["onnx-fp32"].parent == "small"
+        assert steps["int8"].parent == "small"
+
+
+def test_a_bare_encoder_is_tuned_first_and_taught_by_that(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    folder = tiny.write_bert(tmp_path / "m")
+    config = BertConfig.from_pretrained(folder)
+    BertModel(config).save_pretrained(folder)
+    _, path = init_recipe(
+        str(folder), [_data(tmp_path / "d", "text-classification")], str(tmp_path / "r.yaml")
+    )
+    assert path is not None
+    plan = load_plan(path)
+    assert plan.recipe.baseline == plan.steps[0].name == "tuned"
+    assert plan.step("small").stage == "prune"  # of few rows there is nothing to recover
+
+
+def test_from_enough_rows_on_a_pruned_classifier_is_distilled(tmp_path, models):
+    def rows(count):
+        lines = (json.dumps({"text": f"text {i}", "label": i % 2}) for i in range(count))
+        (tmp_path / "train.jsonl").write_text("\n".join(lines))
+        _, path = init_recipe(
+            str(models["bare"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"), force=True
+        )
+        return load_plan(path)
+
+    assert rows(6_300).step("small").settings.step_references() == {
+        "teacher": "tuned"
+    }  # four fifths are train
+    assert rows(6_200).step("small").stage == "prune"
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"text": "a", "label": 1}, "text-classification"),
+        ({"sentence": "a", "label": "good"}, "text-classification"),
+        ({"text": "a", "text_b": "b", "label": "contradiction"}, "text-classification"),
+        ({"text": "a", "text_b": "b", "label": 0.5}, "sentence-similarity"),
+        ({"text": "a"}, "sentence-similarity"),
+    ],
+)
+def test_texts_with_labels_make_a_classifier_of_any_encoder(tmp_path, models, row, task):
+    data = tmp_path / "train.jsonl"
+    rows = [row | {"text" if "text" in row else "sentence": f"text {i}"} for i in range(40)]
+    if "label" in row and isinstance(row["label"], str):
+        rows = [one | {"label": f"{one['label']} {i % 2}"} for i, one in enumerate(rows)]
+    elif row.get("label") == 1:
+        rows = [one | {"label": i % 2} for i, one in enumerate(rows)]
+    data.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    model = models["bert-embedder"]
+    _, path = init_recipe(str(model), [data], str(tmp_path / "r.yaml"))
+    recipe = load_plan(path).recipe
+    assert recipe.task == task
+
+
+def test_places_are_written_as_they_were_given(tmp_path, models, monkeypatch):
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    shutil.copytree(models["marian"], tmp_path / "here" / "m")
+    data = tmp_path / "here" / "train.jsonl"
+    data.write_text("".join(f'{{"source": "a {i}", "target": "b {i}"}}\n' for i in range(40)))
+    monkeypatch.chdir(tmp_path / "here")
+    absolute, _ = init_recipe(str(tmp_path / "here" / "m"), [data], "deep/r.yaml")
+    assert f"model: {tmp_path}/here/m\n" in absolute
+    assert f"train: {data}\n" in absolute
+    relative, _ = init_recipe("m", [Path("train.jsonl")], "deep/r.yaml", force=True)
+    assert "model: ../m\n" in relative
+    assert "train: ../train.jsonl\n" in relative
+
+
+@pytest.mark.parametrize(
+    "layout", ["{}.jsonl", "data/{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"]
+)
+def test_a_folder_of_data_is_divided_as_its_names_say(tmp_path, models, layout):
+    for split in ("train", "validation", "test"):
+        path = tmp_path / "d" / layout.format(split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f'{{"source": "{split} {i}", "target": "b {i}"}}\n' for i in range(9)))
+    _, path = init_recipe(str(models["marian"]), [tmp_path / "d"], str(tmp_path / "r.yaml"))
+    files = load_plan(path).recipe.data.split_files()
+    assert {name: str(file) for name, file in files.items() if file} == {
+        split: str(tmp_path / "d" / layout.format(split)) for split in ("train", "validation", "test")
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["data/a b.jsonl", "1", "yes: no", "true", "a#b", "[x]", "ü.csv", "null", "-"]
+)
+def test_any_name_is_written_so_that_it_reads_as_itself(text):
+    assert parse_yaml(f"x: {_yaml_scalar(text)}", "").value == {"x": text}
+    assert parse_yaml(f"x: {{y: {_yaml_scalar(text)}}}", "").value == {"x": {"y": text}}
+
+
+def test_machine_is_looked_at_without_torch(monkeypatch):
+    from smelt.inspect.init_recipe import inspect_machine
+
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    assert inspect_machine().gpu
+    assert inspect_machine().cores >= 1
+    assert inspect_machine().openvino == (importlib.util.find_spec("openvino") is not None)
+
+
+def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
+    import smelt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("smelt.inspect.init_stages._MIN_DISTILL_ROWS", 1)
+    init_recipe(str(models["bert"]), [_data(tmp_path / "rows", "text-classification")], "r.yaml")
+    changes = {"score.latency": False, "small.max_steps": 1, "threads": 1}  # only to be quick
+    result = smelt.run("r.yaml", overrides=changes, until="onnx-int8", out="run", quiet=True)
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert result.exit_code == 0, result.report
+    assert {step["status"] for step in steps.values()} == {"done"}
+    assert steps["onnx-int8"]["size_bytes"] < steps["small"]["size_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["deberta-v2", "gemma3", "mt5", "llava"])
+def test_unknown_family_is_said_without_proposing_another_one(tmp_path, models, kind):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(InputError) as raised:
+        inspect_model(str(folder))
+    text = str(raised.value)
+    assert raised.value.code == "unsupported-family"
+    assert f"'{kind}'" in text
+    assert "text-classification bert, distilbert, roberta, mpnet, modernbert" in text
+    near = did_you_mean(kind, FAMILIES)
+    assert not near or near not in text
+
+
+def test_a_bf16_graph_for_a_gpu_is_made_and_not_scored_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    assert "needs ONNX Runtime on CUDA" in machine.unscored_reason("onnx", "ort-cuda", "bf16")
+    assert "the engine built from it is scored" in machine.unscored_reason("onnx", "tensorrt", "bf16")
+    assert machine.unscored_reason("onnx", "tensorrt", "fp16") is None
+    assert machine.unscored_reason("onnx", "openvino", "bf16") is None

@@ -1,0 +1,210 @@
+"""`smelt init --fast`: for every family and task a chain that plans, with fewer layers than the model."""
+
+from dataclasses import replace
+
+import embedders
+import images
+import init_models
+import pytest
+import tiny
+
+import smelt
+from smelt.core.data import TEXT_TO_TEXT_TASKS
+from smelt.inspect import init_recipe as init_recipe_module
+from smelt.inspect import init_stages
+from smelt.inspect.init_recipe import InitOptions, init_recipe
+from smelt.inspect.init_stages import (
+    MIN_SHORTLIST_ROWS,
+    MachineInfo,
+    ProposedStep,
+    layer_counts,
+    propose_steps,
+    step_lines,
+)
+from smelt.inspect.model_info import inspect_model
+from smelt.planning.load_plan import load_plan
+from smelt.recipe.yaml_file import parse_yaml
+
+# half of the layers, half of the neurons, one training
+NARROW = ["drop-layers", "prune", "distill", "onnx", "quantize", "onnx"]
+ALONE = ["openvino", "int8-alone", "onnx-int8-alone"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return init_models.make_models()
+
+
+def rows(folder, task):
+    folder.mkdir(exist_ok=True)
+    if task == "language-modeling":
+        (folder / "train.txt").write_text("\n".join(tiny.SENTENCES * 40))
+    else:
+        write = {"text-classification": tiny.write_labelled, embedders.TASK: embedders.write_rows}.get(
+            task, tiny.write_pairs
+        )
+        write(folder / "train.jsonl", 40)
+    return folder
+
+
+def fast(model, data, path, task):
+    return init_recipe(str(model), [data], str(path), task, options=InitOptions(task, fast=True))
+
+
+@pytest.mark.parametrize(("family", "task"), init_models.FAMILY_TASKS)
+def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
+    monkeypatch.chdir(tmp_path)
+    model = init_models.model_for(models, family, task)
+    text, path = fast(model, rows(tmp_path / "rows", task), "r.yaml", task)
+    assert (
+        max(len(line) for line in text.splitlines() if str(tmp_path) not in line and "model:" not in line)
+        <= 80
+    )
+    plan = load_plan(path)
+    assert not plan.blocked_steps
+    counts = layer_counts(inspect_model(str(model), task))
+    if task == "text-classification":
+        (count,) = counts.values()
+        found = [step.stage for step in plan.steps if step.name not in ALONE]
+        assert found[-len(NARROW) :] == NARROW if count > 1 else found[-len(NARROW) + 1 :] == NARROW[1:]
+        assert plan.step("small").settings.losses.labels == 0
+        return
+    if task == "language-modeling":
+        found = [step.stage for step in plan.steps]
+        (count,) = counts.values()
+        assert found[: found.index("onnx")] == [*["drop-layers"] * (count > 1), "prune", "distill"]
+        return
+    shallow = "small" if task in TEXT_TO_TEXT_TASKS else "shallow"  # 40 rows are too few for a list of words
+    student = plan.step(shallow).settings.student
+    assert (student.decoder_layers or student.layers) == max(1, round(list(counts.values())[-1] / 3))  # of 2
+    assert plan.step(shallow).settings.losses.labels in (0, None) or task == embedders.TASK
+    if task in TEXT_TO_TEXT_TASKS:
+        metric = "bleu" if task == "translation" else "rougeL"
+        assert (
+            plan.step("small").settings.metric_for_best_model,
+            plan.step("small").settings.lr_schedule,
+        ) == (
+            metric,
+            "cosine",
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "last"), [(MIN_SHORTLIST_ROWS, "shortlist"), (MIN_SHORTLIST_ROWS - 1, "distill")]
+)
+def test_a_list_of_likely_words_is_learned_from_enough_rows_only(models, rows, last):
+    seen = inspect_model(str(models["marian"]), "translation")
+    found = {
+        step.name: step.stage for step in propose_steps(seen, MachineInfo(1, False, False), True, True, rows)
+    }
+    assert found["small"] == last
+
+
+def test_rows_are_counted_where_they_decide(tmp_path, models, monkeypatch):
+    monkeypatch.setattr(init_stages, "MIN_SHORTLIST_ROWS", 50)
+    monkeypatch.setattr(init_recipe_module, "MIN_SHORTLIST_ROWS", 50)
+    for count, stages in ((62, ()), (63, ("shortlist",))):  # of which a fifth is validation and test
+        tiny.write_pairs(tmp_path / "train.jsonl", count)
+        _, path = fast(models["marian"], tmp_path / "train.jsonl", tmp_path / f"{count}.yaml", "translation")
+        assert tuple(s.stage for s in load_plan(path).steps if s.stage == "shortlist") == stages
+
+
+@pytest.mark.parametrize("as_fast_as_it_gets", [True, False])
+@pytest.mark.parametrize("rows_to_train_on", [True, False])
+def test_every_recipe_has_int8_alone(models, rows_to_train_on, as_fast_as_it_gets):
+    seen = inspect_model(str(models["marian"]), "translation")
+    found = {
+        step.name: step
+        for step in propose_steps(seen, MachineInfo(1, False, False), rows_to_train_on, as_fast_as_it_gets)
+    }
+    assert (found["int8-alone"].stage, found["int8-alone"].parent) == ("quantize", "model")
+    assert found["onnx-int8-alone"].stage == "onnx"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])])
+def test_a_language_model_keeps_four_layers_of_five(models, count, said):
+    seen = inspect_model(str(models["llama"]), "language-modeling")
+    seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
+    found = [
+        step
+        for step in propose_steps(seen, MachineInfo(1, False, False), True, True)
+        if step.stage == "drop-layers"
+    ]
+    assert [step.settings for step in found] == [f"{{layers: {layers}}}" for layers in said]
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "labels"),
+    [("llama", "language-modeling", 0), ("t5", "summarization", 0), ("bert", "text-classification", 0.5)],
+)
+def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(
+    tmp_path, models, monkeypatch, family, task, labels
+):
+    monkeypatch.setattr(init_stages, "_MIN_DISTILL_ROWS", 1)
+    model = init_models.model_for(models, family, task)
+    _, path = init_recipe(str(model), [rows(tmp_path / "rows", task)], str(tmp_path / "r.yaml"), task)
+    settings = load_plan(path).step("small").settings
+    assert settings.losses.labels == labels
+    assert settings.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, None), (2, "{layers: 1}"), (6, "{layers: 3}"), (12, "{layers: 6}")]
+)
+def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, said):
+    seen = inspect_model(str(models["bert"]), "text-classification")
+    seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
+    found = list(propose_steps(seen, MachineInfo(1, False, False), True, True))
+    assert next((step.settings for step in found if step.stage == "drop-layers"), None) == said
+    behind = [step.stage for step in found].index("prune")
+    assert [step.stage for step in found[behind:]][: len(NARROW) - 1] == NARROW[1:]
+
+
+def test_images_get_what_classifiers_get_and_convolutions_what_they_get_in_any_case(tmp_path):
+    for kind in ("vit", "resnet"):
+        images.write_model(tmp_path / kind, kind)
+    images.write_class_folders(tmp_path / "rows" / "train")
+    found = {}
+    for kind in ("vit", "resnet"):
+        _, path = fast(tmp_path / kind, tmp_path / "rows", tmp_path / f"{kind}.yaml", images.TASK)
+        found[kind] = [step.stage for step in load_plan(path).steps if step.name not in ALONE]
+    assert found["vit"] == NARROW
+    assert found["resnet"] == ["factorize", "distill", "onnx"]
+
+
+def test_without_training_rows_nothing_is_distilled(tmp_path, models):
+    tiny.write_pairs(tmp_path / "test.jsonl", 8)
+    _, path = fast(models["marian"], tmp_path / "test.jsonl", tmp_path / "r.yaml", "translation")
+    assert "distill" not in [step.stage for step in load_plan(path).steps]
+
+
+@pytest.mark.parametrize(("family", "task"), [
+    ("pegasus", "summarization"), ("llama", "language-modeling"), ("bert", "text-classification"),
+])  # fmt: skip
+def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, family, task):
+    monkeypatch.chdir(tmp_path)
+    fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)
+    changes = {"score.latency": False, "threads": 1}  # only to be quick
+    changes |= {"small.max_steps": 1}
+    if task == "language-modeling":
+        changes |= {"data.windows": {"length": 32}}
+    result = smelt.run("r.yaml", overrides=changes, until="onnx-int8", out="run", quiet=True)
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert result.exit_code == 0, result.report
+    assert {step["status"] for step in steps.values()} == {"done"}
+    assert steps["small"]["parameters"] < steps["model"]["parameters"]
+
+
+def test_a_stack_whose_length_a_config_does_not_say_counts_as_one(models):
+    seen = inspect_model(str(models["llama"]), "language-modeling")
+    assert layer_counts(seen) == {"layers": seen.config["num_hidden_layers"]}
+    assert layer_counts(replace(seen, config={})) == {"layers": 1}
+
+
+def test_settings_that_are_too_long_for_a_line_mean_the_same_in_several():
+    settings = "{student: {decoder_layers: 1}, layer_map: [a, b, {c: 1, d: [2, 3]}], losses: {logits: 1.0}}"
+    for why in ("", "a reason"):
+        lines = list(step_lines(ProposedStep("distill", settings, why, "x")))
+        (step,) = parse_yaml("stages:\n" + "\n".join(lines), "r").value["stages"]
+        assert step == {"distill": parse_yaml(f"a: {settings}", "r").value["a"], "name": "x"}
+        assert len(lines) == 5 + bool(why)

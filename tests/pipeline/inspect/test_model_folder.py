@@ -1,0 +1,269 @@
+"""Model folders: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from expected_errors import raises_code
+from safetensors.numpy import save_file
+
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.inspect.model_folder import check_model_folder, fetch_model, local_model_folder
+
+
+@pytest.fixture
+def marian(tmp_path: Path) -> Path:
+    folder = tmp_path / "marian"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "marian", "architectures": ["MarianMTModel"]})
+    )
+    save_file({"w": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    for name in ("source.spm", "target.spm", "vocab.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def problem(folder: Path, task: str = "translation") -> tuple[str, str]:
+    """Return code and text of the one thing that is wrong."""
+    [found] = check_model_folder(folder, task)[0]  # type: ignore[arg-type]
+    return found.code, found.message
+
+
+def test_whole_folders_are_accepted(marian: Path, bert: Path) -> None:
+    assert check_model_folder(marian, "translation") == ([], [])
+    assert check_model_folder(bert, "text-classification") == ([], [])
+
+
+def test_missing_folder_names_the_nearest(marian: Path) -> None:
+    code, text = problem(marian.parent / "marain")
+    assert code == "missing-folder"
+    assert "'marian'?" in text
+    assert problem(marian / "vocab.json")[0] == "not-a-folder"
+
+
+def test_missing_weights(marian: Path) -> None:
+    (marian / "model.safetensors").unlink()
+    code, text = problem(marian)
+    assert code == "missing-weights"
+    assert str(marian) in text
+
+
+def test_a_stray_file_is_neither_the_weights_nor_in_their_way(marian: Path) -> None:
+    (marian / "model.fp16.safetensors").write_bytes(b"not even one")
+    assert check_model_folder(marian, "translation") == ([], [])
+    (marian / "model.safetensors").unlink()
+    code, text = problem(marian)
+    assert code == "missing-weights"
+    assert "model.fp16.safetensors" in text
+
+
+def test_weights_that_are_there_twice_are_a_warning_that_says_which_are_taken(marian: Path) -> None:
+    """As `save_pretrained` in shards leaves the file that was there before."""
+    (marian / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
+    problems, [found] = check_model_folder(marian, "translation")
+    assert problems == []
+    assert (found.code, found.severity) == ("weights-stored-twice", "warning")
+    assert "model.safetensors.index.json" in found.message
+
+
+def test_pickle_weights_are_refused_with_the_way_to_convert(marian: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return pytest.fail, ("it was unpickled",)
+
+    (marian / "model.safetensors").unlink()
+    (marian / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    code, text = problem(marian)
+    assert code == "pickled-weights"
+    assert all(
+        value in text for value in ("(pytorch_model.bin)", "save_pretrained(NEW, safe_serialization=True)")
+    )
+
+
+def test_cut_weights_are_noticed(marian: Path) -> None:
+    path = marian / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    code, text = problem(marian)
+    assert code == "truncated-file"
+    assert f"{len(whole) - 1} of {len(whole)} bytes" in text
+    path.write_bytes(b"\x00\x01")
+    assert problem(marian)[0] == "damaged-weights"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    code, text = problem(marian)
+    assert code == "lfs-pointer"
+    assert "`git lfs pull`" in text
+
+
+def test_shards_must_all_be_there(marian: Path) -> None:
+    (marian / "model.safetensors").rename(marian / "model-1.safetensors")
+    index = marian / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
+    assert check_model_folder(marian, "translation") == ([], [])
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}))
+    code, text = problem(marian)
+    assert code == "missing-file"
+    assert all(name in text for name in (str(marian / "model-2.safetensors"), "model.safetensors.index.json"))
+    save_file({"x": np.ones(2, np.float32)}, marian / "model-2.safetensors")
+    code, text = problem(marian)
+    assert code == "missing-tensor"
+    assert all(name in text for name in (str(marian / "model-2.safetensors"), "'v'"))
+    index.write_text(json.dumps({"weight_map": {"w": "../model.safetensors"}}))
+    assert problem(marian)[0] == "path-outside-folder"
+    index.write_text("[]")
+    assert problem(marian)[0] == "damaged-file"
+
+
+def test_config_must_be_there_and_readable(marian: Path) -> None:
+    (marian / "config.json").write_text("{")
+    code, text = problem(marian)
+    assert code == "invalid-json"
+    assert text.startswith(f"{marian / 'config.json'}: ")
+    (marian / "config.json").write_text("{}")
+    assert problem(marian)[0] == "invalid-config"
+    (marian / "config.json").unlink()
+    assert problem(marian)[0] == "missing-config"
+
+
+def test_tokenizers_must_be_there(marian: Path, bert: Path) -> None:
+    (marian / "target.spm").unlink()
+    code, text = problem(marian)
+    assert code == "missing-tokenizer"
+    assert "target.spm" in text
+    (bert / "tokenizer.json").unlink()
+    code, text = problem(bert, "text-classification")
+    assert code == "missing-tokenizer"
+    assert "tokenizer.json or vocab.txt" in text
+    (bert / "vocab.txt").touch()
+    assert check_model_folder(bert, "text-classification") == ([], [])
+
+
+def test_family_must_fit_the_task(marian: Path) -> None:
+    code, text = problem(marian, "text-classification")
+    assert code == "unsupported-task"
+    assert all(value in text for value in ("marian", ": bert, distilbert, roberta, mpnet, modernbert."))
+
+
+def test_a_config_that_its_family_cannot_follow_is_refused_for_every_task(bert: Path) -> None:
+    rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
+    named = ["ModernBertForSequenceClassification"]
+    config = {"model_type": "modernbert", "architectures": named, "rope_parameters": rope}
+    (bert / "config.json").write_text(json.dumps(config))
+    code, text = problem(bert, "text-classification")
+    assert code == "unsupported-config"
+    assert all(value in text for value in ("'dynamic'", "(full_attention)"))
+
+
+def test_encoder_without_classifier_is_warned_about(bert: Path) -> None:
+    (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    problems, [warning] = check_model_folder(bert, "text-classification")
+    assert problems == []
+    assert warning.code == "new-classifier"
+
+
+def test_local_folder_tells_paths_from_hub_ids(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert local_model_folder("Helsinki-NLP/opus-mt-en-de", tmp_path) is None
+    assert local_model_folder("models/misspelled", tmp_path) == tmp_path / "models/misspelled"
+    assert local_model_folder("../x", tmp_path) == tmp_path / "../x"
+    assert local_model_folder("plain", tmp_path) == tmp_path / "plain"
+
+
+def test_fetch_model_checks_local_folders(marian: Path) -> None:
+    assert fetch_model("marian", marian.parent, "translation") == marian
+    (marian / "model.safetensors").unlink()
+    with raises_code("missing-weights", InputError):
+        fetch_model("marian", marian.parent, "translation")
+
+
+def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def download(model: str, allow_patterns: list[str]) -> str:
+        if model == "a/gone":
+            raise OSError("offline")
+        asked.extend([model, *allow_patterns])
+        return str(bert)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("smelt.inspect.model_folder.hub_unreachable_reason", lambda: None)
+    assert fetch_model("a/b", bert.parent, "text-classification") == bert
+    assert asked[0] == "a/b"
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked)
+    with raises_code("not-on-hub", InputError) as caught:
+        fetch_model("a/gone", bert.parent, "text-classification")
+    assert all(value in str(caught.value) for value in ("a/gone", "offline"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "expected"),
+    [
+        ("distilbert", ["vocab.txt"], []),
+        ("distilbert", [], ["tokenizer.json or vocab.txt"]),
+        ("roberta", ["tokenizer.json"], []),
+        ("roberta", ["vocab.json", "merges.txt"], []),
+        ("roberta", ["vocab.json"], ["tokenizer.json or vocab.json and merges.txt"]),
+    ],
+)
+def test_each_family_of_classifiers_needs_its_own_tokenizer_files(
+    bert: Path, kind: str, files: list[str], expected: list[str]
+) -> None:
+    (bert / "config.json").write_text(
+        json.dumps({"model_type": kind, "architectures": ["XForSequenceClassification"]})
+    )
+    (bert / "tokenizer.json").unlink()
+    for name in files:
+        (bert / name).write_text("{}")
+    found, _ = check_model_folder(bert, "text-classification")
+    assert message_codes(found) == ["missing-tokenizer"] * len(expected)
+    assert all(part in one.message for one, part in zip(found, expected, strict=True))
+
+
+def test_hub_ids_fail_in_seconds_when_there_is_no_network(tmp_path: Path, monkeypatch: Any) -> None:
+    from huggingface_hub import constants
+
+    from smelt.core import hub
+    from smelt.core.data import Columns
+    from smelt.core.readers.examples import read_split
+    from smelt.inspect.model_folder import fetch_model
+    from smelt.inspect.model_info import inspect_model
+
+    never = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(20))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setattr(hub, "_cached_results", {})
+    started = time.monotonic()
+    for ask, code in (
+        (lambda: fetch_model("nobody/nothing", tmp_path, "translation"), "not-in-hub-cache"),
+        (lambda: inspect_model("nobody/nothing", base=tmp_path), "not-in-hub-cache"),
+        (lambda: read_split("nobody/nothing", "translation", Columns(), tmp_path), "missing-data"),
+    ):
+        with raises_code(code, InputError) as caught:
+            ask()
+        assert all(value in str(caught.value) for value in ("nobody/nothing", "hub.invalid"))
+    assert time.monotonic() - started < 12  # 3 for all; and `datasets` is imported
+    never.set()

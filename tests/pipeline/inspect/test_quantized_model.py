@@ -1,0 +1,89 @@
+"""Codes that a model has before any stage: of a checkpoint, and of an artifact of smelt."""
+
+import json
+
+import causal
+import every_family
+import harness
+import pytest
+from expected_errors import raises_code
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.inspect.model_info import inspect_model
+from smelt.inspect.quantized_model import inspect_quantization
+from smelt.planning.load_plan import load_plan
+
+RECIPE = """\
+model: artifact
+task: language-modeling
+data: {train: train.txt, test: train.txt, windows: {length: 32}}
+stages:
+  - STAGE
+score: {latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coded")
+    source = causal.write_model(folder / "float", "llama")
+    every_family.run_stage(Quantize(), QuantizeSettings(scheme="int3"), source, "llama", folder / "artifact")
+    details = {"details": {"parameters": 12_300_000}}
+    (folder / "artifact" / "manifest.json").write_text(json.dumps(details))
+    causal.write_lines(folder / "train.txt", 1)
+    return folder
+
+
+def test_the_schemes_are_told_that_of_most_matrices_first(folder):
+    config = json.loads((folder / "artifact" / "config.json").read_text())
+    coded = inspect_quantization(folder / "artifact", config)
+    assert coded.description == "int3 and int4"
+    assert coded.schemes["int3"]["group_size"] == 64
+    assert coded.targets == ["ort-cpu"]
+    assert coded.unsupported_by("openvino") == "int3 codes (MatMulNBits)"
+    assert coded.unsupported_by("ort-cuda") == "int3 codes (MatMulNBits) and int4 codes (MatMulNBits)"
+    assert inspect_quantization(folder / "float", config) is None
+    (folder / "broken").mkdir()
+    (folder / "broken" / "structure.json").write_text("{")
+    assert inspect_quantization(folder / "broken", config) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "code", "named"),
+    [
+        ("factorize: {}", "already-quantized", ("int3 and int4",)),
+        ("onnx: {target: openvino}", "unsupported-scheme", ("int3 codes (MatMulNBits)", "(int3 and int4)")),
+        ("finetune: {qat: {weight_splitting: true}}", "unsupported-scheme", ("int3",)),
+        ("finetune: {qat: {scales: lsq}}", None, ()),
+        ("prune: {}", None, ()),
+        ("sparsify: {}", None, ()),
+        ("onnx: {autotune: true}", None, ()),
+    ],
+)
+def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, code, named, folder):
+    (folder / "r.yaml").write_text(RECIPE.replace("STAGE", stage))
+    if code is None:
+        assert "nothing-to-tune" not in message_codes(load_plan(folder / "r.yaml").warnings)
+        return
+    with raises_code(code, InputError) as caught:
+        load_plan(folder / "r.yaml")
+    [found] = caught.value.found
+    assert found.setting == f"stages[0].{stage.partition(':')[0]}"
+    assert [value for value in named if value not in found.message] == []
+
+
+def test_init_proposes_what_codes_can_go_through(folder):
+    seen = inspect_model(str(folder / "artifact"))
+    assert (seen.parameters, seen.dtype) == (12_300_000, "int3 and int4 codes")
+    text = harness.smelt(
+        "init", folder / "artifact", "--data", folder / "train.txt", "--out", folder / "new.yaml", "--force"
+    )
+    assert text.exit_code == 0, text.output
+    recipe = (folder / "new.yaml").read_text()
+    assert "  - prune" not in recipe
+    assert "- onnx: {target: ort-cpu}" in recipe
+    assert "openvino" not in recipe.partition("stages:")[2]
+    assert "an artifact of before `quantize`" in " ".join(recipe.replace("\n#", "").split())

@@ -1,0 +1,104 @@
+"""Folders of codes: what of them is refused when the folder is looked at, before torch is there."""
+
+import json
+import subprocess
+import sys
+
+import causal
+import pytest
+import quantized_checkpoints
+import tiny
+
+from smelt.inspect.model_folder import check_model_folder
+from smelt.inspect.third_party_quantization import quantization_problems
+
+TASK = "language-modeling"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return causal.write_model(tmp_path_factory.mktemp("float") / "llama", "llama")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_folder_of_codes_is_accepted(kind, llama, tmp_path):
+    folder, _ = getattr(quantized_checkpoints, f"write_{kind}")(llama, tmp_path / kind)
+    assert check_model_folder(folder, TASK) == ([], [])
+    assert (
+        quantization_problems(llama, json.loads((llama / "config.json").read_text()), TASK, whole=True) == []
+    )
+
+
+def test_codes_of_other_groups_than_the_config_says(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=32, group_size=64)
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.code == "shape-mismatch"
+    assert problem.message.startswith(f"{folder}: the tensor 'model.layers.0.")
+    assert all(value in problem.message for value in ("groups of 64", "int32 [2, 8]"))
+
+
+def test_a_config_that_speaks_of_codes_that_are_not_there(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    quantized_checkpoints.save_tensors(folder, quantized_checkpoints.load_tensors(llama))
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.code == "not-quantized"
+
+
+def test_a_layout_that_is_not_read(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", act_bits=8)
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.code == "quantized-activations"
+    assert problem.message.startswith(f"{folder / 'config.json'}: quantization_config: act_bits is 8")
+
+
+def test_damaged_weights_are_said_once(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    (folder / "model.safetensors").write_bytes(b"\x00")
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.code == "damaged-weights"
+
+
+def test_a_bare_encoder_of_codes_gets_no_classifier(tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(tiny.write_bert(tmp_path / "bert"), tmp_path / "gptq")
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
+    [problem] = quantization_problems(folder, config, "text-classification", whole=False)
+    assert problem.code == "head-on-quantized"
+    assert problem.message.startswith(f"{folder}: ")
+    config["architectures"] = ["BertForSequenceClassification"]
+    assert quantization_problems(folder, config, "text-classification", whole=False) == []
+    assert quantization_problems(folder, config | {"architectures": ["BertModel"]}, None, whole=False) == []
+
+
+def test_codes_that_no_config_speaks_of(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.code == "missing-quantization-config"
+    assert ".qweight'" in problem.message
+
+
+def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    for name, refused in (("T5Model", True), ("T5ForConditionalGeneration", False), ("MarianMTModel", False)):
+        told = quantization_problems(
+            folder, config | {"architectures": [name], "is_encoder_decoder": True}, "translation", whole=True
+        )
+        assert [one.code for one in told] == ["head-on-quantized"] * refused, name
+
+
+def test_codes_are_looked_at_without_torch(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=24)
+    code = (
+        "import sys; from pathlib import Path; from smelt.inspect.model_folder import check_model_folder;"
+        f"[found] = check_model_folder(Path({str(folder)!r}), {TASK!r})[0]; print(found.code, found);"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("unsupported-group-size ")
+    assert all(value in done.stdout for value in ("groups of 24", "16, 32, 64, 128"))

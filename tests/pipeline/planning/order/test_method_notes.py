@@ -1,0 +1,26 @@
+"""A method that does not suit the codes is noted before any work."""
+
+from pathlib import Path
+
+import pytest
+from stage_stand_ins import plan_stages
+
+from smelt.core.messages import message_codes
+
+pytest_plugins = ["stage_stand_ins"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ("scheme: int2, method: hqq", True),
+        ("scheme: int3, method: hqq, embedding_scheme: int2", True),
+        ("scheme: int3, method: hqq, embedding_scheme: int2, embeddings: false, output_layer: false", False),
+        ("scheme: int3, method: hqq", False),
+        ("scheme: int2, method: rtn", False),
+        ("mixed_precision: {target_bits: 6.5}, method: hqq", False),
+    ],
+)
+def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) -> None:
+    notes = plan_stages(translator, f"[quantize: {{{settings}}}]").notes
+    assert ("hqq-two-bits" in message_codes(notes)) == noted

@@ -1,0 +1,51 @@
+"""Labels of other splits must be labels of train, where the classifier is still to be made."""
+
+import pytest
+
+from smelt.core.data import Example, Split
+from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.recipe.problem_type import label_mistakes, new_class_names
+
+NEW = {"architectures": ["BertModel"]}
+
+
+def split(*labels, origin="a.csv"):
+    return Split(origin, tuple(Example(f"text {i}", label=x, line=i + 2) for i, x in enumerate(labels)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "train", "test", "strange"),
+    [
+        (SINGLE_LABEL, (0, 1, 0), ("positive", "negative"), ["positive", "negative"]),
+        (SINGLE_LABEL, ("0", "1"), (0, 1.0), []),
+        (SINGLE_LABEL, ("a", "b"), ("a", "B"), ["B"]),
+        (MULTI_LABEL, (("a", "b"), ()), (("a", "c"), ("c",)), ["c"]),
+        (MULTI_LABEL, ("a|b", "b"), ("b|a", ""), []),
+        (REGRESSION, (0.5, 1.5), (99.0,), []),
+    ],
+)
+def test_labels_that_train_never_has_are_named(problem, train, test, strange):
+    data = {"train": split(*train), "test": split(*test), "validation": split(*train)}
+    found = label_mistakes(NEW, data, problem)
+    assert [(name, one.code) for name, one in found] == ([("test", "unknown-label")] if strange else [])
+    for label in strange:
+        assert repr(label) in found[0][1].message
+    if problem != REGRESSION:
+        assert not set(strange) & set(new_class_names(data, problem))
+
+
+def test_stray_labels_are_counted_with_their_first_line():
+    data = {"train": split(*[0, 1] * 20), "test": split(0, 1, 7, 0, 7)}
+    [(name, found)] = label_mistakes(NEW, data, SINGLE_LABEL)
+    assert (name, found.code) == ("test", "unknown-label")
+    assert "'7' (2 rows, line 4)" in found.message
+
+
+def test_the_labels_of_a_trained_classifier_are_its_own():
+    trained = {"architectures": ["BertForSequenceClassification"], "id2label": {0: "a", 1: "b", 2: "c"}}
+    assert label_mistakes(trained, {"train": split("a", "b"), "test": split("c", "a")}, SINGLE_LABEL) == []
+
+
+def test_without_training_rows_all_splits_name_the_labels():
+    assert new_class_names({"test": split("b", "a")}, SINGLE_LABEL) == ["a", "b"]
+    assert label_mistakes(NEW, {"test": split("b", "a")}, SINGLE_LABEL) == []

@@ -1,0 +1,198 @@
+"""Tiny models of several families, exported once for all tests, with what parity asks of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import causal
+import classifiers
+import embedders
+import every_family
+import harness
+import images
+import pytest
+import seq2seq
+import tiny
+from shared_folders import make_once
+
+from smelt.core.data import Example, Split
+from smelt.core.stage import Context
+
+ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
+ONE_LAYER_PER_STACK: dict[str, Any] = dict.fromkeys(every_family.ENCODER_DECODER_LAYERS, 1)
+"""One layer a stack, where no test takes one of two away; a second would only be traced once more."""
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
+FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "marian": (tiny.write_marian, "translation"),
+    "t5": (seq2seq.write_t5, "summarization"),
+    "bart": (partial(seq2seq.write_bart, **ONE_LAYER_PER_STACK), "summarization"),
+    "bert": (classifiers.write_bert, "text-classification"),
+    "distilbert": (partial(classifiers.distilbert, n_layers=1), "text-classification"),
+    "gpt2": (partial(causal.write_model, family="gpt2", n_embd=64), "language-modeling"),
+    "qwen2": (partial(causal.write_model, family="qwen2"), "language-modeling"),
+    "roberta": (partial(classifiers.roberta, **ONE_LAYER), "text-classification"),
+    "llama": (lambda folder: causal.write_model(folder, "llama"), "language-modeling"),
+    "embedder": (embedders.write_embedder, embedders.TASK),
+    "mbart": (partial(seq2seq.write_bart, kind="mbart", **ONE_LAYER_PER_STACK), "translation"),
+    **{f: (partial(every_family.write_model, family=f, **layers), t) for f, t, layers in (
+        ("m2m_100", "translation", ONE_LAYER_PER_STACK), ("pegasus", "summarization", ONE_LAYER_PER_STACK),
+        ("mpnet", "text-classification", ONE_LAYER), ("modernbert", "text-classification", {}),
+        ("mistral", "language-modeling", ONE_LAYER), ("gemma", "language-modeling", ONE_LAYER),
+        ("qwen3", "language-modeling", ONE_LAYER), ("phi3", "language-modeling", ONE_LAYER),
+        ("opt", "language-modeling", {}),
+    )},
+    **{f: (partial(images.write_model, family=f), images.TASK) for f in images.CONFIGS},
+    **{
+        f"embedder-{f}": (partial(embedders.write_embedder, family=f), embedders.TASK)
+        for f in embedders.FAMILIES[1:]
+    },
+}  # fmt: skip
+SCHEMES: dict[str, dict[str, Any] | None] = {
+    "fp32": None,
+    "int8": {},
+    "static": {"scheme": "int8-static"},
+    "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
+    "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
+    # as TensorRT takes it
+    "signed": {"scheme": "int4", "group_size": 64, "symmetric": "positive", "accuracy_level": 0},
+    "binary": {"scheme": "binary", "group_size": 32},
+    "nf4": {"scheme": "bnb-nf4"},
+}
+
+
+@dataclass(frozen=True)
+class ExportedGraphs:
+    """A folder with graphs, and the arguments with which `check_graphs` was called on them."""
+
+    folder: Path
+    subject: Any
+    reference: Any
+    details: dict[str, Any]
+
+
+def make_context(out: Path, task: str) -> Context:
+    """Return what a stage is given that writes to the new folder `out`: sentences as validation data."""
+    if task == images.TASK:
+        rows = images.read_rows(images.write_rows(out.with_name(f"{out.name}-rows.jsonl")))
+    else:
+        rows = Split("made", ROWS)
+    return harness.make_context(out, task, {"validation": rows, "calibration": rows})
+
+
+@functools.cache
+def exported_graphs(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp32") -> ExportedGraphs:
+    """Return the graphs of a family in a scheme; read only. One process of a run traces them."""
+    traced: list[ExportedGraphs] = []
+
+    def make(folder: Path) -> None:
+        traced.append(export_graphs(folder, family, scheme, target, dtype))
+        (folder / "details.json").write_text(json.dumps(traced[0].details))
+        kept = {name: sorted(modules) for name, modules in traced[0].subject.fp32_modules.items()}
+        (folder / "float32.json").write_text(json.dumps(kept))
+
+    folder = make_once(f"graphs-{family}-{scheme}-{target}-{dtype}", make)
+    return traced[0] if traced else reopen_graphs(folder, family, target, dtype)
+
+
+def export_graphs(
+    folder: Path, family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp32"
+) -> ExportedGraphs:
+    """Make the model of a family, code it and trace its graphs, all in the new folder `folder`."""
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from smelt.export.onnx_export.settings import OnnxSettings
+
+    make, task = FAMILIES[family]
+    source = make(folder / "model")
+    randomize_biases(source)
+    if (settings := SCHEMES[scheme]) is not None:
+        ctx = make_context(folder / "codes", task)
+        Quantize()(tiny.as_artifact(source, task), QuantizeSettings(**settings), ctx)
+    ctx = make_context(folder / "onnx", task)
+    settings = OnnxSettings(target=target, dtype=dtype, generation_graph=False)
+    subject, reference = capture_comparison(exported_model_folder(folder), settings, ctx)
+    return ExportedGraphs(ctx.out, subject, drop_exact_reference(reference, dtype), ctx.details)
+
+
+def exported_model_folder(folder: Path) -> Path:
+    codes = folder / "codes"
+    return codes if codes.is_dir() else folder / "model"
+
+
+def drop_exact_reference(reference: Any, dtype: str) -> Any:
+    """In fp16 the comparison rounds the model's weights: it is no longer what it was before."""
+    return replace(reference, exact_states=None) if dtype == "fp16" else reference
+
+
+def reopen_graphs(folder: Path, family: str, target: str, dtype: str) -> ExportedGraphs:
+    """Return what `export` left in `folder`: the stage runs again, and takes the graphs as they are."""
+    from smelt.export.graphs.export_graph import _prepare_layers
+    from smelt.export.onnx_export import write_graphs
+    from smelt.export.onnx_export.settings import OnnxSettings
+    from smelt.export.parity import check_parity
+    from smelt.export.precision import half_graphs
+
+    details = json.loads((folder / "details.json").read_text())
+
+    def take(graph: Any, settings: Any, tokens: Any, ctx: Context, *more: Any) -> Any:
+        _prepare_layers(graph, settings.graph_target)
+        shutil.copyfile(folder / "onnx" / f"{graph.name}.onnx", ctx.out / f"{graph.name}.onnx")
+        return details["graphs"][graph.name]
+
+    settings = OnnxSettings(target=target, dtype=dtype, generation_graph=False)
+    with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_graphs, "_write_graph", take)
+        kept = json.loads((folder / "float32.json").read_text())
+        patch.setattr(half_graphs, "convert_graphs_to_half", lambda *_: kept)
+        patch.setattr(check_parity, "check_exported_graphs", lambda *_: details["parity"])
+        found = capture_comparison(
+            exported_model_folder(folder), settings, make_context(Path(out) / "onnx", FAMILIES[family][1])
+        )
+    subject = replace(found[0], folder=folder / "onnx")
+    return ExportedGraphs(subject.folder, subject, drop_exact_reference(found[1], dtype), details)
+
+
+def capture_comparison(source: Path, settings: Any, ctx: Context) -> tuple[Any, Any]:
+    """Run the onnx stage; return what its last comparison was called with."""
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.parity import check_parity
+
+    seen: list[Any] = []
+    real = check_parity.check_exported_graphs
+
+    def spy(subject: Any, reference: Any) -> Any:
+        seen.extend([subject, reference])
+        return real(subject, reference)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_parity, "check_exported_graphs", spy)
+        Onnx()(tiny.as_artifact(source, ctx.task), settings, ctx)
+    return seen[0], seen[1]
+
+
+def randomize_biases(folder: Path) -> None:
+    """Draw all biases and norms of the model in `folder`: a bias of zeros is missed by nobody."""
+    import torch
+
+    from smelt.runtime.models.checkpoint import load_model, save_model
+
+    model, edits = load_model(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif parameter.dim() == 1:
+                parameter.normal_(1, 0.2)
+    other = folder.with_name(f"{folder.name}-saved")
+    other.mkdir()
+    save_model(model, edits, other, folder)
+    shutil.rmtree(folder)
+    other.rename(folder)

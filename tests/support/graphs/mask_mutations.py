@@ -1,0 +1,59 @@
+"""Masks that are lost, or hide and show the wrong places. See mutations.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from graph_edits import (
+    ATTENTION_OPERATORS,
+    NotApplicable,
+    find_nodes,
+    insert_after_value,
+    mutation,
+    rewire,
+)
+from onnx import helper, numpy_helper
+
+
+@mutation
+def drop_padding_mask(model: Any) -> None:
+    """The first attention that has a mask, or a bias of padding, forgets it."""
+    for node in find_nodes(model, *ATTENTION_OPERATORS):
+        place = 4 if node.op_type == "MultiHeadAttention" else 10
+        if len(node.input) > place and node.input[place]:
+            node.input[place] = ""
+            return
+    raise NotApplicable("mask")
+
+
+@mutation
+def mask_of_ones(model: Any) -> None:
+    """All attentions take padding for text: what is made of the mask no longer depends on it."""
+    name = next(i.name for i in model.graph.input if i.name.endswith("attention_mask"))
+    insert_after_value(model, name, -1, "Clip", np.array(1, np.int64))
+
+
+@mutation
+def allow_the_future(model: Any) -> None:
+    """Keys that lie ahead are no longer masked (graphs of standard operators)."""
+    node = find_nodes(model, "Greater")[0]
+    node.input[0] = node.input[1]
+
+
+@mutation
+def shift_the_mask(model: Any) -> None:
+    """The mask is read one place too far."""
+    name = next(i.name for i in model.graph.input if i.name.endswith("attention_mask"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, 1, 0, 0]), "pads"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2**31]), "end"))
+    rewire(model, name, "mask.shifted")
+    made = [
+        helper.make_node("Slice", [name, "one", "end", "one"], ["mask.cut"]),
+        helper.make_node("Pad", ["mask.cut", "pads.four"], ["mask.shifted"]),
+    ]
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, 0, 0, 1]), "pads.four"))
+    rest = [*made, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(rest)

@@ -1,0 +1,166 @@
+"""Tokenizer folders with the files that published checkpoints of each family have, trained on the spot.
+
+The tiny models of the other modules hold a finished tokenizer.json. Here transformers has to build the
+tokenizer from vocabularies, merges or SentencePiece models while loading, with all that it adds on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Texts = Sequence[str]
+
+
+def _write_config(folder: Path, family: str, kind: str, **settings: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    said = {"tokenizer_class": kind, "model_max_length": 64, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def _write_wordpiece(folder: Path, texts: Texts, size: int, lowercase: bool) -> None:
+    from tokenizers import BertWordPieceTokenizer
+
+    made = BertWordPieceTokenizer(lowercase=lowercase)
+    made.train_from_iterator(texts, vocab_size=size, min_frequency=1, show_progress=False)
+    made.save_model(str(folder))
+
+
+def _write_byte_bpe(folder: Path, texts: Texts, size: int, special: list[str]) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(texts, vocab_size=256 + size, special_tokens=special, show_progress=False)
+    made.save_model(str(folder))
+
+
+def _write_sentencepiece(path: Path, texts: Texts, size: int, kind: str = "unigram", **settings: Any) -> None:
+    import sentencepiece
+
+    prefix = path.with_suffix(".made")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(prefix), vocab_size=size, model_type=kind,
+        hard_vocab_limit=False, minloglevel=2, **settings,
+    )  # fmt: skip
+    Path(f"{prefix}.model").rename(path)
+    Path(f"{prefix}.vocab").unlink()
+
+
+def bert(folder: Path, texts: Texts, size: int) -> Path:
+    _write_wordpiece(folder, texts, size, lowercase=True)
+    return _write_config(
+        folder, "bert", "BertTokenizer", do_lower_case=True, clean_up_tokenization_spaces=True
+    )
+
+
+def distilbert(folder: Path, texts: Texts, size: int) -> Path:
+    _write_wordpiece(folder, texts, size, lowercase=False)
+    return _write_config(folder, "distilbert", "DistilBertTokenizer", do_lower_case=False)
+
+
+_ROBERTA_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+def roberta(folder: Path, texts: Texts, size: int) -> Path:
+    _write_byte_bpe(folder, texts, size, _ROBERTA_TOKENS)
+    return _write_config(folder, "roberta", "RobertaTokenizer")
+
+
+def bart(folder: Path, texts: Texts, size: int) -> Path:
+    _write_byte_bpe(folder, texts, size, _ROBERTA_TOKENS)
+    return _write_config(folder, "bart", "BartTokenizer", add_prefix_space=True)
+
+
+def gpt2(folder: Path, texts: Texts, size: int) -> Path:
+    _write_byte_bpe(folder, texts, size, ["<|endoftext|>"])
+    return _write_config(folder, "gpt2", "GPT2Tokenizer", clean_up_tokenization_spaces=True)
+
+
+def opt(folder: Path, texts: Texts, size: int) -> Path:
+    """GPT-2's pieces with a first token before each text, which is the last one too."""
+    _write_byte_bpe(folder, texts, size, _ROBERTA_TOKENS[:4])
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+    return _write_config(folder, "opt", "GPT2Tokenizer", add_bos_token=True, pad_token="<pad>", **ends)
+
+
+def qwen2(folder: Path, texts: Texts, size: int) -> Path:
+    _write_byte_bpe(folder, texts, size, [])
+    known = len(json.loads((folder / "vocab.json").read_text()))
+    more = {"<|endoftext|>": known, "<|im_start|>": known + 1, "<|im_end|>": known + 2}
+    added = {
+        str(i): {"content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
+                 "single_word": False}
+        for token, i in more.items()
+    }  # fmt: skip
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
+    return _write_config(folder, "qwen2", "Qwen2Tokenizer", added_tokens_decoder=added, **ends)
+
+
+def t5(folder: Path, texts: Texts, size: int) -> Path:
+    _write_sentencepiece(folder / "spiece.model", texts, size, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    return _write_config(folder, "t5", "T5Tokenizer", extra_ids=100, eos_token="</s>", pad_token="<pad>")
+
+
+def mbart(folder: Path, texts: Texts, size: int) -> Path:
+    """mBART-25, whose language code stands at the end of a text."""
+    _write_sentencepiece(folder / "sentencepiece.bpe.model", texts, size)
+    return _write_config(folder, "mbart", "MBartTokenizer", src_lang="en_XX", tgt_lang="de_DE")
+
+
+def mbart50(folder: Path, texts: Texts, size: int) -> Path:
+    """mBART-50, whose language code stands before a text; the languages are said in text.json."""
+    _write_sentencepiece(folder / "sentencepiece.bpe.model", texts, size)
+    (folder / "text.json").write_text('{"source_language": "de_DE", "target_language": "ro_RO"}')
+    return _write_config(folder, "mbart", "MBart50Tokenizer", src_lang="en_XX", tgt_lang="de_DE")
+
+
+def llama(folder: Path, texts: Texts, size: int) -> Path:
+    """Llama 2: SentencePiece BPE that falls back on bytes, a first token before each text."""
+    _write_sentencepiece(folder / "tokenizer.model", texts, 259 + size, kind="bpe", byte_fallback=True)
+    return _write_config(folder, "llama", "LlamaTokenizer", legacy=False, add_bos_token=True)
+
+
+def llama3(folder: Path, texts: Texts, size: int) -> Path:
+    """Llama 3: byte-level, as PreTrainedTokenizerFast, with special tokens named in the text."""
+    from tokenizers import ByteLevelBPETokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(texts, vocab_size=256 + size, special_tokens=marks, show_progress=False)
+    inner = made._tokenizer
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{marks[0]} $A", pair=f"{marks[0]} $A {marks[0]} $B", special_tokens=[(marks[0], 0)]
+    )
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=marks[0], eos_token=marks[1], model_max_length=64,
+        clean_up_tokenization_spaces=True,
+    )  # fmt: skip
+    words.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def marian(folder: Path, texts: Texts, size: int) -> Path:
+    """A model for several languages: source and target cut otherwise, one vocabulary for both."""
+    import sentencepiece
+
+    half = len(texts) // 2
+    words = {"</s>": 0, "<unk>": 1, ">>deu<<": 2, ">>fra<<": 3}
+    for name, part in (("source.spm", texts[:half]), ("target.spm", texts[half:])):
+        _write_sentencepiece(folder / name, part, size, pad_id=-1, bos_id=-1)
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
+        for i in range(len(model)):
+            words.setdefault(model.id_to_piece(i), len(words))
+    words.setdefault("\U0001f642", len(words))  # no piece of either model, yet a word
+    (folder / "vocab.json").write_text(json.dumps({**words, "<pad>": len(words)}))
+    return _write_config(folder, "marian", "MarianTokenizer", source_lang="eng", target_lang="mul")
+
+
+MAKERS: dict[str, Callable[[Path, Texts, int], Path]] = {
+    f.__name__: f
+    for f in (marian, t5, bart, mbart, mbart50, bert, distilbert, roberta, gpt2, opt, llama, llama3, qwen2)
+}

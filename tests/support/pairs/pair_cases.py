@@ -1,0 +1,143 @@
+"""Which pairs of techniques there are on which models, by what stages say of themselves; few and all.
+
+What is left out here is what the plan refuses: `every_pair.py` asks it of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from zlib import crc32
+
+from paired_techniques import MODELS, TECHNIQUES, Technique, TinyModel
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantized_input import QuantizedInput
+from smelt.core.data import SENTENCE_SIMILARITY
+from smelt.core.stage import Settings
+from smelt.recipe.stage_table import load_stage
+from smelt.runtime.schemes.registry import SCHEMES
+from smelt.runtime.schemes.scheme import Scheme
+
+PairCase = tuple[str, str, str]
+"""A model, what goes first, and what follows it."""
+
+
+def is_applicable(model: TinyModel, technique: Technique) -> bool:
+    """Say whether a technique can do something with a model, by task and config."""
+    stage, settings = load_stage(technique.stage), _settings(technique, model)
+    if technique.applied_after and not is_applicable(model, TECHNIQUES[technique.applied_after]):
+        return False
+    if model.task not in stage.tasks:
+        return False
+    masks = technique.settings.get("learned_masks", {})
+    targets = {*technique.settings.get("targets", ()), *masks.get("targets", ())}
+    if model.task == SENTENCE_SIMILARITY and "width" in targets:
+        return False  # its vectors are what the width is of
+    check = getattr(stage, "check_model", None)
+    return not (check and check(settings, {"model_type": model.kind})[0])
+
+
+def can_follow(first: Technique, second: Technique) -> bool:
+    """Say whether `second` can go on from what `first` leaves.
+
+    What changes float weights needs some, what says how codes train needs those, and what takes units away
+    needs layers that do not hold theirs. Adapters have no place beside halves of layers.
+    """
+    if (holds := getattr(load_stage(first.stage), "unit_pruning_error", None)) and (
+        getattr(load_stage(second.stage), "prunes_units", False) or "learned_masks" in second.settings
+    ):
+        settings: Settings = load_stage(first.stage).settings_type.model_validate(dict(first.settings))
+        if holds(settings):
+            return False
+    schemes = _schemes_after(first)
+    if (codes := second.settings.get("qat")) is not None:
+        if codes.get("weight_splitting"):
+            return bool(schemes) and bool(schemes[0].split_scheme) and not _splits_weights(first)
+        return any(scheme.learnable_scales for scheme in schemes)
+    floats = getattr(load_stage(second.stage), "needs_float", False)
+    if schemes and (floats or {"learned_masks", "sparsify"} & second.settings.keys()):
+        return False
+    if schemes and (unfit := getattr(load_stage(second.stage), "quantized_input_error", None)):
+        settings = load_stage(second.stage).settings_type.model_validate(dict(second.settings))
+        return unfit(settings, _quantization_before(first, schemes)) is None
+    return not (_splits_weights(first) and "lora" in second.settings)
+
+
+def all_pairs() -> list[PairCase]:
+    """Return all pairs that the plan takes, model by model."""
+    behind = {
+        name: [other for other, second in TECHNIQUES.items() if can_follow(first, second)]
+        for name, first in TECHNIQUES.items()
+    }
+    found = []
+    for name, model in MODELS.items():
+        possible = [word for word, technique in TECHNIQUES.items() if is_applicable(model, technique)]
+        found += [(name, a, b) for a in possible for b in behind[a] if b in possible]
+    return found
+
+
+def covering_pairs() -> list[PairCase]:
+    """Return few pairs: each stage meets each family and task, each technique is once first and once second.
+
+    One after the other that pair is taken which has most of what no other has; of equals the first in an
+    order that nobody chose.
+    """
+    cells = sorted(all_pairs(), key=lambda cell: crc32(" ".join(cell).encode()))
+    places: dict[tuple[str, str], int] = {}
+    bits = {}
+    for cell in cells:
+        name, first, second = cell
+        model, words = MODELS[name], {TECHNIQUES[first].stage, TECHNIQUES[second].stage}
+        met = {(kind, word) for kind in (model.kind, model.task) for word in words}
+        met |= {("first", first), ("second", second)}
+        bits[cell] = sum(1 << places.setdefault(what, len(places)) for what in met)
+    missing, found = (1 << len(places)) - 1, []
+    while missing:
+        best = max(cells, key=lambda cell: (missing & bits[cell]).bit_count())
+        found.append(best)
+        missing &= ~bits[best]
+    return sorted(found)
+
+
+def is_exported(cell: PairCase, part: int) -> bool:
+    """Say whether the graph of a pair is looked at too: of one in `part`."""
+    return crc32(" ".join(("graph", *cell)).encode()) % part == 0
+
+
+def impossible_pairs() -> Iterator[tuple[str, str]]:
+    """Yield the pairs that no model makes possible: the plan says so of each."""
+    for first in TECHNIQUES:
+        for second in TECHNIQUES:
+            if not can_follow(TECHNIQUES[first], TECHNIQUES[second]):
+                yield first, second
+
+
+def _schemes_after(technique: Technique) -> list[Scheme]:
+    """Return the schemes of the codes that a technique leaves, that of the linear layers first."""
+    made = TECHNIQUES[technique.applied_after] if technique.applied_after else technique
+    if made.stage != "quantize":
+        return []
+    settings = QuantizeSettings.model_validate(dict(made.settings))
+    return [SCHEMES[name] for name in settings.used_schemes()]
+
+
+def _quantization_before(first: Technique, schemes: list[Scheme]) -> QuantizedInput:
+    """Return the codes of the linear layers behind a technique, as stages ask for them."""
+    made = TECHNIQUES[first.applied_after] if first.applied_after else first
+    mixed = "mixed_precision" in made.settings
+    codes = first.settings.get("qat", {})
+    halved = [SCHEMES[schemes[0].split_scheme]] if codes.get("weight_splitting") else schemes[:1]
+    return QuantizedInput(
+        tuple(scheme.name for scheme in (schemes if mixed else halved)),
+        has_corrections="low_rank_correction" in made.settings or "lora" in first.settings,
+        is_split=bool(codes.get("weight_splitting")),
+        has_binary_inputs=codes.get("activations") == "one-bit",
+    )
+
+
+def _splits_weights(technique: Technique) -> bool:
+    return bool(technique.settings.get("qat", {}).get("weight_splitting"))
+
+
+def _settings(technique: Technique, model: TinyModel) -> Settings:
+    return load_stage(technique.stage).settings_type.model_validate(technique.settings_for(model))

@@ -1,0 +1,136 @@
+"""All pairs of techniques on all models, one after the other: `make matrix`.
+
+Each line of the log (build/matrix/pairs.jsonl) tells of one pair: what the plan said against it, or that it
+was done and what it took, or what broke. A run goes on where the last one ended; what broke is tried again,
+and all of it where `--rebuild` is given. Of one pair in PART the graph is made and compared as well.
+
+    make matrix ARGS="bert t5"          # these models
+    make matrix ARGS="--first share"    # these first (`--second` likewise)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pair_cases import PairCase, all_pairs, is_exported
+from pair_runner import PairRunner, plan_errors
+from paired_techniques import MODELS, TECHNIQUES
+
+from smelt.core.errors import InputError
+
+LOG_FILE = Path("build/matrix/pairs.jsonl")
+EXPORT_INTERVAL = 25
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Return what was asked for: models, all where none is named, and which techniques."""
+    parser = argparse.ArgumentParser()
+    # no `choices`: argparse would look for the default list, as a whole, among them
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
+    for place in ("first", "second"):
+        parser.add_argument(f"--{place}", action="append", choices=list(TECHNIQUES))
+    parser.add_argument("--rebuild", action="store_true")
+    said = parser.parse_args(arguments)
+    if odd := sorted(set(said.models) - MODELS.keys()):
+        parser.error(f"no model '{odd[0]}'; known: {', '.join(MODELS)}")
+    said.models = said.models or list(MODELS)
+    return said
+
+
+def main(arguments: list[str]) -> int:
+    """Work through the pairs; return 1 where one broke."""
+    said = parse_arguments(arguments)
+    LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
+    if said.rebuild:
+        LOG_FILE.unlink(missing_ok=True)
+    known = _read_log()
+    possible = set(all_pairs())
+    broken = 0
+    for model in said.models:
+        cells = [
+            (model, first, second)
+            for first in said.first or TECHNIQUES
+            for second in said.second or TECHNIQUES
+            if known.get((model, first, second), {}).get("broke", True)
+        ]
+        if cells:
+            broken += _run_model(model, cells, possible)
+    print(f"{broken} broke; {LOG_FILE} tells of all")
+    return int(broken > 0)
+
+
+def _run_model(model: str, cells: list[PairCase], possible: set[PairCase]) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="smelt-matrix-"))
+    began, broken = time.process_time(), 0
+    bench = PairRunner(model, folder / "bench")
+    gc.collect()
+    gc.freeze()  # what libraries made stays, and each training would look through it again
+    for cell in cells:
+        line = _try_pair(bench, cell, cell in possible)
+        broken += "broke" in line
+        if "broke" in line:
+            print(f"{' '.join(cell)}: {line['broke']}", flush=True)
+        with LOG_FILE.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({"cell": cell, **line}) + "\n")
+    took = time.process_time() - began
+    print(f"{model}: {len(cells)} pairs, {broken} broke, {took:.0f} s of processor time", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return broken
+
+
+def _try_pair(bench: PairRunner, cell: PairCase, possible: bool) -> dict[str, Any]:
+    """Try a pair; return its line of the log."""
+    _, first, second = cell
+    began = time.process_time()
+    said: dict[str, Any] = {}
+    try:
+        against = [str(found).replace(f"{bench.folder}/", "") for found in plan_errors(bench, first, second)]
+        if against:
+            said["refused"] = "\n".join(against)
+            assert not possible, f"the plan refuses what the stages take: {said['refused']}"
+        else:
+            assert possible, "the plan takes what the stages refuse"
+            _run_pair(bench, cell, said)
+    except Exception as error:
+        said["broke"] = f"{type(error).__name__}: {error}"[:600]
+        said["traceback"] = traceback.format_exc()[-3000:]
+    return {**said, "seconds": round(time.process_time() - began, 3)}
+
+
+def _run_pair(bench: PairRunner, cell: PairCase, said: dict[str, Any]) -> None:
+    _, first, second = cell
+    foretold = bench.plan_warnings(first, second)
+    said["graph"] = is_exported(cell, EXPORT_INTERVAL) and second != "bnb-int8" and first != "bnb-int8"
+    try:
+        made = bench.run(first, second, export=said["graph"])
+    except InputError as error:
+        if not foretold:
+            raise
+        said["foretold"] = [*foretold, str(error)]
+        return
+    said["warned"] = foretold
+    bench.remove(*made[1:])
+
+
+def _read_log() -> dict[PairCase, dict[str, Any]]:
+    found: dict[PairCase, dict[str, Any]] = {}
+    for text in LOG_FILE.read_text(encoding="utf-8").splitlines() if LOG_FILE.exists() else ():
+        with contextlib.suppress(ValueError):  # the last line of a run that was killed
+            line = json.loads(text)
+            model, first, second = line.pop("cell")
+            found[model, first, second] = {"broke": False, **line}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -78,7 +78,9 @@ def run_ort_quantizer(
         names += _name_float_nodes(body, unfit, ctx)
     quantize_dynamic(
         model if kept or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
-        per_channel=settings.per_channel, weight_type=QuantType.QInt8,
+        per_channel=settings.per_channel,
+        # Without VNNI, int8 weights need x64quantprecision, which ONNX Runtime does not apply in inner graphs.
+        weight_type=QuantType.QUInt8 if bodies else QuantType.QInt8,
         nodes_to_exclude=[*names, *(f"{name}_MatMul" for name in names)],  # of a Gemm
         use_external_data_format=size > MAX_INLINE_BYTES,
         extra_options={"DefaultTensorType": 1, "EnableSubgraph": bool(bodies)},

@@ -57,7 +57,7 @@ def write_llama(shape: str, text: Path, folder: Path) -> tuple[int, int]:
     from accelerate import init_empty_weights
     from safetensors.torch import save_file
 
-    from smelt.runtime.text.train_tokenizer import train_tokenizer
+    from smelt.models.train_tokenizer import train_tokenizer
 
     folder.mkdir()
     lines = gzip.decompress(text.read_bytes()).decode().splitlines()[:2000]
@@ -99,11 +99,11 @@ def run_stage(folder: Path, stage: str, text: Path, rows: int, threads: int) -> 
     import torch  # noqa: F401 - what is imported is counted apart
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
     from smelt.core.stage import Context
-    from smelt.recipe.stage_table import load_stage
-    from smelt.runtime.models import streamed_model
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+    from smelt.models import streamed_model
+    from smelt.pipeline.recipe.stages import load_stage
 
     streamed_model.LARGE_BYTES = 0
     word, settings = STAGES[stage]

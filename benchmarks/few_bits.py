@@ -47,10 +47,9 @@ def _artifact(folder: Path) -> Any:
 def _print_quality(folder: Path, rows: Any) -> None:
     import torch
 
-    from smelt.compress.quantize.plan_layers import quantize_model
+    from smelt.compress.quantize.plan_layers import quantize_model, quantized_weight_bits
     from smelt.compress.quantize.settings import QuantizeSettings
-    from smelt.compress.quantize.weight_quantizer import quantized_weight_bits
-    from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+    from smelt.models.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     texts, targets = [r.text for r in rows], [r.references[0] for r in rows]
@@ -74,9 +73,8 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     from smelt.compress.quantize.settings import QuantizeSettings
     from smelt.compress.quantize.stage import Quantize
     from smelt.core.stage import Context
-    from smelt.export.onnx_export.settings import OnnxSettings
-    from smelt.export.onnx_stage import Onnx
-    from smelt.runtime.models.weight_files import find_weights
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
+    from smelt.models.weight_files import find_weights
 
     def context(name: str) -> Context:
         (out / name).mkdir(parents=True)
@@ -112,7 +110,7 @@ def _feeds(session: Any, batch: int) -> dict[str, Any]:
 
 
 def _time_steps(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
-    from smelt.runtime.backends.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     sessions = {name: open_onnx_session(path, threads=1) for name, path in graphs.items()}
     for batch in (1, 8):
@@ -137,8 +135,8 @@ def _time_steps(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> N
 @click.option("--steps", is_flag=True, help="export and time a decoder step instead")
 def main(model: Path, data: Path, rows: int, steps: bool) -> None:
     """Print a line for each variant."""
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
     from smelt.evaluate.environment import cpu_model
 
     split = read_split(str(data / "validation.jsonl.gz"), "translation", Columns(), data)

@@ -20,16 +20,16 @@ import sacrebleu
 import torch
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import Columns
-from smelt.core.readers.examples import read_split
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.batch import Batch
-from smelt.runtime.generate.generation_loop import generate
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.models.checkpoint import load_tokenizer
-from smelt.runtime.predict_texts import make_batches
-from smelt.runtime.runner import Runner
-from smelt.runtime.text.length_limits import max_input_length
+from smelt.data.batch import Batch
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.generation.config import GenerationSettings
+from smelt.generation.search import generate
+from smelt.models.checkpoint import load_tokenizer
+from smelt.models.length_limits import max_input_length
+from smelt.runtimes.predict_texts import make_batches
+from smelt.runtimes.registry import open_runner
+from smelt.runtimes.runner import Runner
 
 Rows = list[list[int]]
 

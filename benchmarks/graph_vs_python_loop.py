@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import Columns
-from smelt.core.readers.examples import read_split
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.generation_loop import generate_resolved
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.predict_texts import generate_texts
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.generation.config import GenerationSettings
+from smelt.generation.search import generate_resolved
+from smelt.runtimes.predict_texts import generate_texts
+from smelt.runtimes.registry import open_runner
 
 
 def time_generation(

@@ -24,14 +24,14 @@ import numpy as np
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import Artifact, Manifest, read_artifact
-from smelt.core.data import Columns, Split, Task
-from smelt.core.readers.examples import read_split
 from smelt.core.stage import Context
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.export.precision.kv_cache import export_int8_cache, int8_kv_cache
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.causal import nll_from_logits
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Split, Task
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.precision import kv_cache as export_int8_cache
+from smelt.export.precision import kv_cache as int8_kv_cache
+from smelt.generation.runners import nll_from_logits
+from smelt.runtimes.registry import open_folder
 
 TASK: Task = "language-modeling"
 SHAPE = {

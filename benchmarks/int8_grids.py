@@ -65,10 +65,10 @@ def loss_difference(one: Any, other: Any) -> str:
 
 def main() -> None:
     """Measure and print."""
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
-    from smelt.runtime.layers.quantized import is_embedding_table
-    from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+    from smelt.models.checkpoint import load_model, load_tokenizer
+    from smelt.quantization.layers import is_embedding_table
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 
 from smelt.core.artifact import read_artifact
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.batch import Batch
-from smelt.runtime.generate.generation_config import resolve_generation
-from smelt.runtime.generate.generation_loop import generate_resolved
-from smelt.runtime.generate.graph_generation import run_generation_graph
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.data.batch import Batch
+from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.generation.graph_generation import run_generation_graph
+from smelt.generation.search import generate_resolved
+from smelt.runtimes.registry import open_runner
 
 
 def open_step_runner(path: Path, in_place: bool) -> Any:

@@ -21,16 +21,15 @@ from typing import Any
 import numpy as np
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Split
-from smelt.core.readers.examples import read_split
 from smelt.core.stage import Context
+from smelt.data.batch import Batch
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Split
 from smelt.evaluate.environment import cpu_model, installed_versions
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.batch import Batch
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.predict_texts import generate_texts
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.generation.config import GenerationSettings
+from smelt.runtimes.predict_texts import generate_texts
+from smelt.runtimes.registry import open_folder
 
 SHAPES = ((1, 128), (8, 64))
 SYSTEMS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from smelt.core.files import read_json_object
-from smelt.runtime.generate.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
+from smelt.generation.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
 
 
 def main() -> None:

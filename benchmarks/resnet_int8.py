@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import smelt
-from smelt.core.data import IMAGE_CLASSIFICATION, Columns, Split
 from smelt.core.files import read_json_object
-from smelt.core.readers.examples import read_split
+from smelt.data.examples import read_split
+from smelt.data.splits import IMAGE_CLASSIFICATION, Columns, Split
 from smelt.evaluate.significance import tango_interval, wilson_interval
-from smelt.runtime.backends.onnx_session import open_onnx_session
-from smelt.runtime.images.image_processor import read_processor
-from smelt.runtime.images.predict_images import load_pixels
+from smelt.models.image_processor import read_processor
+from smelt.runtimes.images import load_pixels
+from smelt.runtimes.onnx_session import open_onnx_session
 
 FLOAT = "onnx-float"
 ARMS = (FLOAT, "onnx-int8", "onnx-int8-tuned", "onnx-channels", "onnx-channels-int8")

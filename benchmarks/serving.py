@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import smelt
-from smelt.api.loaded_model import Model
+from smelt.api.load import Model
 
 LONGEST = 128
 

@@ -20,8 +20,8 @@ from typing import Any
 from side_by_side import compare
 from techniques_bench import ArmRunner
 
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.generation.config import GenerationSettings
+from smelt.runtimes.registry import open_runner
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 _EXPORT_STAGE: tuple[str, dict[str, Any]] = ("onnx", {"target": "ort-cpu"})

@@ -59,8 +59,7 @@ def _artifact(folder: Path) -> Any:
 
 def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
     from smelt.core.stage import Context
-    from smelt.export.onnx_export.settings import OnnxSettings
-    from smelt.export.onnx_stage import Onnx
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
 
     start = time.perf_counter()
     source = _artifact(model)
@@ -72,8 +71,8 @@ def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
 
 
 def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
-    from smelt.runtime.generate.settings import GenerationSettings
-    from smelt.runtime.predict_texts import generate_texts
+    from smelt.generation.config import GenerationSettings
+    from smelt.runtimes.predict_texts import generate_texts
 
     start = time.perf_counter()
     with runner:
@@ -82,9 +81,9 @@ def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
 
 
 def _time_real_model(model: Path, data: Path, batch_size: int) -> list[bool]:
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
-    from smelt.runtime.backends.open_runner import open_folder, open_runner
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+    from smelt.runtimes.registry import open_folder, open_runner
 
     split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)
     texts = [example.text for example in split.examples]
@@ -186,9 +185,9 @@ def _step_overheads() -> list[float]:
     """Seconds per step of a fresh run of the quickstart besides the stages' own work and the scoring."""
     from unittest.mock import patch
 
-    from smelt.execute.run import RunOptions, run_plan
-    from smelt.execute.scoring import Scorer
-    from smelt.planning.load_plan import load_plan
+    from smelt.pipeline.execute.run import RunOptions, run_plan
+    from smelt.pipeline.execute.scoring import Scorer
+    from smelt.pipeline.plan.load_plan import load_plan
 
     spent = 0.0
 

@@ -54,10 +54,10 @@ def run_stage(name: str, model: Path, data: Path) -> dict[str, float]:
     import torch  # noqa: F401 - what is imported is not counted
     import transformers.models.marian.modeling_marian  # noqa: F401
 
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
     from smelt.core.stage import Context
-    from smelt.recipe.stage_table import load_stage
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+    from smelt.pipeline.recipe.stages import load_stage
 
     word, settings = STAGES[name]
     cls: Any = load_stage(word)

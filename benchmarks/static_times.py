@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 
 ROUNDS = 15
 SHAPES = ((1, 16), (1, 128), (8, 64))

@@ -96,11 +96,11 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     """Return p50 and mean processor time of a call, ms, as the report and as the stopwatch has them."""
     from smelt.core.artifact import read_artifact
     from smelt.evaluate.latency import measure_latency
+    from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
     from smelt.evaluate.latency.summary import spread_over_lengths
-    from smelt.evaluate.latency.timing_prompts import prompt_texts, truncate_prompts
     from smelt.evaluate.latency.worker import batch_by_length
-    from smelt.runtime.generate.settings import GenerationSettings
-    from smelt.runtime.text.text_tools import TextTools
+    from smelt.generation.config import GenerationSettings
+    from smelt.models.text_tools import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes

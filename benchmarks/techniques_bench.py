@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import TEXT_TO_TEXT_TASKS, Columns, Split
 from smelt.core.files import json_hash, sha256_of, write_json
-from smelt.core.readers.examples import read_split
 from smelt.core.stage import Context
+from smelt.data.examples import read_split
+from smelt.data.splits import TEXT_TO_TEXT_TASKS, Columns, Split
 
 # Raised whenever the same arm is scored in another way.
 _VERSION = 2
@@ -103,7 +103,7 @@ class ArmRunner:
         as_run: bool = False,
     ) -> ArmResult:
         """Run an arm's stages, which leave their results below `space`."""
-        from smelt.recipe.stage_table import load_stage
+        from smelt.pipeline.recipe.stages import load_stage
 
         source = made = artifact(self.model, self.task, self.of_model)
         ancestors, spent, details = {"model": source}, 0.0, []
@@ -139,10 +139,10 @@ class ArmRunner:
         import torch
         from torch.nn.functional import cross_entropy, kl_div
 
-        from smelt.compress.train.encoded_samples import IGNORE_INDEX, collate, encode_split, group_by_length
-        from smelt.compress.train.objective import model_logits
-        from smelt.runtime.models.checkpoint import load_model, load_tokenizer
-        from smelt.runtime.models.weights.count_parameters import count_parameters
+        from smelt.compress.train.extension import model_logits
+        from smelt.compress.train.samples import IGNORE_INDEX, collate, encode_split, group_by_length
+        from smelt.models.checkpoint import load_model, load_tokenizer
+        from smelt.models.count_parameters import count_parameters
 
         torch.set_num_threads(self.threads)
         (model, _), (untouched, _) = load_model(folder), load_model(self.model)
@@ -174,9 +174,9 @@ class ArmRunner:
     def texts(self, made: Artifact, beams: int) -> dict[str, Any]:
         """Return the statistics of BLEU of what a model writes with so many beams, in smelt's runner."""
         from smelt.evaluate.quality import score_texts
-        from smelt.runtime.backends.open_runner import open_runner
-        from smelt.runtime.generate.settings import GenerationSettings
-        from smelt.runtime.predict_texts import generate_texts
+        from smelt.generation.config import GenerationSettings
+        from smelt.runtimes.predict_texts import generate_texts
+        from smelt.runtimes.registry import open_runner
 
         assert self.task in TEXT_TO_TEXT_TASKS
         rows = self.written.examples

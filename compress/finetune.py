@@ -14,9 +14,9 @@ from smelt.compress.train.settings import (
 )
 from smelt.compress.train.train import missing_scores_errors, train, width_mask_errors
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Split, Task
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need
+from smelt.data.splits import TASKS, Split, Task
 
 
 class FinetuneSettings(TrainingSettings):
@@ -82,9 +82,9 @@ class Finetune:
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
+        from smelt.compress.quantize.binarize_inputs import insert_binary_inputs
         from smelt.compress.quantize.qat import load_trainable, save_trained
-        from smelt.compress.quantize.training.binarize_inputs import insert_binary_inputs
-        from smelt.compress.quantize.training.weight_splitting import split_before_training
+        from smelt.compress.quantize.qat_extensions import split_before_training
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
         edits = split_before_training(model, edits, settings, ctx)

@@ -13,9 +13,9 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.generate.shortlist import ALWAYS_TENSOR, TABLE_TENSOR
-from smelt.runtime.models.weight_files import value_count, weight_tensors
-from smelt.runtime.schemes.registry import quantized_operators
+from smelt.generation.shortlist import ALWAYS_TENSOR, TABLE_TENSOR
+from smelt.models.weight_files import value_count, weight_tensors
+from smelt.quantization.schemes.registry import quantized_operators
 
 # Integer initializers with fewer values are shapes, axes and other constants of a graph, not weights.
 _MIN_WEIGHT_VALUES = 64

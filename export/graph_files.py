@@ -3,11 +3,23 @@
 A protobuf holds at most 2 GB. Above `LARGEST_INLINE` the weights of `NAME.onnx` are in one file,
 `NAME.onnx_data`, the name that Optimum and transformers.js use; runtimes find it next to the graph. All code
 that rewrites a graph calls `write_graph`, which also removes a data file that the graph no longer uses.
+
+Store matrices that are equal only once.
+
+Layers that share a weight [N, K] have one tensor in torch. For each of them torch's optimizer computes the
+transpose [K, N], which ONNX multiplies with, again and stores it each time.
+
+Move the weights of several graphs to one file, in which shared weights are stored once.
+
+A translation model's encoder, decoder and generation graph have the same matrices. Graphs that refer to one
+file share them on disk, and ONNX Runtime maps the file instead of reading it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +126,114 @@ def aligned_offset(end: int, size: int) -> int:
     """Return the offset of a tensor of `size` bytes in a data file that ends at `end`."""
     boundary = _PAGE if size >= _LARGE else _LINE
     return -(-end // boundary) * boundary
+
+
+_PROBE_ELEMENTS = 256  # bytes that distinguish most matrices
+
+
+def deduplicate_matrices(model: Any) -> int:
+    """Merge equal matrices of an onnx.ModelProto, in place; return the number of removed copies.
+
+    Vectors and attributes of nodes are not changed.
+    """
+    graph = model.graph
+    outside = {value.name for value in (*graph.input, *graph.output)}
+    firsts: dict[tuple[Any, ...], list[Any]] = {}
+    renamed: dict[str, str] = {}
+    for tensor in graph.initializer:
+        if len(tensor.dims) < 2 or tensor.name in outside:
+            continue
+        values = tensor.raw_data  # a copy, which protobuf creates at each access
+        if not values:
+            continue
+        probe = (tensor.data_type, *tensor.dims, values[:_PROBE_ELEMENTS], values[-_PROBE_ELEMENTS:])
+        alike = firsts.setdefault(probe, [])
+        same = next((first for first in alike if first.raw_data == values), None)
+        if same is None:
+            alike.append(tensor)
+        else:
+            renamed[tensor.name] = same.name
+    if renamed:
+        for node in graph.node:
+            for place, name in enumerate(node.input):
+                node.input[place] = renamed.get(name, name)
+        for place in reversed(range(len(graph.initializer))):
+            if graph.initializer[place].name in renamed:
+                del graph.initializer[place]
+    return len(renamed)
+
+
+SHARED_WEIGHTS_FILE = "model.onnx_data"
+
+
+def share_weights(paths: Sequence[Path], name: str = SHARED_WEIGHTS_FILE, weights: Path | None = None) -> int:
+    """Move the weights of the graphs `paths`, in one folder, to its file `name`; return its bytes.
+
+    The graphs are written again and their own data files are removed. `weights`: the folder of external
+    weights; None: that of the graphs.
+
+    Raises:
+        RunError: a graph cannot be read.
+    """
+    import onnx
+
+    folder = paths[0].parent
+    made = folder / f"{name}.part"
+    try:
+        models, size = _gather_weights(paths, made, name, weights or folder)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    for path in paths:
+        external_data_path(path).unlink(missing_ok=True)
+    made.replace(folder / name)
+    for path, model in zip(paths, models, strict=True):
+        onnx.save(model, path)
+    return size
+
+
+def _gather_weights(paths: Sequence[Path], made: Path, name: str, weights: Path) -> tuple[list[Any], int]:
+    """Write the weights of all graphs to `made`; return the graphs, which refer to `name`, and its bytes."""
+    places: dict[bytes, int] = {}
+    models = []
+    with made.open("wb") as out:
+        for path in paths:
+            models.append(model := read_graph(path, values=False))
+            for tensor in iter_initializers(model.graph):
+                _move_tensor(tensor, weights, out, places, name)
+        return models, out.tell()
+
+
+def _move_tensor(tensor: Any, folder: Path, out: Any, places: dict[bytes, int], name: str) -> None:
+    """Write the values of `tensor` to `out` unless they are there already; refer to their offset in `name`.
+
+    `folder`: of its values, if they are external.
+    """
+    from onnx.external_data_helper import set_external_data
+
+    values = _tensor_bytes(tensor, folder)
+    if len(values) < MIN_EXTERNAL_BYTES:
+        return
+    key = hashlib.sha256(values).digest()
+    if key not in places:
+        begin = aligned_offset(out.tell(), len(values))
+        out.write(b"\0" * (begin - out.tell()))
+        out.write(values)
+        places[key] = begin
+    size = len(values)
+    tensor.raw_data = b"0"  # set_external_data requires raw data
+    set_external_data(tensor, name, offset=places[key], length=size)
+    tensor.ClearField("raw_data")
+
+
+def _tensor_bytes(tensor: Any, folder: Path) -> Any:
+    """Return the bytes of a tensor; external ones are memory-mapped."""
+    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+    if not uses_external_data(tensor):
+        return tensor.raw_data
+    info = ExternalDataInfo(tensor)
+    with (folder / info.location).open("rb") as stream:
+        whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    begin = info.offset or 0
+    return whole[begin : begin + info.length] if info.length else whole[begin:]

@@ -1,35 +1,245 @@
-"""The onnx stage: export, check and simplify graphs for one target, and compare them with their parent."""
+"""The onnx stage: export, check and simplify graphs for one target, and compare them with their parent.
+
+Write the graphs of the onnx stage: trace, simplify, expand placeholders and check each of them.
+
+The settings of `onnx`.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+
+from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import IMAGE_CLASSIFICATION, TASKS, Split, Task
+from smelt.core.errors import RunError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.onnx_export.check_export import (
+from smelt.data.splits import IMAGE_CLASSIFICATION, TASKS, Split, Task
+from smelt.export.autotune_settings import AutotuneSettings
+from smelt.export.check_export import (
     file_dtype,
     require_export_memory,
     require_runtime,
     required_opset,
     tolerance_kind,
 )
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_export.write_graphs import check_onnx_file, warn_about_tensorrt, write_graphs
-from smelt.export.precision.kv_cache.kv_cache_support import unsupported_model, unsupported_task
-from smelt.export.tensorrt.provider_settings import ProviderSettings
-from smelt.families.registry import QUANTIZED_CONVOLUTIONS_KEY
-from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
-from smelt.runtime.images.image_batch import ImageBatch
-from smelt.runtime.schemes.scheme import CONV_UNSUPPORTED_TARGETS
+from smelt.export.precision.kv_cache_support import unsupported_model, unsupported_task
+from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
+from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS, graph_target
+from smelt.runtimes.images import ImageBatch
+from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
 
 if TYPE_CHECKING:
-    from smelt.runtime.batch import Batch
+    from smelt.data.batch import Batch, Tokens
+    from smelt.export.graphs.graph_spec import GraphSpec
+    from smelt.export.parity.torch_reference import TorchReference
+    from smelt.quantization.emit import GraphTarget
+
+
+def write_graphs(
+    graphs: list[GraphSpec], settings: OnnxSettings, reference: TorchReference, ctx: Context
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
+    """Write all graphs; return by graph the details for the report, and the modules of its nodes."""
+    batch = reference.batch
+    tokens = None if isinstance(batch, ImageBatch) else batch.input_ids[batch.attention_mask == 1]
+    details: dict[str, dict[str, Any]] = {}
+    homes: dict[str, dict[str, str]] = {}
+    for at, graph in enumerate(graphs):
+        ctx.progress(at, len(graphs) + 1, graph.name)
+        details[graph.name] = _write_graph(graph, settings, tokens, ctx, homes)
+    return details, homes
+
+
+def _write_graph(
+    graph: GraphSpec,
+    settings: OnnxSettings,
+    tokens: Tokens | None,
+    ctx: Context,
+    homes: dict[str, dict[str, str]],
+) -> dict[str, Any]:
+    """Export one graph in float32 and simplify it; return the details for the report.
+
+    Args:
+        graph: the graph to export.
+        settings: of the stage.
+        tokens: int64 [n], real tokens to compare the simplified graph on; None for a graph of images.
+        ctx: its `out` is the folder of the graph.
+        homes: filled with the modules of each graph's nodes.
+    """
+    from smelt.export.graph_files import set_input_defaults, write_graph
+    from smelt.export.graphs.export_graph import export_graph
+    from smelt.export.graphs.fuse_bias import fuse_biases_in_file
+    from smelt.export.precision.half_graphs import module_of_nodes
+    from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
+
+    began = time.perf_counter()
+    path = ctx.out / f"{graph.name}.onnx"
+    model = export_graph(graph, settings.graph_target, ctx.details["opset"])
+    exported = time.perf_counter()
+    homes[graph.name] = module_of_nodes(model, graph.module)
+    write_graph(model, path)
+    del model  # simplifying holds two graphs
+    if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
+        ctx.warnings.append(reason.with_prefix(f"{graph.name}: not simplified: "))
+    expand_placeholders_in_file(path)
+    if settings.target == "ort-cpu":
+        fuse_biases_in_file(path)
+    if graph.input_defaults and settings.graph_target not in (
+        "tensorrt",
+        "openvino",
+    ):  # it treats a default as a constant
+        set_input_defaults(path, graph.input_defaults)
+    return {"export_seconds": round(exported - began, 3), "seconds": round(time.perf_counter() - began, 3)}
+
+
+def warn_about_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> None:
+    """Warn about what TensorRT rejects now, because the engine may be built much later and elsewhere."""
+    if target != "tensorrt":
+        return
+    from smelt.export.tensorrt.preflight import load_graph, preflight
+
+    paths = [ctx.out / f"{name}.onnx" for name in graphs]
+    for path in paths:
+        for problem in preflight(load_graph(path), path):
+            one = problem.as_message()
+            ctx.warn(one.code, one.message, file=one.file)
+
+
+def check_onnx_file(path: Path) -> dict[str, Any]:
+    """Check the finished graph with ONNX; return the number of its nodes, and the number by operator.
+
+    Raises:
+        RunError: it is not valid.
+    """
+    import onnx
+
+    from smelt.export.graph_files import read_graph
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise RunError(
+            f"{path.name}: the exported graph is not valid ONNX: {error}", code="invalid-graph"
+        ) from error
+    nodes = read_graph(path, values=False).graph.node
+    return {"nodes": len(nodes), "operators": dict(Counter(n.op_type for n in nodes).most_common())}
+
+
+class OnnxSettings(Settings):
+    """Settings of `onnx`."""
+
+    target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (
+        Field(
+            default="ort-cpu",
+            description="runtime",
+        )
+    )
+    dtype: Literal["fp32", "fp16", "bf16"] = Field(
+        default="fp32",
+        description="fp16, bf16: for GPUs; openvino computes in bf16",
+    )
+    simplify: bool = Field(default=True, description="run onnxsim; keep its result if it computes the same")
+    opset: int = Field(default=20, ge=19, le=23, description="opset of ONNX's standard operators")
+    generation_graph: bool = Field(
+        default=True,
+        description="ort-cpu: also export the whole generation loop as one graph",
+    )
+    autotune: AutotuneSettings | bool = Field(
+        default=False,
+        description="ort-cpu: measure which operator each quantized layer uses",
+    )
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["autotune"] | None = Field(
+        default=None,
+        description="ort-cpu, openvino: the artifact's default; autotune: measure 1 to all cores",
+    )
+    engine: ProviderSettings | None = Field(
+        default=None,
+        description="ort-tensorrt, ort-tensorrt-rtx: engine options",
+    )
+    kv_cache: Literal["float", "int8"] = Field(
+        default="float",
+        description="ort-cpu, decoder-only: type of stored keys and values",
+    )
+    tf32: bool = Field(
+        default=False,
+        description="ort-cuda: float32 matrix multiplications in TF32",
+    )
+
+    @property
+    def graph_target(self) -> GraphTarget:
+        """The target whose graphs are exported: `target`, or the one whose graphs it uses."""
+        return cast("GraphTarget", graph_target(self.target))
+
+    @property
+    def is_machine_dependent(self) -> bool:
+        """Whether the artifact depends on the machine that produces it."""
+        return bool(self.autotune) or self.threads == "autotune"
+
+    @property
+    def autotune_settings(self) -> AutotuneSettings:
+        """The batch size and beams that autotune measures for."""
+        return self.autotune if isinstance(self.autotune, AutotuneSettings) else AutotuneSettings()
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if self.target == "ort-cpu" and self.dtype == "fp16":
+            raise SettingError(
+                "dtype fp16 is for GPUs; on the CPU ONNX Runtime converts to float32 at every operator. Set"
+                " dtype: fp32",
+                code="unsupported-dtype",
+            )
+        if self.target == "openvino" and self.dtype == "fp16":
+            raise SettingError(
+                "dtype fp16 is for GPUs. With target openvino set dtype: fp32 or bf16",
+                code="unsupported-dtype",
+            )
+        if self.target == "ort-cpu" and self.dtype == "bf16":
+            raise SettingError(
+                "dtype bf16 is for GPUs and OpenVINO; on the CPU ONNX Runtime has no bf16 matrix"
+                " multiplication. Set target: openvino, or dtype: fp32",
+                code="unsupported-dtype",
+            )
+        if self.autotune and self.target != "ort-cpu":
+            raise SettingError(
+                "autotune chooses between operators of ONNX Runtime on the CPU. Set target: ort-cpu, or"
+                " remove autotune",
+                code="unused-setting",
+            )
+        if self.threads is not None and self.target not in ("ort-cpu", "openvino"):
+            raise SettingError(
+                f"threads applies to graphs on the CPU, but target {self.target} is for GPUs. Remove threads",
+                code="unused-setting",
+            )
+        if self.kv_cache == "int8" and self.target != "ort-cpu":
+            raise SettingError(
+                "kv_cache: int8 needs ONNX Runtime's attention on the CPU, but target is"
+                f" {self.target}. Set kv_cache: float, or target: ort-cpu",
+                code="unused-setting",
+            )
+        if self.tf32 and (self.target != "ort-cuda" or self.dtype != "fp32"):
+            raise SettingError(
+                "tf32 requires target: ort-cuda and dtype: fp32. Remove tf32", code="unused-setting"
+            )
+        if self.engine is not None and self.target not in PROVIDERS:
+            raise SettingError(
+                f"engine is for target ort-tensorrt or ort-tensorrt-rtx, but target is {self.target}. Remove"
+                " engine, or move it into a `tensorrt` step",
+                code="unused-setting",
+            )
+        if self.target == "ort-tensorrt-rtx" and self.engine and (said := self.engine.unsupported_by_rtx()):
+            raise SettingError(
+                f"TensorRT for RTX does not support engine: {{{', '.join(said)}}}. Remove it",
+                code="unsupported-setting",
+            )
+        return self
 
 
 class Onnx:
@@ -103,9 +313,9 @@ class Onnx:
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
-        from smelt.export.tokenizer.add_tokenizer import add_tokenizer
-        from smelt.runtime.backends.open_runner import open_runner
-        from smelt.runtime.models.checkpoint import copy_tokenizer
+        from smelt.export.tokenizer import add_tokenizer
+        from smelt.models.checkpoint import copy_tokenizer
+        from smelt.runtimes.registry import open_runner
 
         require_runtime(settings, ctx)
         with open_runner(src, ctx.threads, "cpu") as parent:
@@ -117,16 +327,16 @@ class Onnx:
 
 def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> None:
     """Write and compare the graphs of `parent`, the runner of the model in the folder `source`."""
-    from smelt.export.autotune.run_autotune import choose_layer_operators, record_threads
-    from smelt.export.generation_graph.add_generation_graphs import add_generation_graphs
-    from smelt.export.graphs.causal_attention import unfused_heads_warning
+    from smelt.export.autotune import choose_layer_operators, record_threads
+    from smelt.export.generation_graph.write import add_generation_graphs
+    from smelt.export.graphs.decoder_only import unfused_heads_warning
     from smelt.export.graphs.export_graph import model_graphs
     from smelt.export.parity.check_parity import ExportedModel, check_exported_graphs
     from smelt.export.parity.torch_reference import run_reference
     from smelt.export.precision.half_graphs import convert_graphs_to_half, overflow_samples
-    from smelt.export.precision.kv_cache.export_int8_cache import export_int8_cache, require_int8_caches
-    from smelt.runtime.causal import is_causal
-    from smelt.runtime.text.sentence_files import MODULES_FILE
+    from smelt.export.precision.kv_cache import export_int8_cache, require_int8_caches
+    from smelt.generation.runners import is_causal
+    from smelt.models.text_rules import MODULES_FILE
 
     model = parent.backend.model
     listed = getattr(parent, "shortlist", None) is not None

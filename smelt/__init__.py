@@ -22,13 +22,13 @@ from smelt.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from smelt.api.loaded_model import Model
+    from smelt.api.load import Model
     from smelt.api.recipes import Recipe
     from smelt.core.artifact import Artifact
-    from smelt.core.data import Task
-    from smelt.execute.run_result import Report, Result
+    from smelt.data.splits import Task
     from smelt.export.package.write_package import WrittenPackage
-    from smelt.planning.plan import Plan
+    from smelt.pipeline.execute.run_result import Report, Result
+    from smelt.pipeline.plan.plan import Plan
 
 __all__ = [
     "DeviceWarning",
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
         return Recipe
     if name == "Report":
-        from smelt.execute.run_result import Report
+        from smelt.pipeline.execute.run_result import Report
 
         return Report
     raise AttributeError(f"module 'smelt' has no attribute '{name}'")
@@ -98,7 +98,7 @@ def run(
     import warnings
 
     from smelt.api.recipes import plan_recipe
-    from smelt.execute.run import RunOptions, run_plan
+    from smelt.pipeline.execute.run import RunOptions, run_plan
 
     plan = plan_recipe(recipe, _override_list(overrides), until)
     for message in () if quiet else plan.warnings:
@@ -173,7 +173,7 @@ def apply(
         InputError: settings, model, data or machine are not suitable; nothing was written.
         RunError: the stage failed; nothing was written.
     """
-    from smelt.api.apply_stage import apply_stage
+    from smelt.api.recipes import apply_stage
 
     return apply_stage(stage, model, out, data, task, seed, threads, device, settings)
 
@@ -194,12 +194,12 @@ def load(
             code; open only those from trusted sources.
 
     Returns:
-        A context manager with `generate` (texts) or `predict` (classes); see `smelt.api.loaded_model.Model`.
+        A context manager with `generate` (texts) or `predict` (classes); see `smelt.api.load.Model`.
 
     Raises:
         InputError: the folder is not an artifact, or its files were changed.
     """
-    from smelt.api.loaded_model import Model
+    from smelt.api.load import Model
 
     return Model(artifact, threads, device, trust_engine)
 
@@ -221,7 +221,7 @@ def package(
         InputError: no such artifact or format, the format does not support it, or `out` cannot be written.
         RunError: the disk is full, or the package failed its checks; nothing was written.
     """
-    from smelt.api.packaging import package_artifact
+    from smelt.api.package import package_artifact
 
     return package_artifact(artifact, format, out)
 

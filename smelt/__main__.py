@@ -10,6 +10,6 @@ import sys
 if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]
 
-from smelt.cli import program
+from smelt.cli.main import program
 
 program()

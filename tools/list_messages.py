@@ -27,7 +27,7 @@ MAKERS = {
     "error_message": ("error", 0, 1),
     "info": ("info", 0, 1),
 }
-COLLECTORS = ("add", "say")  # of `smelt.recipe.mistakes.Mistakes`
+COLLECTORS = ("add", "say")  # of `smelt.pipeline.recipe.mistakes.Mistakes`
 
 
 class Found(NamedTuple):

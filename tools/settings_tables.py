@@ -20,13 +20,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from smelt.commands.stage_help import Setting, settings_of
+from smelt.cli.stage_help import Setting, settings_of
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
-from smelt.recipe.model_and_data import DataSettings
-from smelt.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
-from smelt.recipe.stage_table import all_stages
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.generation.config import GenerationSettings
+from smelt.pipeline.recipe.model_and_data import DataSettings
+from smelt.pipeline.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
+from smelt.pipeline.recipe.stages import all_stages
 
 Model = type[BaseModel]
 

@@ -65,10 +65,9 @@ def serve(job: Job) -> Opened:
     """Open the artifact: text to text for marian, tokens in for the rest."""
     import smelt
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.batch import Batch
-    from smelt.runtime.generate.generation_config import resolve_generation
-    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.data.batch import Batch
+    from smelt.generation.config import GenerationSettings, resolve_generation
+    from smelt.runtimes.registry import open_runner
 
     version = f"smelt, ONNX Runtime {onnxruntime.__version__}"
     if job["work"] == "marian":

@@ -5,24 +5,121 @@ rotary positions, windows and biases are computed by the model's own code, so no
 family.
 
 Shapes: B = batch, S = tokens of a sequence, D = width of the model.
+
+Outputs of a block for each batch, kept in memory up to a limit and on disk beyond.
+
+Process a model block by block: run a block on its inputs, change it, run it again, continue.
+
+Later blocks are calibrated on the outputs of the changed blocks before them, and only the states between two
+blocks are stored, for all samples (as in SparseGPT, GPTQ and Wanda). The model itself calls its blocks: those
+before the current one are replaced by the stored states, and masks, rotary positions, windows and biases are
+computed by the model's own code, so nothing here depends on a family. The encoder comes first; then the
+decoder, on the states of the changed encoder.
+
+    for step in run_blocks(model, rows, ctx):
+        step.observe({"fc1": [step.module.fc1]}, see)  # on the unchanged block
+        ...  # change step.module in place
+
+Shapes: B = batch, S = tokens of a sequence, D = width of the model.
+
+Run a model on the same batches again and again, each time with another change in it.
+
+The blocks before the change give the same states each time: they run once, and the model resumes from their
+cached states (see `sequential.py`), with identical results.
+
+    cached = PrefixCachedModel(model, batches, folder)
+    for ...:
+        cached.start_at(stack, number)  # the unchanged model
+        ...  # change something at this position of the stack, or after it
+        cached.outputs()
+
+Shapes: B = batch, V = outputs of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from smelt.compress.calibration.input_hooks import InputCallback, LayersByKey, input_hooks
-from smelt.compress.calibration.state_cache import BlockOutput, BlockStateCache
-from smelt.compress.train.encoded_samples import TensorBatch
-from smelt.families.family import Stack
-from smelt.families.model_blocks import Block
+from smelt.compress.calibration.samples import (
+    CalibrationSamples,
+    InputCallback,
+    LayersByKey,
+    input_hooks,
+    model_outputs,
+)
+from smelt.compress.calibration.statistics import batches_on_device
+from smelt.compress.train.samples import TensorBatch
+from smelt.compress.train.training_state import torch_threads
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.families.family import Stack
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import FAMILIES, family_of
+from smelt.runtimes.device import torch_device
+
+# Output of a block: hidden states, or a tuple of these and further outputs (T5's bias; None).
+BlockOutput: TypeAlias = Tensor | tuple[Any, ...]
+
+
+class BlockStateCache:
+    """Outputs of blocks by the number of their batch; each can be replaced.
+
+    Args:
+        folder: created when the first output is stored on disk.
+        limit_bytes: memory for all outputs together.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._held: dict[int, list[Tensor | None]] = {}
+        self._plain: dict[int, bool] = {}
+        self._parts: dict[int, int] = {}
+
+    @property
+    def num_on_disk(self) -> int:
+        """The number of batches on disk."""
+        return len(self._plain) - len(self._held)
+
+    def put(self, number: int, value: BlockOutput) -> None:
+        """Store `value` for batch `number`; replaces an earlier value."""
+        self._plain[number] = isinstance(value, Tensor)
+        parts = [value] if isinstance(value, Tensor) else list(value)
+        parts = [None if part is None else part.detach().cpu() for part in parts]
+        self._parts[number] = len(parts)
+        self._held.pop(number, None)
+        if sum(map(_size_bytes, self._held.values())) + _size_bytes(parts) <= self._limit:
+            self._held[number] = parts
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tensors = {str(at): part.contiguous() for at, part in enumerate(parts) if part is not None}
+        save_file(tensors, self._file(number))
+
+    def get(self, number: int, device: str) -> BlockOutput:
+        """Return the value of batch `number`, on `device`."""
+        parts = self._held.get(number)
+        if parts is None:
+            found = load_file(self._file(number))
+            parts = [found.get(str(at)) for at in range(self._parts[number])]
+        placed = [None if part is None else part.to(device) for part in parts]
+        return placed[0] if self._plain[number] and placed[0] is not None else tuple(placed)
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number}.safetensors"
+
+
+def _size_bytes(parts: list[Tensor | None]) -> int:
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
 
 # Beyond this the states of all samples are stored on disk.
 STATES_MEMORY_BYTES = 2**30
@@ -198,3 +295,153 @@ def forward_restorer(module: Any) -> Callable[[], None]:
             module.forward = own
 
     return restore
+
+
+# Called with a block before its first run and after its last run.
+BlockCallback = Callable[[Block], None]
+# Calls back with the inputs of layers on all samples (see `observe_inputs`).
+ObserveInputs = Callable[[LayersByKey, InputCallback], None]
+
+
+def ignore_block(block: Block) -> None:
+    """Do nothing."""
+
+
+def run_blocks(
+    model: Any,
+    rows: CalibrationSamples,
+    ctx: Context,
+    *,
+    stage: str = "calibration",
+    enter: BlockCallback = ignore_block,
+    leave: BlockCallback = ignore_block,
+    behind: Callable[[ObserveInputs], None] | None = None,
+    limit_bytes: int = STATES_MEMORY_BYTES,
+) -> Iterator[RunningBlock]:
+    """Yield each block of `model` once, in order, to be observed and changed in place.
+
+    A repeated block is yielded at its first position. A changed block runs when the next one is requested, so
+    the loop must run to its end.
+
+    Args:
+        model: of a supported family, float32, in eval mode, on the CPU.
+        rows: calibration samples.
+        ctx: device, threads, progress; a temporary folder next to `ctx.out` if memory is short.
+        stage: the name of the stage, for messages.
+        enter: called with a block before its first run.
+        leave: called with a block after its last run; only for models whose blocks share no layer.
+        behind: called after the last block with a function that observes the layers after the blocks, such as
+            the output layer; no block runs for that.
+        limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
+
+    Raises:
+        InputError: the family of the model is not supported.
+    """
+    if family_of(model) is None:
+        raise InputError(
+            f"{stage}: {model.config.model_type} models are not supported. Supported: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="states-", dir=ctx.out.parent)))
+        stack.enter_context(torch_threads(ctx.threads))
+        device = torch_device(ctx.device)
+        if device != "cpu":
+            stack.callback(model.to, "cpu")
+            model.to(device)
+        walk = SequentialRunner(model, batches_on_device(rows, device), folder, limit_bytes)
+        blocks = blocks_of(model)
+        for done, block in enumerate(blocks, start=1):
+            walk.run_before(block)
+            enter(block)
+            yield RunningBlock(block, walk)
+            walk.run_block(block)
+            leave(block)
+            ctx.progress(done, len(blocks), block.module_path)
+        if behind is not None:
+            behind(walk.observe_after_blocks)
+
+
+class RunningBlock:
+    """One block of a model in process, with its inputs."""
+
+    def __init__(self, block: Block, walk: SequentialRunner) -> None:
+        self.block, self._walk = block, walk
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the block."""
+        found: nn.Module = self.block.module
+        return found
+
+    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
+        """Run the unchanged block on all samples and call `see(key, x)` with the inputs of `layers`.
+
+        If later blocks also use one of `layers`, all blocks up to the last of them run, unchanged, and all
+        uses are observed (see `observe_inputs`).
+        """
+        self._walk.observe(self.block, layers, see)
+
+
+# Computes a result from a model and a batch, such as a loss.
+BatchFunction = Callable[[Any, Mapping[str, Tensor]], Any]
+
+
+class PrefixCachedModel:
+    """Runs a model from a cached state on; see the module.
+
+    Args:
+        model: in eval mode, on the device of `batches`.
+        batches: inputs of the model.
+        folder: for states beyond `limit_bytes`.
+        limit_bytes: memory for the states between two blocks.
+    """
+
+    def __init__(
+        self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int = STATES_MEMORY_BYTES
+    ) -> None:
+        self.model, self.batches = model, batches
+        self._folder, self._limit = folder, limit_bytes
+        self._walk: SequentialRunner | None = None
+        family = family_of(model)
+        self._stacks = () if family is None else family.stacks(model.config.to_dict())
+
+    def start_at(self, stack: str, number: int) -> None:
+        """Run the blocks before position `number` of a stack, so that the model resumes from there.
+
+        If the model has no such stack, or repeats blocks, it starts from the beginning.
+        """
+        found = next((one for one in self._stacks if one.name == stack), None)
+        if found is None or self._shares_blocks:
+            return self.reset()
+        if self._walk is None or self._walk.is_past(found, number):
+            self._walk = SequentialRunner(self.model, self.batches, self._folder, self._limit)
+            self._walk.run_before_index(self._stacks[0], 0)
+        self._walk.run_before_index(found, number)
+
+    def reset(self) -> None:
+        """Clear the cached states: call it when the model changes before the cached position."""
+        self._walk = None
+
+    @property
+    def _shares_blocks(self) -> bool:
+        places = [list(self.model.get_submodule(stack.module_path)) for stack in self._stacks]
+        return any(len(set(modules)) < len(modules) for modules in places)
+
+    def outputs(self) -> Iterator[Tensor]:
+        """Yield the model's outputs for each batch: logits or embeddings, float [B, V] or [B, S, V]."""
+        call = self.resume_each(lambda model, batch: next(model_outputs(model, [batch])))
+        return (call(self.model, batch) for batch in self.batches)
+
+    def resume_each(self, called: BatchFunction) -> BatchFunction:
+        """Return `called` resuming from the cached states; call it on the batches in their order."""
+        numbers, walk = cycle(range(len(self.batches))), self._walk
+
+        @torch.inference_mode()
+        def resumed(model: Any, batch: Mapping[str, Tensor]) -> Any:
+            if walk is None:
+                return called(model, batch)
+            with walk.resume_batch(next(numbers)):
+                return called(model, batch)
+
+        return resumed

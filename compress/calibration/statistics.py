@@ -8,10 +8,31 @@ they are stored in memory-mapped files that are removed at the end.
         found["fc2"].second_moment  # float64 [K, K]
 
 Shapes: K = inputs of a layer.
+
+Cache input statistics in the store: steps that calibrate one model on the same samples do it once.
+
+Another keep_ratio, rank or energy needs no second pass. The sums are stored in float64, so a step computes
+exactly the same result from them as from a pass of its own.
+
+The Cholesky factor of the inverse of a damped second moment, used by SparseGPT and GPTQ.
+
+Frantar & Alistarh 2023, SparseGPT, arXiv:2301.00774, and Frantar et al. 2023, GPTQ, arXiv:2210.17323, as in
+their published code: H = 2 X X^T / tokens, 1 on the diagonal of inputs that are always 0, and a part of the
+mean diagonal added to all.
+
+Shapes: K = inputs of a layer.
+
+Squared gradients of parameters on labelled samples (the empirical Fisher information).
+
+The diagonal of the empirical Fisher matrix is the mean over samples of the squared gradient of each sample's
+loss (Hsu et al. 2022, FWSVD, arXiv:2207.00112, equation 4, where it weights the rows of a matrix). The
+gradient of a batch is a mean over samples, and its square is smaller, so samples are processed one by one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,13 +41,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from smelt.compress.calibration.input_hooks import LayersByKey, observe_inputs
-from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.samples import CalibrationSamples, LayersByKey, observe_inputs
+from smelt.compress.train.extension import Objective, total_loss
+from smelt.compress.train.samples import TensorBatch
 from smelt.compress.train.training_state import torch_threads
+from smelt.core.errors import RunError
+from smelt.core.files import json_hash
 from smelt.core.stage import Context
-from smelt.runtime.backends.device import torch_device
+from smelt.runtimes.device import torch_device
 
 # Beyond this second moments are stored on disk.
 STATISTICS_MEMORY_BYTES = 2 * 2**30
@@ -219,3 +244,214 @@ def collect_statistics(
 def batches_on_device(samples: CalibrationSamples, device: str) -> list[dict[str, Tensor]]:
     """Return the batches of `samples` on `device`."""
     return [{name: value.to(device) for name, value in batch.items()} for batch in samples.batches]
+
+
+STATISTICS_VERSION = 1  # raise it whenever the same layers and samples give other sums
+_STATISTICS_FILE = "statistics.safetensors"
+_STORED_SUMS = ("sums", "squares", "magnitudes", "lowest", "highest")  # of every layer, without `second`
+
+
+class _NoRoomError(Exception):
+    pass
+
+
+@contextmanager
+def cached_statistics(
+    model: Any,
+    samples: CalibrationSamples,
+    layers: LayersByKey,
+    ctx: Context,
+    *,
+    artifact_key: str,
+    second: bool = True,
+    limit_bytes: int = STATISTICS_MEMORY_BYTES,
+) -> Iterator[dict[str, InputStatistics]]:
+    """Yield the statistics of the inputs of `layers`, like `collect_statistics`, cached in the store.
+
+    Args:
+        model: as stored under `artifact_key`: float32, in eval mode, on the CPU.
+        samples: calibration samples.
+        layers: by a key that identifies the layers in the model.
+        ctx: the store, device, threads, progress.
+        artifact_key: the key of the artifact that the model was loaded from.
+        second: whether to collect second moments.
+        limit_bytes: larger statistics are not cached, nor those that do not fit on the disk.
+    """
+    widths = {key: input_width(found[0]) for key, found in layers.items()}
+    needed = sum(8 * (width**2 if second else 0) + 40 * width for width in widths.values())
+    what = {
+        "what": f"statistics of {len(layers)} layers on {samples.num_samples:,} samples",
+        "version": STATISTICS_VERSION,
+        "artifacts": [artifact_key],
+        "rows": batches_fingerprint(samples),
+        "layers": json_hash(widths),
+        "second": second,
+        "device": torch_device(ctx.device),
+    }
+
+    def make(folder: Path) -> None:
+        if 2 * needed > shutil.disk_usage(folder).free:
+            raise _NoRoomError
+        with collect_statistics(model, samples, layers, ctx, second=second, limit_bytes=limit_bytes) as found:
+            _write_statistics(found, folder / _STATISTICS_FILE)
+
+    with ExitStack() as stack:
+        try:
+            if needed > limit_bytes:
+                raise _NoRoomError
+            folder, _ = stack.enter_context(ctx.cached_files(what, make))
+        except _NoRoomError:
+            yield stack.enter_context(
+                collect_statistics(model, samples, layers, ctx, second=second, limit_bytes=limit_bytes)
+            )
+            return
+        yield _read_statistics(folder / _STATISTICS_FILE, widths)
+
+
+def batches_fingerprint(samples: CalibrationSamples) -> str:
+    """Return a hash of all model inputs in `samples`, batch by batch."""
+    found = hashlib.sha256()
+    for batch in samples.batches:
+        for name, tensor in sorted(batch.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _write_statistics(found: dict[str, InputStatistics], path: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    for key, seen in found.items():
+        parts = {name: getattr(seen, name) for name in _STORED_SUMS}
+        parts["tokens"] = torch.tensor(seen.tokens)
+        if seen.second_moment is not None:
+            parts["second"] = seen.second_moment
+        tensors |= {f"{key}|{name}": tensor.contiguous() for name, tensor in parts.items()}
+    save_file(tensors, path)
+
+
+def _read_statistics(path: Path, widths: dict[str, int]) -> dict[str, InputStatistics]:
+    tensors = load_file(path)
+    found = {}
+    for key in widths:
+        sums, squares, magnitudes, lowest, highest = (tensors[f"{key}|{name}"] for name in _STORED_SUMS)
+        tokens, second = int(tensors[f"{key}|tokens"]), tensors.get(f"{key}|second")
+        found[key] = InputStatistics(tokens, sums, squares, magnitudes, lowest, highest, second)
+    return found
+
+
+HESSIAN_DAMPING = 0.01  # relative to the mean of the diagonal
+_MAX_DAMPING = 10.0  # more damping would drown H
+
+
+class NotInvertibleError(ValueError):
+    """The second moment of a layer's inputs has no inverse."""
+
+
+def inverse_cholesky(statistics: InputStatistics) -> tuple[Tensor, float]:
+    """Return U, upper triangular float64 [K, K], with U^T U the inverse of the damped H [K, K].
+
+    The damping is 1 % of the mean diagonal, or the smallest power of ten times that which makes H invertible;
+    it is returned as well. At most two matrices of the size of the second moment are in memory in addition.
+
+    Args:
+        statistics: of the layer's inputs, with the second moment.
+
+    Raises:
+        NotInvertibleError: H is not invertible with any damping (it is not finite, or not semidefinite).
+    """
+    damp = HESSIAN_DAMPING
+    while damp <= _MAX_DAMPING:
+        factor = _inverse_cholesky(statistics, damp)
+        if factor is not None:
+            return factor, damp
+        damp *= 10
+    raise NotInvertibleError("the second moment of its inputs cannot be inverted")
+
+
+def _inverse_cholesky(statistics: InputStatistics, damp: float) -> Tensor | None:
+    """Return U for one damping, None if H is not invertible with it; frees memory as early as possible."""
+    assert statistics.second_moment is not None
+    matrix = statistics.second_moment * (2 / max(1, statistics.tokens))
+    diagonal = matrix.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    diagonal.add_(damp * float(diagonal.mean()))
+    del diagonal  # a view, which would keep the matrix in memory
+    matrix, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        return None
+    matrix = torch.cholesky_inverse(matrix)
+    factor, failed = torch.linalg.cholesky_ex(matrix, upper=True)
+    # the sum detects values that are not finite without the extra matrix of isfinite
+    return None if int(failed) or not bool(factor.sum().isfinite()) else factor
+
+
+def squared_gradients(
+    model: Any,
+    samples: CalibrationSamples,
+    parameters: Mapping[str, Tensor],
+    objective: Objective,
+    ctx: Context,
+) -> dict[str, Tensor]:
+    """Return the mean over samples of the squared gradient of the loss, float32 in the parameter's shape.
+
+    For a sentence embedder, whose loss compares pairs, it is the mean over batches.
+
+    Args:
+        model: float32, in eval mode, on the CPU; it computes on `ctx.device` inside, and has no gradients
+            afterwards.
+        samples: with labels (`load_calibration_samples(..., labels=True)`).
+        parameters: of the model, by any key.
+        objective: the training loss of a model and a batch (`label_objective()`).
+        ctx: device, threads, progress.
+
+    Raises:
+        RunError: a gradient is not finite.
+    """
+    device = torch_device(ctx.device)
+    single = [one for batch in batches_on_device(samples, device) for one in _split_batch(batch)]
+    wanted = {id(parameter) for parameter in parameters.values()}
+    with torch_threads(ctx.threads):
+        frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in wanted]
+        for parameter in frozen:  # whose gradients are not needed
+            parameter.requires_grad_(False)
+        try:
+            found = _sum_squared_gradients(model.to(device), single, parameters, objective, ctx)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            model.zero_grad(set_to_none=True)
+            model.to("cpu")
+    odd = next((key for key, value in found.items() if not bool(value.isfinite().all())), None)
+    if odd is not None:
+        raise RunError(
+            f"{odd}: the gradient on samples of {samples.origin} is not finite. The training before"
+            " this step has probably diverged; lower its learning_rate.",
+            code="non-finite-gradients",
+        )
+    return {key: value.cpu() for key, value in found.items()}
+
+
+def _split_batch(batch: TensorBatch) -> list[TensorBatch]:
+    """Return the samples of `batch` as single batches; a batch of pairs is not split."""
+    count = len(batch["labels"])
+    if len(batch.get("input_ids", batch["labels"])) != count:
+        return [batch]
+    return [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
+
+
+def _sum_squared_gradients(
+    model: Any,
+    batches: list[TensorBatch],
+    parameters: Mapping[str, Tensor],
+    objective: Objective,
+    ctx: Context,
+) -> dict[str, Tensor]:
+    found = {key: torch.zeros_like(p, dtype=torch.float32) for key, p in parameters.items()}
+    for done, batch in enumerate(batches, start=1):
+        model.zero_grad(set_to_none=True)
+        total_loss(objective(model, batch)).backward()
+        for key, parameter in parameters.items():
+            if parameter.grad is not None:
+                found[key].addcmul_(parameter.grad, parameter.grad, value=1 / len(batches))
+        ctx.progress(done, len(batches), "gradients")
+    return found

@@ -1,4 +1,21 @@
-"""Loss terms on inner states of teacher and student: hidden states, attention scores, relations."""
+"""Loss terms on inner states of teacher and student: hidden states, attention scores, relations.
+
+Mean squared difference of attention scores before the softmax.
+
+Shapes: B = batch, H = heads, Q = queries, K = keys.
+
+Cosine loss of hidden states, token by token.
+
+Shapes: B = batch, S = tokens, D = width.
+
+Mean squared error of hidden states or embeddings, token by token.
+
+Shapes: B = batch, S = tokens, D = width.
+
+Self-attention relations (MiniLMv2): similarities between tokens by queries, keys and values.
+
+Shapes: B = batch, S = tokens, W = width of all heads together, R = relation heads.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +27,123 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, block_positions, capture_tensors
 from smelt.compress.distill.check_config import cosine_width_error, no_attention_scores_error
-from smelt.compress.distill.layer_map import LayerMap, check_layer_map, resolve_layer_map, stack_map
-from smelt.compress.distill.loss_weights import INNER_LOSSES, LossWeights
-from smelt.compress.distill.losses.attention import attention_loss
-from smelt.compress.distill.losses.cosine import cosine_loss
-from smelt.compress.distill.losses.hidden_state_loss import hidden_state_loss
-from smelt.compress.distill.losses.relations import relation_loss
-from smelt.compress.train.loss_terms import AveragedOver, LossTerm
-from smelt.compress.train.losses.tokens import IGNORE_INDEX
+from smelt.compress.distill.settings import (
+    INNER_LOSSES,
+    LayerMap,
+    LossWeights,
+    check_layer_map,
+    resolve_layer_map,
+    stack_map,
+)
+from smelt.compress.train.extension import AveragedOver, LossTerm
+from smelt.compress.train.losses import IGNORE_INDEX
 from smelt.core.errors import InputError
-from smelt.families.family import Attention, Stack
-from smelt.families.model_blocks import blocks_of
+from smelt.models.families.family import Attention, Stack
+from smelt.models.families.model_blocks import blocks_of
+
+
+def attention_loss(student: Tensor, teacher: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean squared difference over visible keys, heads and queries.
+
+    Jiao et al. 2020, TinyBERT, arXiv:1909.10351, equation 7. task_distill.py sets masked scores (-1e2 and
+    below) to 0 in both models and divides by all entries; here each query's sum is divided by the number of
+    its visible keys. Without padding the two are equal; this form does not depend on the padded length.
+
+    Args:
+        student: float [B, H, Q, K], scaled, with position biases, without the mask.
+        teacher: float [B, H, Q, K]; no gradient flows into it.
+        visible: bool, broadcastable to [B, 1, Q, K]: which keys a query sees.
+        mask: bool [B, Q], false for padded queries.
+
+    Returns:
+        float32 scalar.
+    """
+    squares = (student.float() - teacher.detach().float()).square().mean(dim=1, keepdim=True)
+    visible = visible.expand_as(squares)
+    each = squares.masked_fill(~visible, 0.0).sum(dim=-1) / visible.sum(dim=-1).clamp(min=1)
+    return each.squeeze(1).masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def cosine_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of 1 - cos(student, teacher) over the tokens where `mask` is true.
+
+    Sanh et al. 2019, DistilBERT, arXiv:1910.01108: CosineEmbeddingLoss with target 1 on the last hidden
+    states (distiller.py, alpha_cos).
+
+    Args:
+        student: float [B, S, D].
+        teacher: float [B, S, D]; no gradient flows into it.
+        mask: bool [B, S], false for padding.
+
+    Returns:
+        float32 scalar, 0 to 2.
+    """
+    apart = 1 - F.cosine_similarity(student.float(), teacher.detach().float(), dim=-1)
+    return apart.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def hidden_state_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean squared difference over the width and the tokens where `mask` is true.
+
+    Jiao et al. 2020, TinyBERT, arXiv:1909.10351, equations 8 and 9; task_distill.py also averages over
+    padding, which makes the loss depend on the other samples of a batch.
+
+    Args:
+        student: float [B, S, D], projected to the teacher's width if they differ.
+        teacher: float [B, S, D]; no gradient flows into it.
+        mask: bool [B, S], false for padding.
+
+    Returns:
+        float32 scalar.
+    """
+    squares = (student.float() - teacher.detach().float()).square().mean(dim=-1)
+    return squares.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def relation_loss(student: Tensor, teacher: Tensor, mask: Tensor, heads: int, causal: bool) -> Tensor:
+    """Return KL(teacher's relations || student's), the mean over relation heads and tokens in `mask`.
+
+    Wang et al. 2021, MiniLMv2, arXiv:2012.15828, equations 4 to 7, for one of queries, keys and values: all
+    heads are concatenated and split again into R relation heads, and a relation is
+    softmax(A A^T / sqrt(W / R)). So widths and numbers of heads may differ.
+
+    Args:
+        student: float [B, S, W].
+        teacher: float [B, S, another W]; no gradient flows into it.
+        mask: bool [B, S]; false for padding, which takes part in no relation.
+        heads: R, which divides both widths.
+        causal: whether a token is compared only with tokens before it, as in a decoder.
+
+    Returns:
+        float32 scalar, nats.
+    """
+    hidden = ~mask[:, None, None, :]
+    if causal:
+        size = mask.shape[1]
+        later = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
+        hidden = hidden | later
+    ours = _relation_log_probs(student, heads, hidden)
+    theirs = _relation_log_probs(teacher.detach(), heads, hidden)
+    # hidden entries add nothing
+    terms = torch.where(hidden, 0.0, theirs.exp() * (theirs - ours).masked_fill(hidden, 0.0))
+    each = terms.sum(dim=-1).mean(dim=1)
+    return each.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def _relation_log_probs(vectors: Tensor, heads: int, hidden: Tensor) -> Tensor:
+    """Return log-probabilities [B, R, S, S] over the tokens that are not hidden."""
+    batch, size, width = vectors.shape
+    split = vectors.float().reshape(batch, size, heads, width // heads).transpose(1, 2)
+    with torch.autocast(vectors.device.type, enabled=False):  # otherwise matmul is bfloat16
+        scores = split @ split.transpose(-1, -2) / (width / heads) ** 0.5
+    # finite, so that a row of padding only has no NaN gradient
+    found: Tensor = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).log_softmax(dim=-1)
+    return found
+
 
 PROJECTION_KEY = "projection"
 

@@ -1,18 +1,225 @@
-"""The settings of `distill`."""
+"""The settings of `distill`.
+
+Weights of the distillation loss terms, and the task that each term belongs to.
+
+The map from student layers to teacher layers, resolved from the two numbers of layers.
+
+Hidden states are numbered as in transformers: 0 is the embedding output, n the output of block n.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.distill.layer_map import LayerMap
-from smelt.compress.distill.loss_weights import INNER_LOSSES, LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS_METRIC, TrainingSettings
-from smelt.core.bleu_tokenizer import BleuTokenizer
-from smelt.core.data import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
 from smelt.core.errors import SettingError
+from smelt.core.messages import Message, error_message
 from smelt.core.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
+from smelt.data.bleu_tokenizer import BleuTokenizer
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.models.families.registry import find_family
+
+# Terms on inner states of both models.
+INNER_LOSSES = ("hidden_states", "input_embeddings", "cosine", "attention", "self_attention_relations")
+# Terms for sentence embedders, with their defaults.
+_VECTOR_LOSS_DEFAULTS = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0}
+
+
+class LossWeights(Settings):
+    """Weights of the terms of the loss."""
+
+    logits: float = Field(default=1.0, ge=0, description="T^2 KL(teacher || student)")
+    labels: float | None = Field(
+        default=None,
+        ge=0,
+        description="cross-entropy; default 0 for generated text (1.0 without logits), 0.5 for classes",
+    )
+    sentence_embedding: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SENTENCE_SIMILARITY}: squared distance to the teacher's vectors; default 1.0",
+    )
+    pairwise_similarity: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SENTENCE_SIMILARITY}: MSE of the cosines within a batch; default 1.0",
+    )
+    cosent: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SENTENCE_SIMILARITY}: CoSENT loss on the order of the pairs' scores",
+    )
+
+    reverse_kl: float | None = Field(default=None, ge=0, description="T^2 KL(student || teacher)")
+    hidden_states: float | None = Field(
+        default=None,
+        ge=0,
+        description="MSE of hidden states",
+    )
+    input_embeddings: float | None = Field(default=None, ge=0, description="MSE of the first layer's inputs")
+    cosine: float | None = Field(default=None, ge=0, description="1 - cosine of the last hidden states")
+    attention: float | None = Field(default=None, ge=0, description="MSE of attention scores before softmax")
+    self_attention_relations: float | None = Field(
+        default=None,
+        ge=0,
+        description="KL of the self-attention relations of queries, keys and values (MiniLMv2)",
+    )
+
+    def uses_teacher(self) -> bool:
+        """Return whether any term uses the teacher."""
+        return bool(self.logits or self.reverse_kl or self.inner_weights())
+
+    def inner_weights(self) -> dict[str, float]:
+        """Return the weights above 0 of the terms on inner states."""
+        return {name: weight for name in INNER_LOSSES if (weight := getattr(self, name))}
+
+    def vector_weights(self) -> dict[str, float]:
+        """Return the weights of the terms that compare vectors."""
+        said = {name: getattr(self, name) for name in _VECTOR_LOSS_DEFAULTS}
+        return {name: _VECTOR_LOSS_DEFAULTS[name] if value is None else value for name, value in said.items()}
+
+    def check_task(self, task: Task) -> list[Message]:
+        """Return the mistakes, each with its setting: terms of another task, or no term at all."""
+        mine = (
+            {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES}
+            if task == SENTENCE_SIMILARITY
+            else set(type(self).model_fields) - set(_VECTOR_LOSS_DEFAULTS)
+        )
+        strange = sorted(name for name in self.model_fields_set - mine if getattr(self, name) is not None)
+        known = ", ".join(sorted(mine))
+        found = [
+            error_message(
+                "unknown-loss",
+                f"no such loss term for {task}. Available: {known}.",
+                setting=f"losses.{name}",
+            )
+            for name in strange
+        ]
+        if (
+            task == SENTENCE_SIMILARITY
+            and not any(self.vector_weights().values())
+            and not self.inner_weights()
+        ):
+            found.append(
+                error_message("no-loss", "all weights are 0; at least one must be above 0.", setting="losses")
+            )
+        return found
+
+    @model_validator(mode="after")
+    def _something(self) -> LossWeights:
+        if self.labels == 0 and not self.uses_teacher():
+            raise SettingError("all loss weights are 0; at least one must be above 0", code="no-loss")
+        return self
+
+
+class PhaseWeights(LossWeights):
+    """Loss weights of one of several phases: terms that are not named have weight 0."""
+
+    logits: float = Field(default=0.0, ge=0, description="T^2 KL(teacher || student)")
+    labels: float = Field(default=0.0, ge=0, description="cross-entropy")
+    sentence_embedding: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SENTENCE_SIMILARITY}: squared distance to the teacher's vectors",
+    )
+    pairwise_similarity: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"{SENTENCE_SIMILARITY}: MSE of the cosines within a batch",
+    )
+
+    def vector_weights(self) -> dict[str, float]:
+        """Return the weights of the terms that compare vectors."""
+        return {name: getattr(self, name) or 0.0 for name in _VECTOR_LOSS_DEFAULTS}
+
+    @model_validator(mode="after")
+    def _something(self) -> PhaseWeights:
+        if not any(getattr(self, name) for name in type(self).model_fields):
+            raise SettingError("all weights are 0; at least one must be above 0", code="no-loss")
+        return self
+
+
+StackName = Literal["encoder_layers", "decoder_layers", "layers"]
+StackMap: TypeAlias = Literal["uniform", "last"] | dict[int, int]
+LayerMap: TypeAlias = StackMap | dict[StackName, StackMap]
+
+
+def stack_map(layer_map: LayerMap, stack: str) -> StackMap:
+    """Return the map of one stack; uniform if `layer_map` does not name it."""
+    if isinstance(layer_map, str):
+        return layer_map
+    named: Any = layer_map
+    if all(isinstance(key, int) for key in named):
+        return dict(named)
+    said: StackMap = named.get(stack, "uniform")
+    return said
+
+
+def resolve_layer_map(mapping: StackMap, student: int, teacher: int) -> dict[int, int]:
+    """Return the map from student states to teacher states, in rising order.
+
+    uniform: n maps to n * N / M (rounded, halves up), the last block of each group, as in
+    TinyBERT (arXiv:1909.10351); the embeddings map to the embeddings. last: only the last to the last.
+
+    Args:
+        mapping: map of this stack.
+        student: M, its blocks.
+        teacher: N, its blocks.
+    """
+    if mapping == "last":
+        return {student: teacher}
+    if mapping == "uniform":
+        return {n: (2 * n * teacher + student) // (2 * student) for n in range(student + 1)}
+    return dict(sorted(mapping.items()))
+
+
+def missing_states(mapping: StackMap, student: int | None, teacher: int | None) -> str | None:
+    """Return the error text for states that do not exist, else None; unknown numbers of layers match."""
+    if isinstance(mapping, str):
+        return None
+    for whose, numbers, there in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
+        if there is None:
+            continue
+        strange = sorted(n for n in numbers if not 0 <= n <= there)
+        if strange:
+            return (
+                f"the {whose} has the states 0 (its embeddings) to {there} (its last layer), got"
+                f" {', '.join(map(str, strange))}."
+            )
+    return None
+
+
+def check_layer_map(
+    layer_map: LayerMap, student: Mapping[str, Any], teacher: Mapping[str, Any] | None
+) -> list[Message]:
+    """Return the mistakes, each with its setting, for states and stacks that do not exist.
+
+    Args:
+        layer_map: of the settings.
+        student: the Hugging Face config of the student.
+        teacher: the teacher's Hugging Face config, None if unknown.
+    """
+    family = find_family(student)
+    if family is None:
+        return []
+    found: list[Message] = []
+    stacks = {stack.name: stack.num_layers(student) for stack in family.stacks(student)}
+    if isinstance(layer_map, dict):
+        strange: list[str] = [key for key in layer_map if isinstance(key, str) and key not in stacks]
+        for key in strange:
+            text = f"no such stack; a {family.name} model has {' and '.join(stacks)}."
+            found.append(error_message("unknown-stack", text, setting=f"layer_map.{key}"))
+    others = find_family(teacher) if teacher is not None else None
+    theirs = {s.name: s.num_layers(teacher) for s in others.stacks(teacher)} if others and teacher else {}
+    for name, count in stacks.items():
+        if wrong := missing_states(stack_map(layer_map, name), count, theirs.get(name)):
+            text = wrong if len(stacks) == 1 else f"{name}: {wrong}"
+            found.append(error_message("unknown-layer", text, setting="layer_map"))
+    return found
+
 
 LayerChoice = int | list[int]
 

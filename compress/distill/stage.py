@@ -15,9 +15,8 @@ from smelt.compress.distill.check_config import (
     check_teacher,
     check_teacher_folders,
 )
-from smelt.compress.distill.loss_weights import INNER_LOSSES
-from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.distill.unlabelled_samples import check_unlabelled, needed_splits, with_training_samples
+from smelt.compress.distill.sequence_level import check_unlabelled, needed_splits, with_training_samples
+from smelt.compress.distill.settings import INNER_LOSSES, DistillSettings
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
 from smelt.compress.train.settings import (
     check_training,
@@ -27,14 +26,21 @@ from smelt.compress.train.settings import (
 )
 from smelt.compress.train.train import train, width_mask_errors
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TASKS, TEXT_TO_TEXT_TASKS, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
+from smelt.data.splits import (
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TASKS,
+    TEXT_TO_TEXT_TASKS,
+    Split,
+    Task,
+)
 
 if TYPE_CHECKING:
-    from smelt.compress.distill.teachers.cached_teacher import CachedTeacher
-    from smelt.runtime.models.structure import Edit
+    from smelt.compress.distill.logit_cache import CachedTeacher
+    from smelt.models.structure import Edit
 
 
 class Distill:
@@ -179,17 +185,17 @@ class Distill:
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it with the teacher, and write it to `ctx.out`."""
-        from smelt.compress.distill.distill_objective import make_cached_teacher
-        from smelt.compress.distill.teachers.load_teachers import (
+        from smelt.compress.distill.objective import make_cached_teacher
+        from smelt.compress.distill.teachers import (
             align_vocabularies,
             check_outputs,
             combine_teachers,
             load_teachers,
             teacher_identity,
         )
+        from smelt.compress.quantize.binarize_inputs import insert_binary_inputs
         from smelt.compress.quantize.qat import save_trained
-        from smelt.compress.quantize.training.binarize_inputs import insert_binary_inputs
-        from smelt.compress.quantize.training.weight_splitting import split_before_training
+        from smelt.compress.quantize.qat_extensions import split_before_training
 
         settings = settings.resolve_for_task(ctx.task)
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
@@ -230,11 +236,11 @@ def _make_student(
     space: an empty folder for a student that is not cut from `src`.
     """
     from smelt.compress.quantize.qat import load_trainable
-    from smelt.runtime.models.checkpoint import load_model
+    from smelt.models.checkpoint import load_model
 
     student = settings.student
     if student is not None and student.is_external:
-        from smelt.compress.distill.external_student import make_external_student
+        from smelt.compress.distill.check_config import make_external_student
 
         make_external_student(student, src, teacher, space, ctx)
         try:
@@ -266,7 +272,7 @@ def _train_phases(
     said: CachedTeacher | None,
 ) -> None:
     """Train `model` in place, phase by phase; `said` caches the teacher where only outputs are used."""
-    from smelt.compress.distill.distill_objective import distill_objective, make_inner_losses
+    from smelt.compress.distill.objective import distill_objective, make_inner_losses
     from smelt.compress.train.extension import TrainingExtension
 
     told: list[Any] = []

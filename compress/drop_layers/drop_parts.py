@@ -10,18 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.compress.calibration.samples import load_calibration_samples
-from smelt.compress.drop_layers.ablation_losses import ablation_losses, max_trials, model_on_device
-from smelt.compress.drop_layers.block_influence import UnitId, drop_units_by_loss
-from smelt.compress.drop_layers.check_config import check_parts, kept_fraction
 from smelt.compress.drop_layers.layer_parts import LayerPart, layer_parts, part_influence, without_parts
-from smelt.compress.drop_layers.select_layers import batches_on_device_one_by_one
-from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.select_layers import (
+    UnitId,
+    ablation_losses,
+    batches_on_device_one_by_one,
+    drop_units_by_loss,
+    max_trials,
+    model_on_device,
+)
+from smelt.compress.drop_layers.settings import DropLayersSettings, check_parts, kept_fraction
 from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.models.edits.skip_sublayer import skip_sublayer
-from smelt.runtime.models.structure import Edit
+from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.structure import Edit
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from smelt.compress.calibration.samples import model_outputs
-from smelt.compress.train.encoded_samples import TensorBatch
-from smelt.families.family import Attention, FeedForward
-from smelt.families.model_blocks import Block, blocks_of, skipped_parts
-from smelt.runtime.models.edits.skip_sublayer import sublayer_name
+from smelt.compress.train.samples import TensorBatch
+from smelt.models.families.family import Attention, FeedForward
+from smelt.models.families.model_blocks import Block, blocks_of, skipped_parts
+from smelt.models.skip_sublayer import sublayer_name
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,22 @@
-"""The settings of `drop-layers`."""
+"""The settings of `drop-layers`.
+
+Check the numbers of layers to keep from a model's config alone (no torch).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.core.errors import SettingError
+from smelt.core.errors import SettingError, did_you_mean
+from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings, StoredDtype
+from smelt.core.text import with_article
+from smelt.models.families.family import Family
+from smelt.models.families.registry import find_family, no_blocks_reason
 
 LayerChoice = int | list[int]
 _WHOLE_LAYERS: list[Any] = ["layers"]
@@ -73,3 +82,173 @@ class DropLayersSettings(Settings):
                 code="wrong-importance",
             )
         return self
+
+
+# Names of the layer stacks in settings; each family has one or two of them.
+STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
+_DEFAULT_KEEP = 0.5
+
+
+def kept_layers(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | list[int]]:
+    """Return the number, or the indices, of the layers to keep, by stack.
+
+    Args:
+        settings: a `DropLayersSettings`. A stack that it names gets that value; other stacks keep
+            `keep_ratio` of their layers, rounded (a half up), at least one. If stacks are named and
+            `keep_ratio` is not, other stacks are unchanged.
+        stacks: number of layers by stack.
+    """
+    keep = kept_fraction(settings)
+    found: dict[str, int | list[int]] = {}
+    for name, count in stacks.items():
+        said = getattr(settings, name)
+        found[name] = max(1, math.floor(keep * count + 0.5)) if said is None else said
+    return found
+
+
+def kept_fraction(settings: Any) -> float:
+    """Return the kept fraction of layers for stacks that the settings do not name."""
+    if settings.keep_ratio is not None:
+        return float(settings.keep_ratio)
+    return 1.0 if any(getattr(settings, name) is not None for name in STACK_NAMES) else _DEFAULT_KEEP
+
+
+def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+    """Check the layers to keep against the layers of a model.
+
+    Args:
+        settings: a `DropLayersSettings`.
+        config: the Hugging Face config of the step's input model, as a dict.
+
+    Returns:
+        The mistakes, each with its setting, and the config of the result.
+    """
+    family, after = find_family(config), dict(config)
+    mistakes: list[Message] = []
+    if family is None:
+        return [], after
+    if (lack := no_blocks_reason(config)) is not None:
+        return [error_message("does-not-fit-model", f"{lack}; remove drop-layers.")], after
+    if settings.parts:
+        return check_parts(settings, config), after
+    stacks = {stack.name: stack for stack in family.stacks(config)}
+    kind = config.get("model_type")
+    for name in STACK_NAMES:
+        if getattr(settings, name) is not None and name not in stacks:
+            there = " and ".join(stacks)
+            mistakes.append(
+                error_message(
+                    "unknown-stack",
+                    f"a {kind} model has no such stack; it has {there}.{did_you_mean(name, stacks)}",
+                    setting=name,
+                )
+            )
+    counts = {
+        name: count for name, stack in stacks.items() if (count := stack.num_layers(config)) is not None
+    }
+    for name, choice in kept_layers(settings, counts).items():
+        wrong = _layers_error(family, settings, choice, counts[name])
+        if wrong:
+            setting = name if getattr(settings, name) is not None else "importance"
+            mistakes.append(error_message(wrong.code, wrong.message, setting=setting))
+        after[stacks[name].num_layers_key] = choice if isinstance(choice, int) else len(choice)
+    return mistakes, after
+
+
+def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
+    """Return the mistakes, each with its setting, for parts that the layers of this config lack."""
+    family = find_family(config)
+    if family is None:
+        return []
+    stacks = {stack.name: stack for stack in family.stacks(config)}
+    kind = config.get("model_type")
+    found = check_part_kinds(settings.parts, config, "targets")
+    for name in STACK_NAMES:
+        said = getattr(settings, name)
+        if said is None:
+            continue
+        if name not in stacks:
+            there = " and ".join(stacks)
+            found.append(
+                error_message(
+                    "unknown-stack",
+                    f"{with_article(str(kind))} model has no such stack; it has"
+                    f" {there}.{did_you_mean(name, stacks)}",
+                    setting=name,
+                )
+            )
+            continue
+        count = stacks[name].num_layers(config)
+        kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
+        wrong = None if count is None else _parts_error(said, count, len(kinds))
+        if wrong:
+            found.append(error_message(wrong.code, wrong.message, setting=name))
+    return found
+
+
+def check_part_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: str) -> list[Message]:
+    """Return the mistakes if the layers of a model of this config lack some of these kinds of parts.
+
+    setting: the setting with the kinds.
+    """
+    family = find_family(config)
+    if family is None or family.architecture == "seq2seq" or "cross-attention" not in kinds:
+        return []
+    return [
+        error_message(
+            "unknown-part",
+            f"{with_article(str(config.get('model_type')))} model has no cross-attention; it has attention"
+            " and"
+            " ffn.",
+            setting=setting,
+        )
+    ]
+
+
+def _parts_error(said: int | list[int], layers: int, kinds: int) -> Message | None:
+    """Return the mistake in the parts to keep of a stack with this many whole layers, else None."""
+    if not kinds:  # an encoder has no cross-attention
+        return error_message("unknown-part", "the encoder has no cross-attention; remove this setting.")
+    if isinstance(said, list):
+        return None if _is_increasing(said, layers) else _not_increasing_error(said, layers)
+    if said > kinds * layers:
+        return error_message(
+            "more-than-model-has",
+            f"cannot keep {said} parts, because there are only {kinds * layers}. Lower the number.",
+        )
+    if said < kinds:
+        return error_message(
+            "too-few-kept", f"{said} is too few; one part of each kind must be kept, so at least {kinds}."
+        )
+    return None
+
+
+def _is_increasing(numbers: list[int], below: int) -> bool:
+    return sorted(set(numbers)) == numbers and all(0 <= number < below for number in numbers)
+
+
+def _not_increasing_error(numbers: list[int], below: int) -> Message:
+    return error_message(
+        "wrong-layer-numbers", f"expected increasing layer indices from 0 to {below - 1}, got {numbers}."
+    )
+
+
+def _layers_error(family: Family, settings: Any, choice: int | list[int], there: int) -> Message | None:
+    """Return the mistake in the layers of one stack, else None."""
+    if isinstance(choice, int):
+        if choice > there:
+            return error_message(
+                "more-than-model-has",
+                f"cannot keep {choice} layers, because there are only {there}. Lower the number.",
+            )
+        gone = settings.importance == "last" and choice < there
+    else:
+        if not _is_increasing(choice, there):
+            return _not_increasing_error(choice, there)
+        gone = 0 not in choice
+    if gone and family.first_layer_reason is not None:
+        return error_message(
+            "first-layer-required",
+            f"the first layer of a {family.name} model must be kept: {family.first_layer_reason}.",
+        )
+    return None

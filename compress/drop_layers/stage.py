@@ -6,23 +6,25 @@ import random
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.drop_layers.check_config import (
+from smelt.compress.drop_layers.settings import (
+    LAYERS_AFTER_PARTS_ERROR,
     STACK_NAMES,
+    DropLayersSettings,
+    LayerChoice,
     check_layer_counts,
     kept_fraction,
     kept_layers,
 )
-from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR, DropLayersSettings, LayerChoice
 from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need
-from smelt.families.registry import FAMILIES, family_of
+from smelt.data.splits import TASKS, Split, Task
+from smelt.models.families.registry import FAMILIES, family_of
 
 if TYPE_CHECKING:
-    from smelt.families.family import Stack
+    from smelt.models.families.family import Stack
 
 _CALIBRATED = ("block-influence", "loss")
 
@@ -106,8 +108,8 @@ class DropLayers:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
         from smelt.compress.distill.layer_selection import keep_layers
         from smelt.compress.train.training_state import torch_threads
-        from smelt.runtime.models.checkpoint import load_model, save_model
-        from smelt.runtime.models.weights.count_parameters import count_parameters
+        from smelt.models.checkpoint import load_model, save_model
+        from smelt.models.count_parameters import count_parameters
 
         with torch_threads(ctx.threads):
             model, edits = load_model(src.path)

@@ -22,15 +22,15 @@ from smelt.compress.calibration.samples import load_calibration_samples
 from smelt.compress.factorize.ranks import rank_of_energy
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.quantize.plan_layers import token_lookup_modules
-from smelt.compress.train.encoded_samples import IGNORE_INDEX
+from smelt.compress.train.samples import IGNORE_INDEX
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.core.text import with_article
-from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
-from smelt.runtime.layers.quantized import copy_embed_scale, is_embedding_table
-from smelt.runtime.models.edits.tie_linear import tie_linear
-from smelt.runtime.models.structure import Edit, module_names, replace_layer, replace_module
+from smelt.models.edits import tie_linear
+from smelt.models.layers import LowRankEmbedding, LowRankLinear
+from smelt.models.structure import Edit, module_names, replace_layer, replace_module
+from smelt.quantization.layers import copy_embed_scale, is_embedding_table
 
 
 def factorize_embeddings(

@@ -12,16 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smelt.compress.calibration.gradients import squared_gradients
 from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.compress.calibration.statistics import InputStatistics
-from smelt.compress.calibration.statistics_cache import cached_statistics
-from smelt.compress.factorize.asvd import asvd_metric
-from smelt.compress.factorize.fwsvd import fwsvd_metric
+from smelt.compress.calibration.statistics import InputStatistics, cached_statistics, squared_gradients
 from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.factorize.svd import Decomposition, ErrorMetric, decompose
-from smelt.compress.factorize.whitened_svd import whitened_svd_metric
-from smelt.compress.train.objective import label_objective
+from smelt.compress.factorize.svd import (
+    Decomposition,
+    ErrorMetric,
+    asvd_metric,
+    decompose,
+    fwsvd_metric,
+    whitened_svd_metric,
+)
+from smelt.compress.train.extension import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

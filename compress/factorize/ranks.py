@@ -3,6 +3,22 @@
 A layer gains below a rank limit and is kept whole otherwise: see `rank_limits`.
 
 Shapes: M = outputs, K = inputs of a layer.
+
+The rank below which low-rank factors are faster than the original matrix: a rule from measurements.
+
+The time of a linear layer on a CPU grows with its weights, and each layer has a fixed overhead: its inputs
+are quantized, its kernel is set up. Two factors have fewer weights and one linear layer more (alone, or with
+the first factor packed with others of the same input). Measured in ONNX Runtime's int8
+(DynamicQuantizeMatMul), one more linear layer takes as long as reading 100,000 weights with one row of
+activations, as in each step of a decoder, and as multiplying with 5,000 with the rows of a whole text; thin
+matrices take up to a tenth longer for the same weights. Measured: docs/measurements/techniques.md.
+
+In float32 factors gain earlier. The rule depends neither on a later scheme nor on the machine: so the same
+recipe makes the same model everywhere, and the result is not slower in int8.
+
+Count the multiply-accumulates of an image model: of its convolutions and linear layers, for one image.
+
+Shapes: h, w = height and width of an image.
 """
 
 from __future__ import annotations
@@ -17,14 +33,57 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
-from smelt.compress.factorize.latency_rule import faster_below_rank, full_sequence_layers
 from smelt.compress.factorize.layer_metrics import LayerMetrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import low_rank_layer
-from smelt.compress.train.encoded_samples import IGNORE_INDEX, TensorBatch
+from smelt.compress.train.samples import IGNORE_INDEX, TensorBatch
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.models.structure import replace_layer
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.layers import SharedLinear
+from smelt.models.structure import replace_layer
+
+# Overhead of one more linear layer, in weights
+DECODING_OVERHEAD_WEIGHTS = 100_000
+SEQUENCE_OVERHEAD_WEIGHTS = 5_000
+# Effective weights of the original matrix, as a fraction, since thin matrices are slower
+LOW_RANK_EFFICIENCY = 0.9
+
+
+def faster_below_rank(rows: int, columns: int, full_sequence: bool) -> float:
+    """Return the rank below which factors are predicted to be faster than the matrix [rows, columns].
+
+    Args:
+        rows: outputs of the layer.
+        columns: its inputs.
+        full_sequence: whether it gets the tokens of a whole text at once instead of one per step.
+    """
+    return max(
+        0.0,
+        LOW_RANK_EFFICIENCY * rows * columns
+        - (SEQUENCE_OVERHEAD_WEIGHTS if full_sequence else DECODING_OVERHEAD_WEIGHTS),
+    ) / (rows + columns)
+
+
+def full_sequence_layers(model: Any) -> set[str]:
+    """Return the names of the linear layers of `model` that get the tokens of a whole text at once.
+
+    They are those of the encoder, and the keys and values of cross-attention, computed once per text. Linear
+    layers of a decoder mostly get one token per step; an output layer gets one per text or step.
+    """
+    found: set[str] = set()
+    divided = {n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, SharedLinear)}
+    for block in blocks_of(model):
+        for attention in block.attentions:
+            if attention.cross:
+                found |= {attention.key, attention.value}
+            elif not block.stack.causal:
+                found |= set(attention.linear_layers)
+        feed = block.feed_forward
+        if feed is not None and not block.stack.causal:
+            found |= set(feed.linear_layers)
+    return found | {f"{name}.shared" for name in found & divided}
+
 
 # Sensitivity: each layer alone is reduced to half of its weights, on few samples in few batches; each batch
 # costs a run of the model per layer, and batches of other lengths give other values.
@@ -273,3 +332,62 @@ def _num_parameters(layer: LayerSpectrum, rank: int) -> int:
     if rank < layer.rank_limit:
         return rank * (layer.rows + layer.columns)
     return layer.rows * layer.columns
+
+
+@torch.inference_mode()
+def count_macs(model: Any, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of one image of `size` (h, w).
+
+    Attention scores, norms and activations are not counted.
+
+    Args:
+        model: in eval mode, on the CPU.
+        size: output size of its image processor.
+    """
+    total = 0
+
+    def count(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        weights = module.weight[0].numel()  # of one output
+        total += weights * output.numel()
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        model(pixel_values=torch.zeros(1, 3, *size))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return total
+
+
+def tucker2_macs(conv: nn.Conv2d, inner: int | None, outer: int) -> int:
+    """Return the multiply-accumulates of Tucker-2 for each output position.
+
+    The first 1 x 1 convolution is computed at each input position; their number follows from the stride.
+    """
+    taps = math.prod(conv.kernel_size)
+    first = 0 if inner is None else math.prod(conv.stride) * conv.in_channels * inner
+    return first + taps * (inner or conv.in_channels) * outer + outer * conv.out_channels
+
+
+def cp_macs(conv: nn.Conv2d, rank: int) -> int:
+    """Return the multiply-accumulates of CP for each output position."""
+    high, wide = conv.kernel_size
+    down, across = conv.stride
+    return rank * (down * across * conv.in_channels + across * high + wide + conv.out_channels)
+
+
+def convolution_macs(conv: nn.Conv2d) -> int:
+    """Return the multiply-accumulates of a convolution for each output position."""
+    return math.prod(conv.kernel_size) * conv.in_channels * conv.out_channels
+
+
+def count_factorized_weights(conv: nn.Conv2d, method: str, ranks: tuple[int, ...]) -> int:
+    """Return the number of weights of the factors of `conv`, without its bias."""
+    taps, (into, out) = math.prod(conv.kernel_size), (conv.in_channels, conv.out_channels)
+    if method == "cp":
+        return ranks[0] * (into + sum(conv.kernel_size) + out)
+    inner = ranks[0] if len(ranks) == 2 else None
+    first = 0 if inner is None else into * inner
+    return first + taps * (inner or into) * ranks[-1] + ranks[-1] * out

@@ -1,26 +1,50 @@
-"""The stage `factorize`: replace linear layers, convolutions and embeddings by low-rank factors."""
+"""The stage `factorize`: replace linear layers, convolutions and embeddings by low-rank factors.
+
+Factorize a large model from file to file, one block at a time.
+
+Each block is calibrated and run with its original weights, and factorized when it is not run any more: so
+the result equals that of the whole model. Memory holds one block, its inputs, and second moments of the
+inputs; linear layers with the same input (queries, keys and values; up and gate) share one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import nn
+
+from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.calibration.sequential import RunningBlock, run_blocks
+from smelt.compress.calibration.statistics import InputStatistics, StatisticsCollector, input_width
+from smelt.compress.factorize.layer_metrics import (
+    LayerMetrics,
+    layers_with_few_tokens,
+    require_finite_inputs,
+    warn_of_few_tokens,
+)
+from smelt.compress.factorize.ranks import choose_layer_rank
 from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.float_model import count_stored_parameters, load_float_model
+from smelt.compress.factorize.svd import low_rank_layer
+from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
 from smelt.core.text import with_article
+from smelt.data.splits import TASKS, Split, Task
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.streamed_model import StreamedModel
+from smelt.models.structure import replace_layer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from smelt.compress.factorize.layer_metrics import LayerMetrics
-    from smelt.runtime.models.streamed_model import StreamedModel
+    from smelt.models.streamed_model import StreamedModel
 
 
 class Factorize:
@@ -91,7 +115,7 @@ class Factorize:
         cls, settings: FactorizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the mistakes, by setting, for a model of this config, and the config of the result."""
-        from smelt.families.registry import find_family, no_blocks_reason
+        from smelt.models.families.registry import find_family, no_blocks_reason
 
         family, lack = find_family(config), no_blocks_reason(config)
         if settings.targets == "embeddings" and family is not None and family.input_kind == "images":
@@ -116,9 +140,9 @@ class Factorize:
             )
 
     def _factorize_convolutions(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.compress.factorize.factorize_convolutions import factorize_convolutions
-        from smelt.runtime.images.image_processor import read_processor
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.compress.factorize.convolutions import factorize_convolutions
+        from smelt.models.checkpoint import save_model
+        from smelt.models.image_processor import read_processor
 
         model, edits = load_float_model(src, self.name)
         for one in self.check_model(settings, model.config.to_dict())[0]:
@@ -127,7 +151,7 @@ class Factorize:
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.models.checkpoint import save_model
 
         streamed = _open_streamed(src, settings, ctx)
         if streamed is not None:
@@ -169,7 +193,6 @@ class Factorize:
         self, streamed: StreamedModel, src: Artifact, settings: FactorizeSettings, ctx: Context
     ) -> None:
         """Factorize a large model block by block, from file to file."""
-        from smelt.compress.factorize.block_by_block import factorize_blocks
         from smelt.compress.factorize.ranks import rank_limits
 
         model = streamed.model
@@ -190,9 +213,8 @@ class Factorize:
 
 def _open_streamed(src: Artifact, settings: FactorizeSettings, ctx: Context) -> StreamedModel | None:
     """Return a large model for block-by-block work, else None; a budget and gradients need it whole."""
-    from smelt.compress.factorize.block_by_block import are_all_in_blocks, can_factorize_blockwise
-    from smelt.runtime.backends.device import torch_device
-    from smelt.runtime.models.streamed_model import open_streamed
+    from smelt.models.streamed_model import open_streamed
+    from smelt.runtimes.device import torch_device
 
     if not can_factorize_blockwise(settings) or torch_device(ctx.device) != "cpu":
         return None
@@ -254,7 +276,7 @@ def _replace_layers(
 ) -> None:
     """Replace layers by factors of the given `ranks`; report their errors in `ctx.details`."""
     from smelt.compress.factorize.svd import low_rank_layer
-    from smelt.runtime.models.structure import replace_layer
+    from smelt.models.structure import replace_layer
 
     errors: dict[str, float] = {}
     for at, (name, rank) in enumerate(ranks.items(), start=1):
@@ -299,8 +321,8 @@ def linear_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple
     """
     from torch import nn
 
-    from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
-    from smelt.runtime.models.structure import module_names
+    from smelt.models.layers import LowRankEmbedding, LowRankLinear
+    from smelt.models.structure import module_names
 
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     halves |= {id(m.up) for m in model.modules() if isinstance(m, LowRankEmbedding)}
@@ -319,8 +341,137 @@ def _is_selected(settings: FactorizeSettings, names: Sequence[str]) -> bool:
 
 def _count_factorized(model: Any, settings: FactorizeSettings) -> int:
     """Return the number of selected layers that an earlier step has factorized."""
-    from smelt.runtime.layers.low_rank_linear import LowRankLinear
-    from smelt.runtime.models.structure import module_names
+    from smelt.models.layers import LowRankLinear
+    from smelt.models.structure import module_names
 
     found = module_names(model).items()
     return sum(isinstance(m, LowRankLinear) and _is_selected(settings, names) for m, names in found)
+
+
+def can_factorize_blockwise(settings: FactorizeSettings) -> bool:
+    """Return whether the factors of each layer depend on that layer and its inputs only."""
+    return settings.targets == "layers" and settings.parameter_budget is None and settings.method != "fwsvd"
+
+
+def are_all_in_blocks(model: Any, names: Sequence[str]) -> bool:
+    """Return whether all of these layers are in blocks."""
+    places = tuple(f"{block.module_path}." for block in blocks_of(model))
+    return all(name.startswith(places) for name in names)
+
+
+def factorize_blocks(
+    streamed: StreamedModel,
+    names: Sequence[str],
+    limits: Mapping[str, float],
+    src: Artifact,
+    settings: FactorizeSettings,
+    ctx: Context,
+) -> tuple[dict[str, int], list[str]]:
+    """Factorize the layers `names` of `streamed`; every block is written, the rest is not yet.
+
+    Args:
+        streamed: the model with its blocks in a file.
+        names: of layers in its blocks.
+        limits: see `rank_limits`.
+        src: the step's input; the samples are those of `ctx`.
+        settings: without a parameter budget.
+        ctx: its details receive ranks and errors.
+
+    Returns:
+        The chosen rank of each layer, and the layers that no sample reaches.
+
+    Raises:
+        InputError: there are no samples, or the inputs of a layer are not finite.
+    """
+    work = _BlockwiseState(streamed, frozenset(names), limits, settings)
+    if settings.needs_calibration:
+        rows = load_calibration_samples(
+            streamed.model, src, settings.calibration_samples, ctx, "factorize", padded=True
+        )
+        ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+        for step in run_blocks(
+            streamed.model,
+            rows,
+            ctx,
+            stage="factorize",
+            enter=streamed.load_block,
+            leave=work.factorize_block,
+        ):
+            work.collect_statistics(step)
+            require_finite_inputs(work.inputs, rows)
+        warn_of_few_tokens(work.few_tokens, rows, ctx)
+    else:
+        for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
+            streamed.load_block(block)
+            work.factorize_block(block)
+            ctx.progress(done, len(blocks), block.module_path)
+    ctx.details.update(ranks=work.factorized, relative_error=work.errors)
+    return work.ranks, work.uncalibrated
+
+
+def _first_layer_by_input(block: Block) -> dict[str, str]:
+    """Return, by linear layer, the first one of the block with the same input tensor."""
+    found: dict[str, str] = {}
+    for part in block.attentions:
+        own = (part.key, part.value) if part.cross else (part.query, part.key, part.value)
+        found |= dict.fromkeys(own, own[0])
+    feed = block.feed_forward
+    return found if feed is None else found | dict.fromkeys(feed.input_layers, feed.input_layers[0])
+
+
+@dataclass
+class _BlockwiseState:
+    """Results so far.
+
+    inputs: input statistics of the layers of the current block. ranks: of all layers. pairs: of factorized
+    layers. errors: their relative errors. few_tokens: see `layers_with_few_tokens`.
+    """
+
+    streamed: StreamedModel
+    names: frozenset[str]
+    limits: Mapping[str, float]
+    settings: FactorizeSettings
+    inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+    factorized: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    uncalibrated: list[str] = field(default_factory=list)
+    few_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def _layers(self, block: Block) -> dict[str, nn.Linear]:
+        found = {f"{block.module_path}.{name}": module for name, module in block.module.named_modules()}
+        return {name: module for name, module in found.items() if name in self.names}
+
+    def collect_statistics(self, step: RunningBlock) -> None:
+        """Collect input statistics of the layers of a block; layers with the same input share them."""
+        first, layers = _first_layer_by_input(step.block), self._layers(step.block)
+        keys = {name: first.get(name, name) for name in layers}
+        observed = {key: self.streamed.model.get_submodule(key) for key in dict.fromkeys(keys.values())}
+        second = self.settings.method != "asvd"
+        collector = StatisticsCollector(
+            {key: input_width(module) for key, module in observed.items()}, second=second
+        )
+        step.observe({key: [module] for key, module in observed.items()}, collector.update)
+        self.inputs = {name: collector.statistics[key] for name, key in keys.items()}
+        self.few_tokens |= layers_with_few_tokens(self.inputs)
+
+    def factorize_block(self, block: Block) -> None:
+        """Factorize the layers of `block`, which is not run any more, write it and free its memory."""
+        for name, layer in self._layers(block).items():
+            metrics = LayerMetrics(self.settings, inputs={name: self.inputs[name]} if self.inputs else {})
+            if metrics.uncalibrated:
+                self.uncalibrated.append(name)
+                continue
+            rank = self.ranks[name] = choose_layer_rank(name, layer, metrics, self.settings)
+            if rank < self.limits[name]:
+                self._factorize_layer(name, layer, rank, metrics)
+        self.inputs = {}
+        self.streamed.save_block(block)
+
+    def _factorize_layer(self, name: str, layer: nn.Linear, rank: int, metrics: LayerMetrics) -> None:
+        known = metrics.decompose(name, layer)
+        pair, error = low_rank_layer(layer, rank, metrics.metric_of(name, layer), known)
+        edit = {"op": "low_rank", "module": name, "rank": rank}
+        replace_layer(self.streamed.model, self.streamed.edits, name, pair, edit)
+        self.factorized[name], self.errors[name] = rank, round(error, 4)
+        layer.to("meta")  # frees the weights even if the layer is still referenced

@@ -14,6 +14,32 @@ largest; the factors are not affected, because their product is W after an ortho
 up down = U_r U_r^T W, or before one, W L V_r V_r^T L^-1. The first needs only L L^T, not L or its inverse.
 
 Shapes: M = outputs, K = inputs of a layer, r = rank.
+
+Activation-aware SVD: inputs with large activations have more weight.
+
+ASVD, Yuan et al. 2023, arXiv:2312.05821: W S = U S' V^T with the diagonal S_j = (mean |X_j|)^alpha over a
+layer's inputs X, alpha 0.5. `whitened_svd.py` also uses correlations between inputs.
+
+Shapes: K = inputs of a layer.
+
+Fisher-weighted SVD: inputs have weight by the sensitivity of the loss to their weights.
+
+FWSVD, Hsu et al. 2022, arXiv:2207.00112: the empirical Fisher information of a weight is its mean squared
+gradient; that of a row is the sum over its weights, so that the weighted problem has a closed form. The paper
+multiplies from the left, Z = X W + b: a row of its W belongs to one input, which is a column here.
+So W D = U S V^T with D_j = sqrt(sum_i F_ij).
+
+Shapes: M = outputs, K = inputs of a layer.
+
+Whitened SVD: the low-rank factors with the least output error on samples.
+
+SVD-LLM, Wang et al. 2024, arXiv:2403.07378: with C = X X^T of a layer's inputs and L L^T = C, the squared
+error |(W - W') X|_F^2 is |(W - W') L|_F^2, so dropping the smallest singular values of W L is optimal, and
+their squares are the error. The ridge below makes C regular, so that L can be its Cholesky factor; for a
+layer with no more outputs than inputs, C itself is enough (svd.py). The bias of a layer can compensate the
+mean: then C is the covariance, and the bias takes the mean output of the dropped part.
+
+Shapes: K = inputs of a layer.
 """
 
 from __future__ import annotations
@@ -23,7 +49,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
+from smelt.models.layers import LowRankLinear
 
 # Relative to the largest singular value: smaller ones are lost in the squares.
 _MIN_SINGULAR_VALUE = 1e-8
@@ -150,3 +176,51 @@ def low_rank_layer(
     squares = sigma.square()
     error = float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt())
     return pair.eval(), error
+
+
+# Lower bound, relative to the mean: inputs below it would have no weight at all.
+_MIN_SCALE = 1e-4
+
+
+def asvd_metric(magnitude: Tensor, alpha: float) -> ErrorMetric:
+    """Return the metric of weights times the power `alpha` of the inputs' mean magnitudes, float64 [K]."""
+    floor = _MIN_SCALE * float(magnitude.mean()) or 1.0
+    scale = magnitude.clamp(min=floor) ** alpha
+    return ErrorMetric(transform=scale, inverse=1 / scale)
+
+
+# Lower bound, relative to the mean: inputs without a gradient would have no weight at all.
+
+
+def fwsvd_metric(information: Tensor) -> ErrorMetric:
+    """Return the metric that scales weights by the Fisher information of their input.
+
+    Args:
+        information: mean squared gradients, float64 [M, K].
+    """
+    inputs = information.sum(dim=0).sqrt()
+    floor = _MIN_SCALE * float(inputs.mean()) or 1.0
+    scale = inputs.clamp(min=floor)
+    return ErrorMetric(transform=scale, inverse=1 / scale)
+
+
+# Added to all eigenvalues, relative to their mean, so that rare directions keep some weight.
+_RIDGE_RATIO = 0.1
+
+
+def whitened_svd_metric(second_moment: Tensor, sums: Tensor, tokens: int, *, bias: bool) -> ErrorMetric:
+    """Return the metric of a layer's output error.
+
+    Args:
+        second_moment: X X^T, float64 [K, K], summed over tokens.
+        sums: of the inputs, float64 [K].
+        tokens: number of tokens.
+        bias: whether the layer has one.
+    """
+    mean = sums / tokens
+    covariance = second_moment / tokens  # new memory, which is changed below
+    if bias:
+        covariance = covariance - torch.outer(mean, mean)
+    ridge = _RIDGE_RATIO * max(0.0, float(covariance.diagonal().mean())) or 1.0
+    covariance.diagonal().add_(ridge)
+    return ErrorMetric(gram=covariance, input_mean=mean if bias else None)

@@ -17,21 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from smelt.compress.float_model import count_stored_parameters, load_float_model
-from smelt.compress.prune.check_config import check_units, count_kept_channels
-from smelt.compress.prune.global_scope import allocate_globally
-from smelt.compress.prune.importance.score_units import score_on_labelled_samples
-from smelt.compress.prune.importance.unit_scores import UnitScores
-from smelt.compress.prune.settings import PruneSettings
-from smelt.compress.train.objective import label_objective
+from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.prune.importance import UnitScores, score_on_labelled_samples
+from smelt.compress.prune.settings import PruneSettings, check_units, count_kept_channels
+from smelt.compress.prune.units import allocate_globally
+from smelt.compress.train.extension import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
-from smelt.families.registry import family_of
-from smelt.runtime.images.image_processor import DEFAULT_IMAGE_SIZE, read_processor
-from smelt.runtime.layers.low_rank_conv import LowRankConv, conv_end_names, resize_conv
-from smelt.runtime.models.structure import Edit, replace_layer
+from smelt.models.families.registry import family_of
+from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
+from smelt.models.layers import LowRankConv, conv_end_names, resize_conv
+from smelt.models.structure import Edit, replace_layer
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     Raises:
         InputError: the model has no such channels, or calibration samples are missing.
     """
-    from smelt.runtime.models.checkpoint import save_model
+    from smelt.models.checkpoint import save_model
 
     model, edits = load_float_model(src, "prune")
     for one in check_units(settings.targets, model.config.to_dict()):

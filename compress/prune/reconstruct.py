@@ -14,6 +14,8 @@ reads the inputs is refitted, and this is optimal for the product of both. Where
 (sparsify), each row is fitted on its own nonzero positions.
 
 Shapes: N = outputs, K = inputs, k = kept ones.
+
+Calibration samples for the least-squares reconstruction after pruning.
 """
 
 from __future__ import annotations
@@ -25,19 +27,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.run_blocks import RunningBlock, ignore_block, run_blocks
-from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.compress.calibration.sequential import RunningBlock, ignore_block, run_blocks
 from smelt.compress.calibration.statistics import InputStatistics, empty_statistics, few_tokens_text
-from smelt.compress.prune.cut import cut_heads, cut_neurons
-from smelt.compress.prune.unit_groups import AttentionGroup, FeedForwardGroup, half_path, linear_with_inputs
+from smelt.compress.prune.settings import PruneSettings
+from smelt.compress.prune.units import (
+    AttentionGroup,
+    FeedForwardGroup,
+    cut_heads,
+    cut_neurons,
+    half_path,
+    linear_with_inputs,
+)
+from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.families.model_blocks import Block, blocks_of
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.models.streamed_model import StreamedModel
-from smelt.runtime.models.structure import Edit, is_masked
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.layers import LowRankLinear
+from smelt.models.streamed_model import StreamedModel
+from smelt.models.structure import Edit, is_masked
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.requantize import Requantizer, RoundWeights
+
 
 # Groups that lose units, each with a function that returns its kept units, int64, ascending.
 UnitSelection: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]]
@@ -249,3 +260,20 @@ def bias_owner(module: nn.Module) -> nn.Linear:
     found = module.up if isinstance(module, LowRankLinear) else module
     assert isinstance(found, nn.Linear)
     return found
+
+
+def load_reconstruction_samples(
+    model: Any, src: Artifact, settings: PruneSettings, ctx: Context
+) -> CalibrationSamples | None:
+    """Return the calibration samples for the reconstruction; None without reconstruction or samples."""
+    if not settings.reconstruct:
+        return None
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is None or not len(split):
+        ctx.warn(
+            "no-calibration-data",
+            "Without samples the remaining weights are not refitted (reconstruct), and quality drops more."
+            " Add data: {calibration: FILE} or data: {train: FILE}, or set reconstruct: false.",
+        )
+        return None
+    return load_calibration_samples(model, src, settings.calibration_samples, ctx, "prune", padded=True)

@@ -6,31 +6,32 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.float_model import count_stored_parameters
-from smelt.compress.prune.check_config import (
+from smelt.compress.model_input import QuantizedInput, count_stored_parameters
+from smelt.compress.prune.settings import (
+    CALIBRATED_IMPORTANCES,
     EMBEDDER_WIDTH_ERROR,
+    GRADIENT_IMPORTANCES,
+    PruneSettings,
     check_length,
     check_units,
     fixed_heads_warnings,
     narrowed_config,
 )
-from smelt.compress.prune.settings import CALIBRATED_IMPORTANCES, GRADIENT_IMPORTANCES, PruneSettings
-from smelt.compress.quantized_input import QuantizedInput
 from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import SENTENCE_SIMILARITY, TASKS, Split, Task
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.runtime.schemes.registry import STATIC_SCHEME
+from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task
+from smelt.quantization.schemes.registry import STATIC_SCHEME
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from smelt.compress.prune.budget.allocation import BudgetAllocation
-    from smelt.compress.prune.importance.unit_scores import UnitScores
+    from smelt.compress.prune.budget import BudgetAllocation
+    from smelt.compress.prune.importance import UnitScores
     from smelt.compress.prune.reconstruct import UnitSelection
-    from smelt.compress.prune.unit_groups import AttentionGroup, FeedForwardGroup
-    from smelt.runtime.models.streamed_model import StreamedModel
+    from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
+    from smelt.models.streamed_model import StreamedModel
 
 
 class Prune:
@@ -131,7 +132,7 @@ class Prune:
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""
         from smelt.compress.prune.channels import prune_channels
-        from smelt.compress.prune.width.prune_width import prune_width
+        from smelt.compress.prune.width import prune_width
         from smelt.compress.train.training_state import torch_threads
 
         with torch_threads(ctx.threads):
@@ -143,14 +144,11 @@ class Prune:
                 self._prune(src, settings, ctx)
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
-        from smelt.compress.prune.cut import update_config
-        from smelt.compress.prune.importance.score_units import score_units
-        from smelt.compress.prune.kept_counts import rounding_warnings
-        from smelt.compress.prune.reconstruct import cut_units
-        from smelt.compress.prune.reconstruction_samples import load_reconstruction_samples
-        from smelt.compress.prune.unit_groups import find_groups
+        from smelt.compress.prune.importance import score_units
+        from smelt.compress.prune.reconstruct import cut_units, load_reconstruction_samples
+        from smelt.compress.prune.units import find_groups, rounding_warnings, update_config
         from smelt.compress.quantize.requantize import load_dequantized
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.models.checkpoint import save_model
 
         streamed, codes = _open_streamed(src, settings, ctx), None
         if streamed is not None:
@@ -201,7 +199,7 @@ def _select_units(
     Without `scores` the units are chosen by weight magnitude when the group is cut, because only then are the
     weights of a large model in memory. kept: the number of kept units by group name.
     """
-    from smelt.compress.prune.importance.magnitude import magnitude_scores
+    from smelt.compress.prune.importance import magnitude_scores
 
     def stay_of_heads(group: AttentionGroup) -> Tensor:
         found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
@@ -224,9 +222,9 @@ def _open_streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> Stre
     blocks of a stack share, because each block gets its own when heads are removed.
     """
     from smelt.core.files import read_json_object
-    from smelt.families.registry import find_family
-    from smelt.runtime.backends.device import torch_device
-    from smelt.runtime.models.streamed_model import open_streamed
+    from smelt.models.families.registry import find_family
+    from smelt.models.streamed_model import open_streamed
+    from smelt.runtimes.device import torch_device
 
     alone = settings.importance == "magnitude" and settings.scope == "layer" and settings.budget is None
     if not alone or torch_device(ctx.device) != "cpu":
@@ -248,7 +246,7 @@ def _allocate_budget(
     """Return the allocation of the budget; None without a budget or without prunable groups."""
     if settings.budget is None or not groups:
         return None
-    from smelt.compress.prune.budget.allocation import BudgetAllocation
+    from smelt.compress.prune.budget import BudgetAllocation
 
     return BudgetAllocation(model, groups, scores, src, settings, ctx)
 
@@ -261,10 +259,10 @@ def _unit_counts(
     settings: PruneSettings,
 ) -> dict[str, int]:
     """Return the number of kept units by group name, from `keep_ratio`."""
-    from smelt.compress.prune.kept_counts import count_kept_heads, count_kept_neurons
+    from smelt.compress.prune.units import count_kept_heads, count_kept_neurons
 
     if settings.scope == "global" and scores is not None:
-        from smelt.compress.prune.global_scope import allocate_globally
+        from smelt.compress.prune.units import allocate_globally
 
         among = scores.normalized()
         heads = (

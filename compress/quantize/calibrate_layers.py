@@ -8,20 +8,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.compress.quantize.plan_layers import PlannedLayer, require_finite_layers
-from smelt.compress.quantize.sensitivity.settings import MaxExcluded
-from smelt.compress.quantize.settings import AUTO, QuantizeSettings
-from smelt.compress.quantize.weight_quantizer import GridFinder, WeightQuantizer, round_on_grid, scheme_grid
+from smelt.compress.quantize.plan_layers import (
+    GridFinder,
+    PlannedLayer,
+    WeightQuantizer,
+    require_finite_layers,
+    round_on_grid,
+    scheme_grid,
+)
+from smelt.compress.quantize.settings import AUTO, MaxExcluded, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.core.text import with_count
-from smelt.runtime.models.stored_dtype import stored_dtypes
-from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight
-from smelt.runtime.schemes.scheme import UnpackedWeights
+from smelt.models.stored_dtype import stored_dtypes
+from smelt.quantization.scheme import UnpackedWeights
+from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
 
 if TYPE_CHECKING:
-    from smelt.compress.quantize.calibrate_ranges import ObservedRange
     from smelt.compress.quantize.low_rank_correction import CorrectedWeight
+    from smelt.compress.quantize.ranges import ObservedRange
 
 _MIN_SENSITIVITY_TOKENS = 32  # fewer do not measure a layer reliably
 _MIN_SENSITIVITY_IMAGES, _MIN_CALIBRATION_IMAGES = 4, 32  # each image has many patches or positions
@@ -83,7 +88,7 @@ def _calibrate_on_samples(
     if AUTO in settings.exclude or settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
         _measure_sensitivity(model, found, rows, settings, ctx)
     if settings.compensates_rounding:
-        from smelt.compress.quantize.methods.gptq import apply_gptq
+        from smelt.compress.quantize.gptq import apply_gptq
 
         fit = grid_finder(settings)
         found.codes, found.corrections = apply_gptq(model, found.layers, rows, fit, ctx, settings.correction)
@@ -102,7 +107,7 @@ def _move_scales(
     ctx: Context,
 ) -> None:
     """Move channel scales between the producers of the layers' inputs and their columns."""
-    from smelt.compress.quantize.calibrate_ranges import MIN_CALIBRATION_TOKENS
+    from smelt.compress.quantize.ranges import MIN_CALIBRATION_TOKENS
 
     enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
     if (
@@ -115,7 +120,7 @@ def _move_scales(
 
         apply_smoothquant(model, result.layers, samples, settings.smoothquant_alpha, kind, ctx)
     if settings.scales_inputs:
-        from smelt.compress.quantize.methods.awq import apply_awq
+        from smelt.compress.quantize.awq import apply_awq
 
         cut = settings.clip == "awq"
         result.layers, result.edits, result.codes = apply_awq(model, result.layers, samples, cut, kind, ctx)
@@ -131,8 +136,8 @@ def _calibrate_activations(
     """Calibrate activation ranges; layers that no sample reaches stay float."""
     from torch import nn
 
-    from smelt.compress.quantize.calibrate_ranges import calibrate_ranges
     from smelt.compress.quantize.convolution_rounding import calibrate_convolutions
+    from smelt.compress.quantize.ranges import calibrate_ranges
 
     plain = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
     ranges = calibrate_ranges(model, plain, samples, settings, ctx)
@@ -160,7 +165,7 @@ def _choose_bit_widths(
     ctx: Context,
 ) -> None:
     """Choose the bits of each layer."""
-    from smelt.compress.quantize.sensitivity.mixed_precision import choose_bit_widths
+    from smelt.compress.quantize.mixed_precision import choose_bit_widths
 
     few, plain = samples.subset(settings.sensitivity_samples), quantizer_factory(settings, {})
     _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
@@ -175,10 +180,7 @@ def _measure_sensitivity(
     ctx: Context,
 ) -> None:
     """Measure the sensitivity of each layer, and remove the most sensitive ones from the result."""
-    from smelt.compress.quantize.sensitivity.layer_sensitivity import (
-        measure_layer_sensitivities,
-        select_sensitive,
-    )
+    from smelt.compress.quantize.layer_sensitivity import measure_layer_sensitivities, select_sensitive
 
     if not settings.sensitivity_samples:
         return
@@ -223,8 +225,8 @@ def report_corrections(
 
 def grid_finder(settings: QuantizeSettings) -> GridFinder:
     """Return the function that finds the grids of groups."""
-    from smelt.compress.quantize.methods.clip import mse_grid, percentile_grid
-    from smelt.compress.quantize.methods.hqq import hqq_grid
+    from smelt.compress.quantize.awq import mse_grid, percentile_grid
+    from smelt.compress.quantize.hqq import hqq_grid
 
     if settings.method == "hqq":
         return hqq_grid
@@ -260,7 +262,7 @@ def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx:
 
 def _few_tokens_text(samples: CalibrationSamples, settings: QuantizeSettings) -> str:
     """Return the warning about too few calibration tokens."""
-    from smelt.compress.quantize.calibrate_ranges import MIN_CALIBRATION_TOKENS
+    from smelt.compress.quantize.ranges import MIN_CALIBRATION_TOKENS
 
     what, why = "activation ranges", "larger values in other samples will be clipped"
     if not settings.needs_activation_ranges:

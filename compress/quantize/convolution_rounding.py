@@ -1,7 +1,7 @@
 """Rounding of activations between quantized convolutions.
 
 A quantized convolution rounds its inputs. So that a runtime can pass integers from one to the next, residual
-sums and inputs of max pools are rounded too (`runtime/layers/quantized_conv.py`). Batch norms are folded
+sums and inputs of max pools are rounded too (`smelt/quantization/matrix.py`). Batch norms are folded
 before, because the folded kernels are quantized.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.quantize.calibrate_ranges import ObservedRange, observe_ranges
 from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.ranges import ObservedRange, observe_ranges
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.stage import Context
-from smelt.families.registry import family_of
-from smelt.runtime.layers.low_rank_conv import conv_end_names
-from smelt.runtime.layers.quantized_conv import QuantizedActivation
-from smelt.runtime.models.structure import Edit, replace_module
+from smelt.models.families.registry import family_of
+from smelt.models.layers import conv_end_names
+from smelt.models.structure import Edit, replace_module
+from smelt.quantization.matrix import QuantizedActivation
 
 
 @dataclass(frozen=True)

@@ -29,20 +29,16 @@ import torch
 from torch import Tensor
 
 from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.calibration.statistics import InputStatistics, collect_statistics
-from smelt.compress.calibration.statistics_cache import cached_statistics
-from smelt.compress.factorize.asvd import asvd_metric
-from smelt.compress.factorize.svd import ErrorMetric, low_rank_factors
-from smelt.compress.factorize.whitened_svd import whitened_svd_metric
-from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer
+from smelt.compress.calibration.statistics import InputStatistics, cached_statistics, collect_statistics
+from smelt.compress.factorize.svd import ErrorMetric, asvd_metric, low_rank_factors, whitened_svd_metric
+from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, output_layer
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
-from smelt.compress.quantize.weight_quantizer import WeightQuantizer
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
-from smelt.runtime.schemes.registry import find_scheme
-from smelt.runtime.schemes.scheme import Scheme, SchemeOptions, UnpackedWeights
+from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
+from smelt.quantization.schemes.registry import find_scheme
 
 _MAX_LISTED = 3  # layers that a warning lists
 

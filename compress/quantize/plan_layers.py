@@ -1,4 +1,9 @@
-"""Selection of the layers to quantize and their schemes, and quantization of the planned layers."""
+"""Selection of the layers to quantize and their schemes, and quantization of the planned layers.
+
+The straight-through estimator: rounding in the forward pass, identity gradient in the backward pass.
+
+Quantization of float weights: quantizers choose the quantized weights, schemes store them.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,30 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
-from smelt.core.labels import CLASSIFIER_SUFFIXES
-from smelt.families.registry import family_of
-from smelt.runtime.schemes.registry import SCHEMES
-from smelt.runtime.schemes.scheme import OptionValue
+from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.models.families.registry import family_of
+from smelt.quantization.groupwise import split_into_groups
+from smelt.quantization.layers import (
+    LowRankCorrectedLinear,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    empty_quantized,
+    is_quantized,
+    quantized_bytes,
+)
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
+from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from smelt.compress.quantize.weight_quantizer import WeightQuantizer
 
 
 @dataclass(frozen=True)
@@ -51,8 +67,8 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
     from torch import nn
 
-    from smelt.runtime.layers.quantized import is_embedding_table
-    from smelt.runtime.models.structure import module_names
+    from smelt.models.structure import module_names
+    from smelt.quantization.layers import is_embedding_table
 
     head = output_layer(model)
     words = {id(m.weight) for m in token_embeddings(model)}
@@ -88,7 +104,7 @@ def cp_convolutions(model: Any) -> list[Any]:
     Their channels have very different ranges, and one scale for all loses the small ones: the int8 error was
     a third of the outputs' standard deviation, against a twentieth for unfactorized convolutions.
     """
-    from smelt.runtime.layers.low_rank_conv import LowRankConv
+    from smelt.models.layers import LowRankConv
 
     thin = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
     return [step for steps in thin if any(one.groups != 1 for one in steps) for step in steps]
@@ -128,8 +144,8 @@ def quantize_layers(
     Raises:
         InputError: a layer's weights are not finite, or its range is missing.
     """
-    from smelt.runtime.layers.corrected_linear import with_low_rank_correction
-    from smelt.runtime.models.structure import replace_layer
+    from smelt.models.structure import replace_layer
+    from smelt.quantization.layers import with_low_rank_correction
 
     # by the weight's identity: the first module quantized from it
     done: dict[int, tuple[str, Any]] = {}
@@ -161,8 +177,6 @@ def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
     Raises:
         InputError: the weights of a layer are not finite.
     """
-    from smelt.compress.quantize.weight_quantizer import require_quantizable
-
     for layer in layers:
         try:
             require_quantizable(layer.module.weight)
@@ -174,9 +188,8 @@ def quantize_planned(
     layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
 ) -> Any:
     """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
-    from smelt.compress.quantize.weight_quantizer import quantize_module, round_to_nearest
-    from smelt.runtime.layers.quantized import QuantizedEmbedding
-    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
+    from smelt.quantization.layers import QuantizedEmbedding
+    from smelt.quantization.matrix import QuantizedConv2d
 
     try:
         new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
@@ -200,7 +213,7 @@ def output_layer(model: Any) -> Any:
     """Return the layer that computes the logits: the vocabulary projection, or a classifier's last layer."""
     from torch import nn
 
-    from smelt.runtime.layers.low_rank_linear import LowRankLinear
+    from smelt.models.layers import LowRankLinear
 
     head = model.get_output_embeddings()
     if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in token_embeddings(model)):
@@ -213,8 +226,8 @@ def output_layer(model: Any) -> Any:
 
 def token_embeddings(model: Any) -> list[Any]:
     """Return the token embeddings (not of positions or token types)."""
-    from smelt.runtime.layers.low_rank_linear import LowRankEmbedding
-    from smelt.runtime.layers.quantized import is_embedding_table
+    from smelt.models.layers import LowRankEmbedding
+    from smelt.quantization.layers import is_embedding_table
 
     if is_convolutional(model):
         return []
@@ -234,3 +247,158 @@ def unused_patterns(model: Any, patterns: list[str]) -> list[str]:
     """Return the patterns that match no module name, except `auto`."""
     names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     return [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None]:
+        return outputs[0], None
+
+
+def straight_through(weight: Tensor, values: Tensor) -> Tensor:
+    """Return `values`, whose gradient is passed to `weight` unchanged.
+
+    Bengio et al. 2013, Estimating or Propagating Gradients Through Stochastic Neurons, arXiv:1308.3432.
+
+    Args:
+        weight: float32, the trained weights.
+        values: the dequantized values of `weight`, same shape.
+    """
+    out: Tensor = _StraightThrough.apply(weight, values.detach())  # type: ignore[no-untyped-call]
+    return out
+
+
+# Scales are stored as float16, which ends there.
+_MAX_MAGNITUDE = 60_000.0
+
+
+class WeightQuantizer(Protocol):
+    """Chooses the quantized weights of a matrix for a scheme; holds any further data itself."""
+
+    def __call__(self, weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
+        """Return the quantized weights and their grid for `weight`, float32 [N, K]."""
+
+
+# Finds the grid of groups, float32 [N, G, g], of a matrix of K inputs.
+GridFinder: TypeAlias = Callable[[Tensor, int, Scheme, SchemeOptions], QuantParams]
+
+
+def scheme_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions) -> QuantParams:
+    """Return the scheme's own grid of `groups`; a `GridFinder`."""
+    return scheme.compute_qparams(groups, width, options)
+
+
+def round_to_nearest(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
+    """Return `weight` rounded to nearest on the scheme's own grid; a `WeightQuantizer`."""
+    return round_on_grid(scheme_grid, weight, scheme, options)
+
+
+def round_on_grid(
+    find_grid: GridFinder, weight: Tensor, scheme: Scheme, options: SchemeOptions
+) -> UnpackedWeights:
+    """Return `weight` rounded to nearest on the grid from `find_grid`."""
+    groups = split_into_groups(weight, scheme.group_size(weight.shape[1], options))
+    grid = find_grid(groups, weight.shape[1], scheme, options)
+    return UnpackedWeights(scheme.quantize(groups, grid, options), grid)
+
+
+def quantize_into(
+    matrix: QuantizedMatrix, weight: Tensor, quantizer: WeightQuantizer = round_to_nearest
+) -> None:
+    """Quantize `weight`, float [N, K], and store the result in `matrix`."""
+    matrix.set_weight_(quantizer(weight.detach().float(), matrix.scheme, matrix.options))
+
+
+def fake_quantize(weight: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Return `weight` fake-quantized with the scheme of `matrix`, with straight-through gradients.
+
+    Args:
+        weight: float [rows, K]; any rows if the scheme treats rows independently.
+        matrix: the matrix with the scheme and options.
+
+    Returns:
+        float32 [rows, K].
+    """
+    with torch.no_grad():
+        codes, grid = round_to_nearest(weight.detach().float(), matrix.scheme, matrix.options)
+        values = matrix.scheme.dequantize(codes, grid, matrix.options).flatten(1)[:, : weight.shape[1]]
+    return straight_through(weight, values)
+
+
+def fake_quantize_activations(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Return `x` fake-quantized for a layer of `matrix`, with straight-through gradients."""
+    with torch.no_grad():
+        seen = matrix.scheme.fake_quantize_activations(matrix, x)
+    return x if seen is x else straight_through(x, seen)
+
+
+def require_quantizable(weight: Tensor) -> None:
+    """Check that scales of `weight` can be stored.
+
+    Raises:
+        InputError: weights are not finite, or too large.
+    """
+    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    if not largest < _MAX_MAGNITUDE:
+        raise InputError(
+            f"the largest weight is {largest:g}, but weights must be below {_MAX_MAGNITUDE:g}. The"
+            " training before this step has probably diverged; lower its learning_rate.",
+            code="non-finite-weights",
+        )
+
+
+def quantize_module(
+    module: nn.Module,
+    scheme: str,
+    options: SchemeOptions | None = None,
+    quantizer: WeightQuantizer = round_to_nearest,
+) -> QuantizedLayer:
+    """Return the quantized layer for a Linear, a Conv2d or an Embedding.
+
+    Args:
+        module: the layer with float weights.
+        scheme: the name of the scheme.
+        options: all options of the scheme; None for its defaults.
+        quantizer: chooses the quantized weights.
+
+    Raises:
+        InputError: the scheme does not support the module or the options, or weights are not finite.
+    """
+    new = empty_quantized(
+        module, scheme, default_options(find_scheme(scheme)) if options is None else options
+    )
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    require_quantizable(weight)
+    quantize_into(new.matrix, weight.flatten(1), quantizer)
+    if not isinstance(new, QuantizedEmbedding) and new.bias is not None:
+        assert isinstance(module.bias, Tensor)
+        new.bias.data = module.bias.detach().clone()
+    return new.train(module.training)
+
+
+def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
+    """Return the mean stored bits per quantized weight, each matrix counted once.
+
+    Scales, zero points, codebooks and low-rank corrections are included.
+
+    Args:
+        model: a model with at least one quantized layer.
+        stored: bytes of a float weight in the file.
+    """
+    matrices = {id(m.matrix): m.matrix for m in model.modules() if is_quantized(m)}
+    pairs = {
+        id(p): p
+        for m in model.modules()
+        if isinstance(m, LowRankCorrectedLinear)
+        for p in m.adapter.parameters()
+    }
+    found = quantized_bytes(nn.ModuleList(matrices.values())) + stored * sum(
+        p.numel() for p in pairs.values()
+    )
+    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
+    return round(8 * found / weights, 3)

@@ -28,35 +28,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compress.quantize.settings import AWQ_METHODS
-from smelt.compress.quantize.smoothquant import smooth_like
-from smelt.compress.quantize.training.master_weights import read_master_weights, write_master_weights
-from smelt.compress.quantize.training.step_sizes import StepSizes
-from smelt.compress.quantize.training.straight_through import straight_through
-from smelt.compress.quantize.weight_quantizer import (
+from smelt.compress.quantize.master_weights import read_master_weights, write_master_weights
+from smelt.compress.quantize.plan_layers import (
     fake_quantize,
     fake_quantize_activations,
     quantize_into,
     quantized_weight_bits,
     round_to_nearest,
+    straight_through,
 )
+from smelt.compress.quantize.settings import AWQ_METHODS
+from smelt.compress.quantize.smoothquant import smooth_like
+from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.compress.train.settings import TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
-from smelt.runtime.layers.quantized import (
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.edits import fold_batch_norms
+from smelt.models.stored_dtype import stored_dtypes
+from smelt.models.structure import Edit, is_masked, mark_masked, replace_module
+from smelt.quantization.layers import (
+    LowRankCorrectedLinear,
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedLinear,
     copy_embed_scale,
     is_quantized,
 )
-from smelt.runtime.layers.quantized_conv import QuantizedConv2d
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
-from smelt.runtime.models.stored_dtype import stored_dtypes
-from smelt.runtime.models.structure import Edit, is_masked, mark_masked, replace_module
+from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 
 
 class QatLinear(nn.Linear):

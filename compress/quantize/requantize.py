@@ -29,43 +29,35 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.inverse_hessian import NotInvertibleError
-from smelt.compress.calibration.statistics import InputStatistics
-from smelt.compress.float_model import kept_indices
+from smelt.compress.calibration.statistics import InputStatistics, NotInvertibleError
+from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput, kept_indices
 from smelt.compress.quantize.calibrate_layers import grid_finder
-from smelt.compress.quantize.methods.gptq import gptq_quantize
+from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.master_weights import write_master_weights
+from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
 from smelt.compress.quantize.qat import find_master_weights
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.training.master_weights import write_master_weights
-from smelt.compress.quantize.weight_quantizer import GridFinder, round_on_grid, scheme_grid
-from smelt.compress.quantized_input import AFTER_QUANTIZE, QuantizedInput
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.layers.binary_input_linear import BinaryInputs
-from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear, with_low_rank_correction
-from smelt.runtime.layers.quantized import (
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.layers import ScaledLinear
+from smelt.models.structure import Edit, is_masked, mark_masked, module_names, replace_layer, replace_module
+from smelt.quantization.binary_input_linear import BinaryInputs
+from smelt.quantization.groupwise import split_into_groups
+from smelt.quantization.layers import (
+    LowRankCorrectedLinear,
     QuantizedEmbedding,
     QuantizedLinear,
+    SplitLinear,
     copy_embed_scale,
     empty_quantized,
     is_quantized,
+    with_low_rank_correction,
 )
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.layers.scaled_linear import ScaledLinear
-from smelt.runtime.layers.split_linear import SplitLinear
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.structure import (
-    Edit,
-    is_masked,
-    mark_masked,
-    module_names,
-    replace_layer,
-    replace_module,
-)
-from smelt.runtime.schemes.common.groupwise import split_into_groups
-from smelt.runtime.schemes.scheme import QuantParams, UnpackedWeights
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.scheme import QuantParams, UnpackedWeights
 
 # Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.
 RoundWeights: TypeAlias = Callable[[Tensor, InputStatistics], Tensor]

@@ -1,4 +1,7 @@
-"""The settings of `quantize`; schemes declare further ones."""
+"""The settings of `quantize`; schemes declare further ones.
+
+The settings that use the sensitivity of layers: `max_excluded` and `mixed_precision`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,65 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.quantize.scheme_options.resolve_options import (
+from smelt.compress.quantize.scheme_options import (
+    EMBEDDING_SCHEME,
+    EmbeddingScheme,
+    SchemeSettings,
     check_scheme_options,
     resolve_options,
     shared_options,
     unused_options,
 )
-from smelt.compress.quantize.scheme_options.scheme_settings import (
-    EMBEDDING_SCHEME,
-    EmbeddingScheme,
-    SchemeSettings,
-)
-from smelt.compress.quantize.sensitivity.settings import MaxExcluded, MixedPrecision
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import SCHEMES, SCHEMES_BY_BITS, bits_per_weight
-from smelt.runtime.schemes.scheme import OptionValue
+from smelt.quantization.scheme import OptionValue
+from smelt.quantization.schemes.registry import SCHEMES, SCHEMES_BY_BITS, bits_per_weight
+
+
+class MaxExcluded(Settings):
+    """How many layers `exclude: auto` may keep in float; a tenth of them by default."""
+
+    layers: int | None = Field(default=None, ge=0, description="largest number of layers; default: a tenth")
+    sensitivity: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="exclude layers until the others have at most this fraction of the total sensitivity",
+    )
+
+
+class MixedPrecision(Settings):
+    """Bits for each layer by its sensitivity. Give one of target_bits and max_drop."""
+
+    target_bits: float | None = Field(
+        default=None, gt=0, description="mean bits per weight, scales and zero points included"
+    )
+    max_drop: float | None = Field(
+        default=None,
+        ge=0,
+        description="instead of target_bits: largest drop of metric on validation data",
+    )
+    metric: str | None = Field(
+        default=None, description="metric of max_drop; default: the first of score.quality"
+    )
+    bit_widths: list[Literal[tuple(SCHEMES_BY_BITS)]] = Field(  # type: ignore[valid-type]
+        default=sorted(SCHEMES_BY_BITS), min_length=2, description="bits to choose from"
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.target_bits is None) == (self.max_drop is None):
+            raise SettingError("set either target_bits or max_drop", code="settings-conflict")
+        if self.metric is not None and self.max_drop is None:
+            raise SettingError(
+                "metric has no effect without max_drop; set max_drop, or remove metric", code="unused-setting"
+            )
+        if len(set(self.bit_widths)) < len(self.bit_widths):
+            raise SettingError(
+                f"bit_widths {self.bit_widths} contains a number twice; remove one", code="duplicate-value"
+            )
+        return self
+
 
 # special pattern of `exclude`: the most sensitive layers
 AUTO = "auto"

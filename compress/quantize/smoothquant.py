@@ -7,7 +7,7 @@ each channel j of its output (X, on calibration samples; W, the concatenated wei
 
 The norm's weight and bias are divided by s, and the columns of the linear layers are multiplied by it, so the
 float model computes the same and its graph has no new nodes. Only these layers may read the norm
-(`families/norm_consumers.py`): in post-norm blocks the residual sum reads it too. A channel without
+(`smelt/models/families/model_blocks.py`): in post-norm blocks the residual sum reads it too. A channel without
 activations or without weights is not changed, because the formula has no value.
 
 Norms are stored in their original dtype. The rounding error is included in s, so that norm and columns match
@@ -25,18 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.input_hooks import observe_inputs
-from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
-from smelt.families.norm_consumers import NormConsumers, norm_consumers
-from smelt.families.registry import family_of
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.layers.shared_linear import SharedLinear
-from smelt.runtime.models.structure import module_names
-from smelt.runtime.schemes.registry import SCHEMES
+from smelt.models.families.model_blocks import NormConsumers, norm_consumers
+from smelt.models.families.registry import family_of
+from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.models.structure import module_names
+from smelt.quantization.schemes.registry import SCHEMES
 
 # Returns the stored dtype of a weight from all of its names.
 DtypeOf = Callable[[Sequence[str]], torch.dtype]

@@ -27,18 +27,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compress.quantized_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
-from smelt.compress.sparsify.gradual_settings import GradualSparsitySettings
-from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
-from smelt.compress.sparsify.sparsifier import linear_layer_names, linear_layers
-from smelt.compress.train.extension import ParameterGroup, TrainingExtension
-from smelt.compress.train.loss_terms import LossTerm, LossTerms, Objective, as_loss_terms
+from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
+from smelt.compress.sparsify.methods import linear_layer_names, linear_layers
+from smelt.compress.sparsify.settings import GradualSparsitySettings, SparsityPattern, parse_pattern
+from smelt.compress.train.extension import (
+    LossTerm,
+    LossTerms,
+    Objective,
+    ParameterGroup,
+    TrainingExtension,
+    as_loss_terms,
+)
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.layers.shared_linear import SharedLinear
-from smelt.runtime.models.structure import is_masked, mark_masked
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.models.structure import is_masked, mark_masked
 
 _MIN_KEPT_SHARE = 0.005  # of a matrix is always kept by soft-movement
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.quantized_input import AFTER_QUANTIZE, QuantizedInput
-from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
+from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput
+from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.data.splits import TASKS, Task
+from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 
 if TYPE_CHECKING:
     from smelt.compress.calibration.samples import CalibrationSamples
-    from smelt.compress.sparsify.method import SparsityMethod
-    from smelt.runtime.models.streamed_model import StreamedModel
+    from smelt.compress.sparsify.methods import SparsityMethod
+    from smelt.models.streamed_model import StreamedModel
 
 _DEFAULT_SPARSITY = 0.5
 
@@ -144,8 +144,8 @@ class Sparsify:
         from smelt.compress.calibration.samples import load_calibration_samples
         from smelt.compress.quantize.requantize import load_dequantized
         from smelt.compress.train.training_state import torch_threads
-        from smelt.runtime.models.checkpoint import save_model
-        from smelt.runtime.models.streamed_model import open_streamed
+        from smelt.models.checkpoint import save_model
+        from smelt.models.streamed_model import open_streamed
 
         streamed = open_streamed(src.path, ctx.out, settings.dtype) if _can_stream(ctx) else None
         codes = None
@@ -185,7 +185,7 @@ class Sparsify:
 
 def _can_stream(ctx: Context) -> bool:
     """Return whether a large model can be processed block by block: only on the CPU."""
-    from smelt.runtime.backends.device import torch_device
+    from smelt.runtimes.device import torch_device
 
     return torch_device(ctx.device) == "cpu"
 
@@ -200,9 +200,9 @@ def _sparsify_blocks(
     """Sparsify the blocks of `model` in place; report to `ctx`."""
     import torch
 
-    from smelt.compress.calibration.run_blocks import ignore_block, run_blocks
-    from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
-    from smelt.families.model_blocks import blocks_of
+    from smelt.compress.calibration.sequential import ignore_block, run_blocks
+    from smelt.compress.sparsify.methods import Sparsifier, linear_layers
+    from smelt.models.families.model_blocks import blocks_of
 
     draw = torch.Generator().manual_seed(ctx.seed)
     sparsifier = Sparsifier(model, _make_method(settings), settings.sparsity_pattern, draw)
@@ -219,10 +219,7 @@ def _sparsify_blocks(
 
 
 def _make_method(settings: SparsifySettings) -> SparsityMethod:
-    from smelt.compress.sparsify.magnitude import MagnitudeSparsity
-    from smelt.compress.sparsify.random_sparsity import RandomSparsity
-    from smelt.compress.sparsify.sparsegpt import SparseGpt
-    from smelt.compress.sparsify.wanda import Wanda
+    from smelt.compress.sparsify.methods import MagnitudeSparsity, RandomSparsity, SparseGpt, Wanda
 
     methods: tuple[type[SparsityMethod], ...] = (Wanda, SparseGpt, MagnitudeSparsity, RandomSparsity)
     return next(method() for method in methods if method.name == settings.method)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.train.extension import TrainingExtension
-from smelt.compress.train.loss_terms import TOTAL_LOSS
+from smelt.compress.train.extension import TOTAL_LOSS, TrainingExtension
 from smelt.core.stage import Progress
-from smelt.runtime.schemes.common.import_bitsandbytes import silence_bitsandbytes
+from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 
 # transformers imports peft with its Trainer, and peft imports bitsandbytes, if they are installed
 with silence_bitsandbytes():

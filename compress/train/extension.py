@@ -3,6 +3,21 @@
     train(model, src, settings, ctx, objective=..., extension=TrainingExtension(modules={"scores": scores}))
 
 The loop, its checks and the selection of checkpoints are the same for every training.
+
+The objective of a training: a mean over items, or several named means.
+
+The gradient of an update is that of one batch with all its samples: a mean over all items, independent of
+their division into batches. Terms of a loss are means over different items (labels of the decoder, tokens of
+the encoder), so each names its items, and is weighted by its share of those.
+
+Losses of a sentence embedder: the order of pairs' scores, and a teacher's embeddings.
+
+Shapes: B = pairs or texts, T = texts of a batch (2 B for pairs: all first texts first), D = width.
+
+The objective of a model on batches: the loss with the labels, and means of a loss.
+
+Separate from the loop: stages that measure without training do not import transformers' Trainer, which
+takes seconds (it imports peft).
 """
 
 from __future__ import annotations
@@ -11,13 +26,78 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from smelt.compress.train.encoded_samples import EncodedSample
-from smelt.compress.train.loss_terms import Objective
+from smelt.compress.train.losses import IGNORE_INDEX, classification_loss
+from smelt.compress.train.samples import EncodedSample, TensorBatch, model_inputs
+from smelt.compress.train.training_state import autocast
 from smelt.core.stage import Context
+from smelt.models.sentence_model import is_sentence_model
+
+# labels: see `count_items`. inputs: input tokens without padding (of an encoder, of a classifier).
+AveragedOver = Literal["labels", "inputs"]
+AVERAGED_OVER: tuple[AveragedOver, ...] = ("labels", "inputs")
+TOTAL_LOSS = "loss"  # the name of a loss with a single term
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One summand of a loss.
+
+    value: float32 scalar with a gradient: a mean over the batch's items, times its weight. averaged_over: the
+    items. components: named summands of `value`, if it has several.
+    """
+
+    value: Tensor
+    averaged_over: AveragedOver = "labels"
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LossTerms: TypeAlias = Mapping[str, LossTerm]
+# Maps a model and a batch to the mean loss over its labels (a float32 scalar), or to several terms.
+Objective: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | LossTerms]
+
+
+def as_loss_terms(found: Tensor | LossTerms) -> LossTerms:
+    """Return the result of an objective as terms by name."""
+    return {TOTAL_LOSS: LossTerm(found)} if isinstance(found, Tensor) else found
+
+
+def total_loss(found: Tensor | LossTerms) -> Tensor:
+    """Return the sum of the terms of an objective, a scalar."""
+    terms = list(as_loss_terms(found).values())
+    total = terms[0].value
+    for term in terms[1:]:
+        total = total + term.value
+    return total
+
+
+def term_values(terms: LossTerms) -> dict[str, tuple[float, AveragedOver]]:
+    """Return the value of each named term, and the items of its mean."""
+    found: dict[str, tuple[float, AveragedOver]] = {}
+    for name, term in terms.items():
+        for part, value in (term.components or {name: term.value}).items():
+            found[part] = float(value.detach()), term.averaged_over
+    return found
+
+
+def count_items(labels: Tensor) -> int:
+    """Return the number of items over which the objective of a batch with these labels is a mean.
+
+    -100 marks padding among classes and tokens only; in regression it is a value.
+    """
+    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
+
+
+def count_batch_items(batch: Mapping[str, Tensor]) -> dict[AveragedOver, int]:
+    """Return the number of items of each kind in a batch; inputs without tokens count like labels."""
+    labels, mask = count_items(batch["labels"]), batch.get("attention_mask")
+    return {"labels": labels, "inputs": labels if mask is None else int(mask.sum())}
+
 
 _MODULES_NAME = "smelt_extension"  # attribute of the model that holds the modules while it trains
 
@@ -193,3 +273,121 @@ def split_parameter_groups(
             if mine:
                 found.append({**option, "params": mine, **group.optimizer_options()})
     return [option for option in found if option["params"]]
+
+
+COSENT_SCALE = 20.0  # scale of cosines, as in sentence-transformers' CoSENTLoss
+
+
+def batch_sentence_vectors(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the embeddings of a batch's texts, float32 [T, D]; `labels` are not passed to the model."""
+    out: Any = model(**model_inputs(batch))
+    vectors: Tensor = out.sentence_embedding
+    return vectors.float()
+
+
+def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
+    """Return CoSENT: log(1 + sum over pairs i, j with score_i > score_j of exp(20 (cos_j - cos_i))).
+
+    Only the order of the scores counts, so they may be on any scale. 0 if all scores of a batch are equal.
+    Huang et al. 2024, CoSENT: Consistent Sentence Embedding via Similarity Ranking, IEEE/ACM TASLP 32;
+    sentence-transformers' CoSENTLoss.
+
+    Args:
+        vectors: float [2 B, D].
+        scores: float [B] or [B, 1].
+    """
+    first, second = vectors.chunk(2)
+    cosines = COSENT_SCALE * F.cosine_similarity(first, second)
+    scores = scores.flatten()
+    higher = scores[:, None] > scores[None, :]
+    wrong = (cosines[None, :] - cosines[:, None])[higher]
+    return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(dim=0)
+
+
+def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
+    """Return the squared distance of each vector from the teacher's, mean over texts.
+
+    It is D times torch's MSELoss, which Reimers & Gurevych 2020 (arXiv:2004.09813) train students with, so
+    that it is independent of the width: 2 - 2 cos for vectors of length 1.
+
+    Args:
+        vectors: float [T, D].
+        teacher: float [T, D]; no gradient flows into it.
+    """
+    return (vectors - teacher.detach()).square().sum(dim=1).mean()
+
+
+def pairwise_similarity_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference of all pairwise cosines in a batch, student against teacher.
+
+    Works for vectors of different widths: Tung & Mori 2019 (arXiv:1907.09682), with cosines for the rows of
+    its similarity matrix.
+
+    Args:
+        vectors: float [T, D].
+        teacher: float [T, any width]; no gradient flows into it.
+    """
+    return F.mse_loss(_cosine_matrix(vectors), _cosine_matrix(teacher.detach()))
+
+
+def _cosine_matrix(vectors: Tensor) -> Tensor:
+    """Return all pairwise cosines, [T, T]."""
+    directions = F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=1)
+    with torch.autocast(vectors.device.type, enabled=False):  # otherwise matmul is bfloat16
+        return directions @ directions.t()
+
+
+def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits: float [B, T, V] for a generating model, [B, C] for a classifier.
+
+    `labels` are not passed to the model.
+    """
+    inputs = model_inputs(batch)
+    labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
+    if labels.dim() == 2 and not labels.is_floating_point():
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    else:
+        logits = model(**inputs).logits
+    return logits
+
+
+def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
+    """Return the function for the mean loss with the labels, smoothed only in training mode.
+
+    See `classification_loss`; for a sentence embedder it is `cosent_loss` with the scores.
+    """
+
+    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        plain: Any = getattr(model, "module", model)
+        if is_sentence_model(plain):
+            return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
+        return classification_loss(
+            plain.config,
+            model_logits(model, batch),
+            batch["labels"],
+            smoothing=smoothing if model.training else 0.0,
+        )
+
+    return objective
+
+
+def mean_loss(
+    model: Any, batches: Sequence[TensorBatch], objective: Objective, precision: str, device: torch.device
+) -> float:
+    """Return the objective's mean over all items of `batches`, in eval mode, without gradients."""
+    sums: dict[str, float] = {}
+    counts: dict[AveragedOver, int] = dict.fromkeys(AVERAGED_OVER, 0)
+    kinds: dict[str, AveragedOver] = {}
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), autocast(precision, device):
+        for batch in batches:
+            there = {name: value.to(device) for name, value in batch.items()}
+            items = count_batch_items(batch)
+            for over in AVERAGED_OVER:
+                counts[over] += items[over]
+            for name, (mean, over) in term_values(as_loss_terms(objective(model, there))).items():
+                sums[name] = sums.get(name, 0.0) + mean * items[over]
+                kinds[name] = over
+    model.train(was_training)
+    return sum(total / max(1, counts[kinds[name]]) for name, total in sums.items())

@@ -9,7 +9,7 @@ from smelt.compress.train.settings import TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.files import read_json_object
 from smelt.core.stage import Context
-from smelt.families.registry import find_family
+from smelt.models.families.registry import find_family
 
 TrainedPart = Literal["weights", "adapters", "few bits", "fewer layers"]
 # For unsupported families.

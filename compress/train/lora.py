@@ -5,7 +5,7 @@ merged into float weights before storing. For a sparse layer the sum keeps the z
 after merging.
 
 With quantized weights (Dettmers et al. 2023, QLoRA, arXiv:2305.14314) they are stored as a low-rank
-correction of the layer (see runtime/layers/corrected_linear.py).
+correction of the layer (see smelt/quantization/layers.py).
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from torch.nn import functional as F
 from smelt.compress.train.settings import PEFT_VERSION, LoraSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.packages import require_package
-from smelt.families.model_blocks import blocks_of, output_modules
-from smelt.runtime.layers.binary_input_linear import BinaryInputs
-from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear, with_low_rank_correction
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.layers.quantized import QuantizedLinear
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.layers.scaled_linear import ScaledLinear
-from smelt.runtime.layers.shared_linear import component_layers
-from smelt.runtime.models.structure import Edit, is_masked, module_names, replace_layer, replace_module
-from smelt.runtime.schemes.common.import_bitsandbytes import silence_bitsandbytes
+from smelt.core.system import require_package
+from smelt.models.families.model_blocks import blocks_of, output_modules
+from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
+from smelt.models.structure import Edit, is_masked, module_names, replace_layer, replace_module
+from smelt.quantization.binary_input_linear import BinaryInputs
+from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, with_low_rank_correction
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 
 _BYTES_PER_WEIGHT = 12  # bytes a trained weight: a gradient and AdamW's two moments in float32
 

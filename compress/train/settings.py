@@ -7,14 +7,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from smelt.compress.drop_layers.check_config import check_part_kinds
-from smelt.compress.prune.learned.settings import LearnedMasksSettings
-from smelt.compress.quantize.training.settings import QatSettings
-from smelt.compress.sparsify.gradual_settings import GradualSparsitySettings
+from smelt.compress.drop_layers.settings import check_part_kinds
+from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.quantize.qat_settings import QatSettings
+from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Need, Settings, StoredDtype
-from smelt.families.registry import no_blocks_reason
+from smelt.models.families.registry import no_blocks_reason
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
 PEFT_VERSION = "0.18"  # the oldest supported release

@@ -1,6 +1,6 @@
 """The shared training of all training stages: `train` is the single entry point.
 
-The loop itself is `transformers.Trainer` (compress/train/planned_trainer.py); this module imports no torch,
+The loop itself is `transformers.Trainer` (compress/train/trainer.py); this module imports no torch,
 so that the table of stages loads quickly.
 """
 
@@ -11,21 +11,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.prune.check_config import EMBEDDER_WIDTH_ERROR
+from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR
 from smelt.compress.train.settings import LOSS_METRIC, TrainingSettings
 from smelt.core.artifact import Artifact
-from smelt.core.data import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context
+from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
 
 if TYPE_CHECKING:
-    from smelt.compress.train.checkpoints.rounding_check import RoundingCheck
-    from smelt.compress.train.encoded_samples import EncodedSample
-    from smelt.compress.train.extension import TrainingExtension, TrainingTechnique
+    from smelt.compress.train.checkpoints import RoundingCheck
+    from smelt.compress.train.extension import Objective, TrainingExtension, TrainingTechnique
     from smelt.compress.train.lora import LoraAdapters
-    from smelt.compress.train.loss_terms import Objective
-    from smelt.runtime.models.structure import Edit
+    from smelt.compress.train.samples import EncodedSample
+    from smelt.models.structure import Edit
 
 
 def missing_scores_errors(task: Task, data: Mapping[str, Split], names: Sequence[str]) -> list[Message]:
@@ -95,12 +94,10 @@ def train(
         RunError: the loss became infinite or NaN.
     """
     from smelt.compress.quantize.qat import mark_trained, with_original_weights
-    from smelt.compress.train.checkpoints.checkpoint_scorer import CheckpointScorer
-    from smelt.compress.train.checkpoints.rounding_check import RoundingCheck
-    from smelt.compress.train.encoded_samples import encode_split, load_processor, spread_indices
-    from smelt.compress.train.extension import TrainingExtension, combine_extensions
-    from smelt.compress.train.objective import label_objective
-    from smelt.compress.train.planned_trainer import run_training
+    from smelt.compress.train.checkpoints import CheckpointScorer, RoundingCheck
+    from smelt.compress.train.extension import TrainingExtension, combine_extensions, label_objective
+    from smelt.compress.train.samples import encode_split, load_processor, spread_indices
+    from smelt.compress.train.trainer import run_training
 
     _require_samples(settings, ctx, stage, scores=objective is None)
     tokenizer = load_processor(src.path)
@@ -225,16 +222,16 @@ def _begin_techniques(
 
         found.append(GradualSparsifier(model, settings.sparsify))
     if settings.learned_masks is not None:
-        from smelt.compress.prune.learned.learned_masks import LearnedMasks
+        from smelt.compress.prune.learned_masks import LearnedMasks
 
         found.append(LearnedMasks(model, settings.learned_masks, edits))
     if settings.lora is None:
-        from smelt.compress.quantize.training.binarize_inputs import BinaryInputTraining, has_binary_inputs
+        from smelt.compress.quantize.binarize_inputs import BinaryInputTraining, has_binary_inputs
 
         if has_binary_inputs(model):
             found.append(BinaryInputTraining(model, settings.qat))
     if settings.qat is not None and settings.qat.scales == "lsq":
-        from smelt.compress.quantize.training.step_size_training import StepSizeTraining
+        from smelt.compress.quantize.qat_extensions import StepSizeTraining
 
         found.append(StepSizeTraining(model, settings.qat, stage))
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.float_model import count_stored_parameters, load_float_model
-from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TEXT_TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
+from smelt.data.splits import TEXT_TASKS, Task
 
 if TYPE_CHECKING:
     from smelt.compress.trim_vocabulary.token_counts import TokenizationChange
@@ -84,19 +84,19 @@ class TrimVocabulary:
             self._trim(src, settings, ctx)
 
     def _trim(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
-        from smelt.compress.trim_vocabulary.kept_tokens import (
+        from smelt.compress.trim_vocabulary.select_tokens import (
             compose_kept_tokens,
             read_kept_tokens,
             write_kept_tokens,
         )
         from smelt.compress.trim_vocabulary.token_counts import count_tokens, tokenize_split
-        from smelt.compress.trim_vocabulary.vocabulary_files import (
+        from smelt.compress.trim_vocabulary.tokenizers import (
             open_vocabulary,
             select_kept_tokens,
             trim_shortlist,
         )
         from smelt.compress.trim_vocabulary.vocabulary_rows import keep_vocabulary_rows
-        from smelt.runtime.models.checkpoint import load_tokenizer, save_model
+        from smelt.models.checkpoint import load_tokenizer, save_model
 
         if "train" not in ctx.data:
             raise InputError(
@@ -150,7 +150,7 @@ def _scored_splits(ctx: Context) -> list[str]:
 
 
 def _renumber_configs(model: Any, new: Mapping[int, int], size: int) -> None:
-    from smelt.compress.trim_vocabulary.config_tokens import renumber_config
+    from smelt.compress.trim_vocabulary.vocabulary import renumber_config
 
     renumber_config(model.config, new, size)
     if model.can_generate():

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from smelt.core.errors import InputError
-from smelt.families.family import Family
-from smelt.families.model_blocks import is_token_embedding, output_modules
-from smelt.families.registry import FAMILIES, family_of
-from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
+from smelt.models.families.family import Family
+from smelt.models.families.model_blocks import is_token_embedding, output_modules
+from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.layers import LowRankEmbedding, LowRankLinear
 
 
 def keep_vocabulary_rows(model: Any, kept: list[int]) -> None:

@@ -4,7 +4,7 @@ Every artifact runs in a process of its own (`smelt.evaluate.latency.worker`): i
 runtimes' spinning threads disturb each other. Short rounds of artifact and baseline alternate
 (A B B A ...), and only one process works at a time, so that a machine that gets slower or busier
 affects both sides of every ratio. Disturbed rounds are repeated; if they stay disturbed, this is reported
-(`smelt.evaluate.latency.rounds`). Two workers exist at a time, whatever the number of artifacts.
+(`smelt.evaluate.latency.summary`). Two workers exist at a time, whatever the number of artifacts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smelt.core.data import Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.stage import Progress, no_progress
-from smelt.evaluate.latency.rounds import MAX_ROUND_FACTOR, MIN_ROUNDS, RoundPair, TimingRound, judge_rounds
+from smelt.data.splits import Task
 from smelt.evaluate.latency.settings import LatencySettings
-from smelt.evaluate.latency.summary import LatencyRow, MeanTokenCounts
-from smelt.evaluate.latency.timing_job import LoadedWorker, TimingJob
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.evaluate.latency.summary import (
+    MAX_ROUND_FACTOR,
+    MIN_ROUNDS,
+    LatencyRow,
+    MeanTokenCounts,
+    RoundPair,
+    TimingRound,
+    judge_rounds,
+)
+from smelt.evaluate.latency.worker_process import LoadedWorker, TimingJob
+from smelt.generation.config import GenerationSettings
 
 # Incremented whenever the way of timing the same artifact on the same machine changes.
 # 2: from text to text, one thread, disturbed rounds do not count.

@@ -12,6 +12,8 @@ disturb other measurements; when the pipe closes (the parent ended, for any reas
     memory                                            -> peak_bytes
 
 An answer `{"error": "...", "code": "..."}` reports that a request failed.
+
+A runner that measures the parts of a call, from input texts to output texts.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from smelt.core.data import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Example
-from smelt.evaluate.latency.machine_load import load_between, read_counters
+import numpy as np
+
+from smelt.data.batch import Batch, Logits, Tokens
+from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Example
+from smelt.evaluate.latency.summary import load_between, read_counters
+from smelt.runtimes.images import ImageBatch
 
 if TYPE_CHECKING:
-    from smelt.evaluate.latency.timed_runner import TimedRunner
-    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.generation.config import GenerationSettings
+
 
 WorkerAnswer = dict[str, Any]
 
@@ -78,13 +84,12 @@ class TimingWorker:
         from smelt.core.artifact import read_artifact
 
         artifact = read_artifact(Path(request["artifact"]))  # first: reports a wrong folder
-        from smelt.evaluate.latency.timed_runner import TimedRunner
-        from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtimes.registry import open_runner
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._timed_runner, self._task = TimedRunner(runner), request["task"]
         if self._task == CUSTOM_TASK:
-            from smelt.core.readers.npz_arrays import read_npz
+            from smelt.data.npz_arrays import read_npz
 
             # stored with the batch axis first; an array that is the same in every call has none
             axes = {name: axis and 0 for name, axis in self._timed_runner.signature.input_batch_axes.items()}
@@ -93,7 +98,7 @@ class TimingWorker:
 
     def _truncate_prompts(self, request: dict[str, Any]) -> WorkerAnswer:
         """Cut prompts for a language model."""
-        from smelt.evaluate.latency.timing_prompts import truncate_prompts
+        from smelt.evaluate.latency.settings import truncate_prompts
 
         assert self._timed_runner is not None
         lengths = request["prompt_tokens"], request["new_tokens"]
@@ -105,8 +110,8 @@ class TimingWorker:
 
         call_ms is the median call; whole is whether the pass was completed.
         """
-        from smelt.runtime.batch import Batch
-        from smelt.runtime.generate.settings import GenerationSettings
+        from smelt.data.batch import Batch
+        from smelt.generation.config import GenerationSettings
 
         assert self._timed_runner is not None
         self._generation = GenerationSettings.model_validate(request["generation"])
@@ -149,8 +154,8 @@ class TimingWorker:
             assert self._timed_runner is not None
             self._timed_runner.run(self._array_inputs[id(group)])
             return
-        from smelt.runtime.class_predictions import predictions_from_logits
-        from smelt.runtime.predict_texts import class_logits, embed_texts, generate_texts
+        from smelt.runtimes.predict_texts import class_logits, embed_texts, generate_texts
+        from smelt.runtimes.runner import predictions_from_logits
 
         runner: Any = self._timed_runner
         if self._task == SENTENCE_SIMILARITY:
@@ -163,7 +168,7 @@ class TimingWorker:
 
     def _output_token_count(self, texts: int) -> int:
         """Return the number of output tokens of the last batch, which its texts do not contain."""
-        from smelt.runtime.generate.generation_config import resolve_generation
+        from smelt.generation.config import resolve_generation
 
         assert self._generation is not None
         if self._task in (*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, CUSTOM_TASK):
@@ -288,3 +293,116 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_clock_ns = time.perf_counter_ns
+
+
+class TimedRunner:
+    """Wraps a runner and records when its graph is called and when it has returned.
+
+    The time before the first graph call is tokenizing (of images: reading, decoding, resizing), the time
+    after the last one is detokenizing, or a classifier's softmax and labels; so nothing is left over. The
+    overhead is two clock readings per graph call, below a microsecond.
+
+    batch: the last input of the model.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.batch: Batch | ImageBatch | None = None
+        self._timestamps: list[int] = []
+        self._steps = 0
+        self._first = self._last = 0
+        self._graph_call: tuple[str, dict[str, Any]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Batch | ImageBatch) -> Logits:
+        """Call the runner's `forward`."""
+        self.batch = batch
+        self._timestamps.append(_clock_ns())
+        logits: Logits = self._runner.forward(batch)
+        self._timestamps.append(_clock_ns())
+        return logits
+
+    def encode(self, batch: Batch) -> Any:
+        """Call the runner's `encode`."""
+        self.batch = batch
+        self._timestamps.append(_clock_ns())
+        state = self._runner.encode(batch)
+        self._timestamps.append(_clock_ns())
+        return state
+
+    def decode_step(self, state: Any, tokens: Tokens) -> Logits:
+        """Call the runner's `decode_step`."""
+        logits: Logits = self._runner.decode_step(state, tokens)
+        self._last = _clock_ns()
+        if not self._steps:
+            self._first = self._last
+        self._steps += 1
+        return logits
+
+    def generate_sequences(self, graph: str, batch: Batch, feeds: dict[str, Any]) -> Tokens:
+        """Call the runner's `generate_sequences`."""
+        self.batch, self._graph_call = batch, (graph, feeds)
+        self._timestamps.append(_clock_ns())
+        found: Tokens = self._runner.generate_sequences(graph, batch, feeds)
+        self._timestamps.append(_clock_ns())
+        prompt = batch.input_ids.shape[1] if self._runner.chunked_prefill else 1
+        self._steps = found.shape[1] - prompt
+        return found
+
+    def start_call(self) -> int:
+        """Reset the times of the previous call; return the time, ns."""
+        self._timestamps.clear()
+        self._steps = 0
+        self._graph_call = None
+        return _clock_ns()
+
+    @property
+    def last_graph_call(self) -> tuple[str, Batch, dict[str, Any]] | None:
+        """Return the last inputs of a graph with the generation loop; None for other models."""
+        if self._graph_call is None or not isinstance(self.batch, Batch):
+            return None
+        graph, feeds = self._graph_call
+        return graph, self.batch, feeds
+
+    def first_token_ms(self, asked: tuple[str, Batch, dict[str, Any]]) -> float:
+        """Repeat `last_graph_call` for one token only; return ms."""
+        graph, batch, feeds = asked
+        one = {**feeds, "max_new_tokens": np.array(1)}
+        begin = _clock_ns()
+        self._runner.generate_sequences(graph, batch, one)
+        return _ms(_clock_ns() - begin)
+
+    def call_parts(self, begin: int, end: int) -> list[float] | None:
+        """Return the parts of a call from `start_call` to `end` (ns), in ms.
+
+        Of a graph with the generation loop: before it; its part; number of further tokens of the longest
+        text; after it. Of other generating models: before the encoder, or a language model's prompt; the
+        encoder or prompt; until the first token; all further tokens; their number (steps, so the longest
+        text's); after the last one. Of a classifier: before the model; the model; after it. None where the
+        model was not called exactly once.
+        """
+        if len(self._timestamps) != 2:
+            return None
+        asked, answered = self._timestamps
+        if self._graph_call is not None:
+            steps = float(self._steps - 1)
+            return [_ms(asked - begin), _ms(answered - asked), steps, _ms(end - answered)]
+        if not self._steps:
+            return [_ms(asked - begin), _ms(answered - asked), _ms(end - answered)]
+        return [
+            _ms(asked - begin),
+            _ms(answered - asked),
+            _ms(self._first - answered),
+            _ms(self._last - self._first),
+            float(self._steps - 1),
+            _ms(end - self._last),
+        ]
+
+
+def _ms(nanoseconds: int) -> float:
+    return nanoseconds / 1e6

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.core.data import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 from smelt.evaluate.report.schema import (
     ClassifierTimings,

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import RunError
-from smelt.export.generation_graph.graph_builder import GraphBuilder
-from smelt.export.generation_graph.hoist_nodes import GraphConstants, GraphLevel
-from smelt.runtime.generate.shortlist import ALWAYS_TENSOR, SHORTLIST_FILE, TABLE_TENSOR
+from smelt.export.generation_graph.graph_builder import GraphBuilder, GraphConstants, GraphLevel
+from smelt.generation.shortlist import ALWAYS_TENSOR, SHORTLIST_FILE, TABLE_TENSOR
 
 # operators that compute logits, and their inputs with a vocabulary axis, with that axis
 _VOCABULARY_AXES: dict[str, dict[int, int]] = {
@@ -88,7 +87,7 @@ def _external_tensor(folder: Path, name: str) -> Any:
     from onnx import TensorProto, helper
     from onnx.external_data_helper import set_external_data
 
-    from smelt.runtime.models.weight_files import read_header
+    from smelt.models.weight_files import read_header
 
     path = folder / SHORTLIST_FILE
     entry = read_header(path)[name]
@@ -212,7 +211,7 @@ def _unpack_bits(b: GraphBuilder, packed: str, bits: int, most: int | str) -> st
 def _rounded_activations(b: GraphBuilder, states: str, asked: Mapping[str, Any]) -> str:
     """Return float32 [R, K] rounded as a MatMulNBits with these attributes rounds its input.
 
-    At accuracy level 4 blocks of g are rounded to int8 (`runtime/schemes/common/groupwise.py`).
+    At accuracy level 4 blocks of g are rounded to int8 (`smelt/quantization/groupwise.py`).
     """
     if asked.get("accuracy_level", 0) != 4:
         return states

@@ -13,8 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from smelt.export.generation_graph.graph_builder import GraphBuilder, LoopCarried
-from smelt.export.generation_graph.hoist_nodes import GraphLevel, hoist_nodes, names_at
+from smelt.export.generation_graph.graph_builder import (
+    GraphBuilder,
+    GraphLevel,
+    LoopCarried,
+    hoist_nodes,
+    names_at,
+)
 from smelt.export.generation_graph.shortlist_head import ShortlistHead, gather_shortlist
 
 

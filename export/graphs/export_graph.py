@@ -23,28 +23,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smelt.core.errors import InputError, RunError
-from smelt.core.memory import gc_paused
+from smelt.core.system import gc_paused
 from smelt.core.text import with_article
-from smelt.export.graphs.attention_modules import attention_modules, exportable_attention, pack_projections
-from smelt.export.graphs.attention_ops import AttentionScope
+from smelt.export.graph_files import deduplicate_matrices
+from smelt.export.graphs.attention import (
+    AttentionScope,
+    attention_modules,
+    exportable_attention,
+    pack_projections,
+)
 from smelt.export.graphs.cache_op_registry import cached_op_registry
-from smelt.export.graphs.decoder_only_graph import decoder_only_graph
+from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.graph_spec import GraphSpec
 from smelt.export.graphs.rewrite_rules_by_op import rewrite_rules_by_op
 from smelt.export.graphs.seq2seq_graphs import seq2seq_graphs
 from smelt.export.graphs.single_trace import single_trace
 from smelt.export.graphs.skip_unused_metadata import skip_unused_metadata
 from smelt.export.graphs.type_promotion import fast_type_promotion
-from smelt.export.weights.deduplicate import deduplicate_matrices
-from smelt.families.registry import FAMILIES_BY_TASK, family_of
-from smelt.runtime.causal import NUM_LOGITS_INPUT, is_causal
-from smelt.runtime.embedder import EMBEDDING_OUTPUT
-from smelt.runtime.images.image_batch import PIXEL_VALUES
-from smelt.runtime.layers import emit
-from smelt.runtime.layers.quantized import QuantizedEmbedding, is_quantized
-from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
-from smelt.runtime.models.sentence_model import encoder_result, is_sentence_model
-from smelt.runtime.predict_texts import uses_token_types
+from smelt.generation.runners import NUM_LOGITS_INPUT, is_causal
+from smelt.models.edits import fold_batch_norms
+from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
+from smelt.models.sentence_model import encoder_result, is_sentence_model
+from smelt.quantization import emit
+from smelt.quantization.layers import QuantizedEmbedding, is_quantized
+from smelt.runtimes.images import PIXEL_VALUES
+from smelt.runtimes.predict_texts import uses_token_types
+from smelt.runtimes.runner import EMBEDDING_OUTPUT
 
 _ATTENTION_NAME = "smelt"  # transformers has no mask for this name, so it builds none
 

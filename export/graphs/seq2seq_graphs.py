@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.export.graphs.attention_modules import AttentionModule, attention_modules, exportable_attention
-from smelt.export.graphs.attention_ops import AttentionScope, PackedLinear, split_heads
+from smelt.export.graphs.attention import (
+    AttentionModule,
+    AttentionScope,
+    PackedLinear,
+    attention_modules,
+    exportable_attention,
+    exportable_norms,
+    split_heads,
+)
 from smelt.export.graphs.graph_spec import GraphSpec
-from smelt.export.graphs.norm_ops import exportable_norms
-from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.quantization.layers import QuantizedLinear
 
 
 class Seq2SeqEncoder(nn.Module):

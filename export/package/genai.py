@@ -15,7 +15,7 @@ from smelt.core.files import read_json_object, write_json
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
-    from smelt.runtime.generate.generation_config import GenerationConfig
+    from smelt.generation.config import GenerationConfig
 
 GENAI_CONFIG_FILE, _GRAPH = "genai_config.json", "model.onnx"
 # any decoder-only model whose inputs and outputs are named in the config
@@ -69,7 +69,7 @@ class GenaiFormat:
         Raises:
             InputError: layers of different shapes, a tokenizer without tokenizer.json, or no end token.
         """
-        from smelt.export.package.hub.initial_caches import require_float_caches
+        from smelt.export.package.hub_files import require_float_caches
 
         require_float_caches(artifact.path, _GRAPH.removesuffix(".onnx"), "onnxruntime-genai")
         _cache_shapes(artifact.path)
@@ -89,8 +89,8 @@ class GenaiFormat:
         Raises:
             InputError: this runtime does not support the run's generation settings.
         """
-        from smelt.export.package.one_file.tokenize_nodes import special_tokens_around
-        from smelt.runtime.text.open_tokenizer import open_tokenizer
+        from smelt.export.package.one_file.text_nodes import special_tokens_around
+        from smelt.models.open_tokenizer import open_tokenizer
 
         config = read_json_object(artifact.path / "config.json")
         decoding = _generation_config(artifact.path, origin.generation)
@@ -132,7 +132,7 @@ def genai_config(source: Path, config: dict[str, Any], decoding: GenerationConfi
         config: the model's Hugging Face config.
         decoding: the generation settings.
     """
-    from smelt.runtime.text.length_limits import NO_LIMIT, position_limit
+    from smelt.models.length_limits import NO_LIMIT, position_limit
 
     layers, heads, width = _cache_shapes(source)
     queries = int(config.get("num_attention_heads") or config["n_head"])
@@ -184,9 +184,8 @@ def _generation_config(source: Path, generation: Any) -> GenerationConfig:
     Raises:
         InputError: the config cannot express a rule.
     """
-    from smelt.runtime.generate.generation_config import resolve_generation
-    from smelt.runtime.generate.settings import GenerationSettings
-    from smelt.runtime.runner import read_model_files
+    from smelt.generation.config import GenerationSettings, resolve_generation
+    from smelt.runtimes.runner import read_model_files
 
     model: Any = read_model_files(source)
     found = resolve_generation(GenerationSettings(**generation), model)

@@ -1,30 +1,83 @@
-"""The format `huggingface`: a folder that `from_pretrained` of transformers opens, with a model card."""
+"""The format `huggingface`: a folder that `from_pretrained` of transformers opens, with a model card.
+
+Write the front matter of a model card, with scores in the form `model-index`.
+
+Source: huggingface_hub's repocard_data.py, `eval_results_to_model_index`.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import TEXT_TASKS
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.export.package.hub.generate_arguments import generate_arguments
-from smelt.export.package.hub.model_card import card_front_matter
-from smelt.export.package.hub.tokenizer_files import (
+from smelt.data.splits import TEXT_TASKS
+from smelt.export.package.hub_files import (
     FAST_TOKENIZER_CLASS,
     TOKENIZER_CONFIG_FILE,
     extra_requirements,
+    generate_arguments,
     portable_tokenizer_config,
     preprocessing_notes,
     with_prefix,
 )
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
-from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.runtime.models.structure import read_edits
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.models.structure import read_edits
+
+_TAGS = {"language-modeling": "text-generation"}  # all other tasks have the Hub's own names
+_CARD = " (its model card)"
+
+
+def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
+    """Return YAML: licence, library, task and scores.
+
+    Args:
+        task: as in a recipe.
+        origin: the artifact's origin.
+        library: the library that opens the folder.
+    """
+    import yaml
+
+    tag = _TAGS.get(task, task)
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": tag, "tags": ["smelt"]}
+    front |= _hub_licence(origin.licence)
+    scores = [score for score in origin.scores if score.value is not None]
+    if scores:
+        data = origin.data or origin.split
+        found = [
+            {"type": s.key, "value": s.value, "name": f"{s.metric} {s.text} of {s.n:,}", "args": s.signature}
+            for s in scores
+        ]
+        result = {
+            "task": {"type": tag, "name": task},
+            "dataset": {"type": _slug(data), "name": data, "split": origin.split},
+            "metrics": [one | {"args": {"signature": one["args"]}} for one in found],
+        }
+        front["model-index"] = [{"name": origin.run or "model", "results": [result]}]
+    text: str = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _hub_licence(text: str | None) -> dict[str, str]:
+    """Return the licence in the Hub's terms; `other` with a name if it is not one of them."""
+    if text is None:
+        return {}
+    word = text.removesuffix(_CARD)
+    if re.fullmatch(r"[a-z0-9][a-z0-9.\-]*", word):
+        return {"license": word}
+    return {"license": "other", "license_name": _slug(word)}
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._/-]+", "-", text).strip("-") or "data"
+
 
 # kinds of edits that config.json cannot describe, and the stage that makes them
 _EDIT_DESCRIPTIONS = {

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import ClassVar
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SENTENCE_SIMILARITY
 from smelt.core.files import read_json_object
-from smelt.export.package.hub.generate_arguments import generate_arguments
-from smelt.export.package.hub.tokenizer_files import (
+from smelt.data.splits import SENTENCE_SIMILARITY
+from smelt.export.package.hub_files import (
     copy_tokenizer_files,
     extra_requirements,
+    generate_arguments,
     preprocessing_notes,
     with_prefix,
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
-from smelt.runtime.causal import is_causal
-from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.runtime.text.sentence_files import SENTENCE_FILES
+from smelt.generation.runners import is_causal
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.models.text_rules import SENTENCE_FILES
 
 ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH, MODEL_GRAPH = "encoder_model", "decoder_with_past_model", "model"
 FIRST_DECODER_GRAPH, MERGED_DECODER_GRAPH = "decoder_model", "decoder_model_merged"
@@ -47,7 +47,7 @@ class OptimumFormat:
         Raises:
             InputError: it would create other caches than the graph accepts.
         """
-        from smelt.export.package.hub.initial_caches import require_cache_per_layer, require_float_caches
+        from smelt.export.package.hub_files import require_cache_per_layer, require_float_caches
 
         graph = DECODER_WITH_PAST_GRAPH if exported_model_kind(artifact) == "seq2seq" else MODEL_GRAPH
         require_float_caches(artifact.path, graph, "Optimum")
@@ -98,10 +98,9 @@ def _write_encoder_decoder(source: Path, folder: Path) -> None:
     """
     import onnx
 
-    from smelt.export.graph_files import external_data_path, read_graph
-    from smelt.export.package.hub.initial_caches import accept_any_empty_cache
-    from smelt.export.package.hub.optimum_decoders import optimum_graphs
-    from smelt.export.weights.share_weights import share_weights
+    from smelt.export.graph_files import external_data_path, read_graph, share_weights
+    from smelt.export.package.hub_files import accept_any_empty_cache
+    from smelt.export.package.optimum_decoders import optimum_graphs
 
     graphs = [
         read_graph(source / f"{name}.onnx", values=False) for name in (ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH)
@@ -127,9 +126,8 @@ def _write_model(source: Path, folder: Path, kind: str) -> None:
     import onnx
 
     from smelt.export.graph_files import external_data_names, read_graph
-    from smelt.export.package.hub.hidden_states import add_hidden_states_output
-    from smelt.export.package.hub.initial_caches import accept_any_empty_cache
-    from smelt.export.package.hub.optimum_decoders import name_batch
+    from smelt.export.package.hub_files import accept_any_empty_cache
+    from smelt.export.package.optimum_decoders import add_hidden_states_output, name_batch
 
     path = folder / f"{MODEL_GRAPH}.onnx"
     model = read_graph(source / path.name, values=False)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TEXT_TASKS
 from smelt.core.messages import Message
+from smelt.data.splits import TEXT_TASKS
 
 
 @dataclass(frozen=True)

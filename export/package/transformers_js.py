@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.export.package.hub.tokenizer_files import (
+from smelt.export.package.hub_files import (
     BERT_TOKENIZER_CLASS,
     FAST_TOKENIZER_CLASS,
     TOKENIZER_CONFIG_FILE,
@@ -27,8 +27,8 @@ from smelt.export.package.optimum import (
     exported_model_kind,
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
-from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.runtime.text.tokenizer_info import read_tokenizer_info
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.models.tokenizer import read_tokenizer_info
 
 ONNX_FOLDER = "onnx"
 _PACKAGE = "@huggingface/transformers@4"
@@ -58,7 +58,7 @@ class TransformersJsFormat:
         Raises:
             InputError: the tokenizer needs Python, or transformers.js would create other caches.
         """
-        from smelt.export.package.hub.initial_caches import require_cache_per_layer, require_float_caches
+        from smelt.export.package.hub_files import require_cache_per_layer, require_float_caches
 
         graph = DECODER_WITH_PAST_GRAPH if exported_model_kind(artifact) == "seq2seq" else MODEL_GRAPH
         require_float_caches(artifact.path, graph, "transformers.js")
@@ -104,7 +104,7 @@ def transformers_js_dtype(graphs: Any) -> str:
     """Return the dtype of the weights of onnx.ModelProtos in terms of transformers.js: one of `_SUFFIX`."""
     from onnx import helper
 
-    from smelt.runtime.schemes.registry import quantized_operators
+    from smelt.quantization.schemes.registry import quantized_operators
 
     found, quantized = set(), quantized_operators()
     for model in graphs:
@@ -122,8 +122,7 @@ def transformers_js_dtype(graphs: Any) -> str:
 def _named_graphs(source: Path, kind: str) -> dict[str, Any]:
     """Return the graphs by their names, with their weights."""
     from smelt.export.graph_files import read_graph
-    from smelt.export.package.hub.hidden_states import add_hidden_states_output
-    from smelt.export.package.hub.optimum_decoders import name_batch, optimum_graphs
+    from smelt.export.package.optimum_decoders import add_hidden_states_output, name_batch, optimum_graphs
 
     if kind == "seq2seq":
         encoder, decoder = (
@@ -162,7 +161,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
         said["tokenizer_class"] = BERT_TOKENIZER_CLASS if details.types else FAST_TOKENIZER_CLASS
         write_json(folder / TOKENIZER_CONFIG_FILE, said)
         return
-    from smelt.export.package.hub.marian_tokenizer_json import write_marian_tokenizer_json
+    from smelt.export.package.marian_tokenizer_json import write_marian_tokenizer_json
 
     write_marian_tokenizer_json(source, folder)
     words = {place: word for word, place in details.added.items()}

@@ -1,17 +1,193 @@
-"""Write a package: the parts common to all formats."""
+"""Write a package: the parts common to all formats.
+
+Create a folder atomically: complete or not at all.
+
+Check whether a package format supports an artifact; if not, suggest artifacts and formats that fit.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+import secrets
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from smelt.core.artifact import CHECKSUMS_FILE, MANIFEST, Artifact, FileRecord, is_ignorable_file
-from smelt.core.files import folder_size, sha256_of, write_json
+from smelt.core.errors import InputError, RunError
+from smelt.core.files import (
+    folder_size,
+    fsync_path,
+    read_json_object,
+    seconds_since_written,
+    sha256_of,
+    write_json,
+)
 from smelt.core.messages import Message
-from smelt.export.package.atomic_folder import atomic_folder
+from smelt.core.store.locks import STALE_AFTER_S, heartbeat, is_active
+from smelt.core.text import with_article
 from smelt.export.package.package_format import PackageFormat, PackageOrigin, UsageNotes
 from smelt.export.package.readme import make_readme
+
+FILE_MODE, FOLDER_MODE = 0o644, 0o755
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+# ... as libraries of Rust and C++ report it, in errors of their own
+_DISK_FULL_MESSAGES = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
+_PART_SUFFIX, _OWNER_SUFFIX = ".part", ".owner"
+_MAX_NAME_LENGTH = 80  # characters of the package's name in the name of the temporary folder
+
+
+def require_empty_destination(out: Path) -> None:
+    """Require that a folder can be created at `out`: nothing is there, or an empty folder.
+
+    Raises:
+        InputError: the path exists, or a parent is a file.
+    """
+    with translate_os_errors(out):
+        if out.is_symlink() or (out.exists() and not out.is_dir()):
+            raise InputError(
+                f"{out}: this path exists and is not a folder. Set another --out.",
+                code="not-a-folder",
+                file=str(out),
+            )
+        if out.is_dir() and any(out.iterdir()):
+            raise InputError(
+                f"{out}: this folder is not empty. Set another --out, or remove it first.",
+                code="folder-not-empty",
+                file=str(out),
+            )
+        if out.exists() and out.samefile(Path.cwd()):
+            raise InputError(
+                f"{out}: this is the current folder; a package needs a new one. Set --out to a new folder.",
+                code="current-folder",
+                file=str(out),
+            )
+        above = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
+        if not above.is_dir():
+            raise InputError(
+                f"{above}: this is a file, but {out} needs a folder there. Set another --out, or move the"
+                " file.",
+                code="parent-not-a-folder",
+                file=str(above),
+            )
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `out` that becomes `out` on exit; on an error nothing remains.
+
+    All files and folders get the modes 0644 and 0755, whatever the umask, because a container's user may read
+    them too. Folders of killed processes that were creating `out` are removed; a marker next to each folder
+    distinguishes them from those of running processes, as in the store (`smelt.core.store.locks`).
+
+    Raises:
+        InputError: `out` exists and is not empty, or cannot be written.
+        RunError: the disk is full.
+    """
+    out = out.absolute()
+    require_empty_destination(out)
+    missing = [parent for parent in out.parents if not parent.exists()]
+    beside = out.with_name(f".{out.name[:_MAX_NAME_LENGTH]}.{secrets.token_hex(4)}{_PART_SUFFIX}")
+    try:
+        with translate_os_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(out)
+            with heartbeat(beside.with_name(beside.name + _OWNER_SUFFIX)):
+                beside.mkdir()
+                yield beside
+                _finalize_files(beside)
+                with contextlib.suppress(FileNotFoundError):
+                    out.rmdir()  # an empty folder, which Windows does not replace by a rename
+                beside.rename(out)
+                fsync_path(out.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        for parent in missing:  # the deepest first; one that has been filled meanwhile is kept
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove unfinished packages of dead processes for `out`."""
+    name = re.compile(rf"\.{re.escape(out.name[:_MAX_NAME_LENGTH])}\.[0-9a-f]{{8}}{re.escape(_PART_SUFFIX)}")
+    for found in [
+        path for path in out.parent.iterdir() if name.fullmatch(path.name.removesuffix(_OWNER_SUFFIX))
+    ]:
+        part = found.with_name(found.name.removesuffix(_OWNER_SUFFIX))
+        marker = part.with_name(part.name + _OWNER_SUFFIX)
+        at_work = is_active(marker) if marker.exists() else seconds_since_written(part) < STALE_AFTER_S
+        if not at_work:
+            shutil.rmtree(part, ignore_errors=True)
+            marker.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def translate_os_errors(out: Path) -> Iterator[None]:
+    """Convert errors of the file system below `out` to smelt's.
+
+    Raises:
+        InputError: a file cannot be read, written or created.
+        RunError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL_ERRORS:
+            raise _disk_full_error(out) from error
+        where = Path(os.fsdecode(error.filename) if error.filename else out)
+        # the temporary folder has a name that the user does not know
+        where = out.parent if where.name.endswith((_PART_SUFFIX, _OWNER_SUFFIX)) else where
+        why = error.strerror or str(error)
+        raise InputError(
+            f"{where}: {why}. Nothing was written to {out}. Set another --out.",
+            code="unwritable-path",
+            file=str(where),
+        ) from error
+    except Exception as error:
+        if not any(words in str(error).lower() for words in _DISK_FULL_MESSAGES):
+            raise
+        raise _disk_full_error(out) from error
+
+
+def _disk_full_error(out: Path) -> RunError:
+    return RunError(
+        f"{out}: the disk is full{_free_space(out)}. The package was not written. Free disk space, or set"
+        " another --out.",
+        code="disk-full",
+        file=str(out),
+    )
+
+
+def _free_space(out: Path) -> str:
+    there = next((parent for parent in out.parents if parent.exists()), None)
+    with contextlib.suppress(OSError):
+        return "" if there is None else f" ({shutil.disk_usage(there).free:,} bytes are free)"
+    return ""
+
+
+def _finalize_files(folder: Path) -> None:
+    """Set the modes of all files and flush them to the disk.
+
+    Raises:
+        RunError: the package contains a link.
+    """
+    for path in (folder, *sorted(folder.rglob("*"))):
+        if path.is_symlink():
+            raise RunError(
+                f"{path.name}: this file is a link; a package must contain regular files only.",
+                code="link-in-package",
+                file=path.name,
+            )
+        if os.name != "nt":
+            path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
+        fsync_path(path)
+
 
 README_FILE = "README.md"
 
@@ -79,3 +255,83 @@ def _write_checksums(folder: Path) -> None:
     """Write the SHA-256 of every file as `sha256sum` does."""
     lines = [f"{sha256_of(path)}  {path.relative_to(folder).as_posix()}\n" for path in _package_files(folder)]
     (folder / CHECKSUMS_FILE).write_bytes("".join(lines).encode())
+
+
+class UnsupportedFormat(NamedTuple):
+    """The reason why a format does not support an artifact.
+
+    code, text: of the error. needs_export: whether another export of the model may be supported.
+    """
+
+    code: str
+    text: str
+    needs_export: bool = False
+
+
+def unsupported_format(package_format: PackageFormat, artifact: Artifact) -> UnsupportedFormat | None:
+    """Return why `package_format` does not support `artifact`; None if it does.
+
+    Properties that no export changes are checked first, so that no useless step is suggested.
+    """
+    takes, manifest = package_format.supported, artifact.manifest
+    made, target = artifact.format, manifest.details.get("target")
+    if takes.tasks is not None and manifest.task not in takes.tasks:
+        return UnsupportedFormat(
+            "unsupported-task",
+            f"its task is {manifest.task}; this format supports {_join_words(takes.tasks)}.",
+        )
+    family = read_json_object(artifact.path / "config.json").get("model_type")
+    if takes.families is not None and family not in takes.families:
+        text = f"its model family is {family}; this format supports {_join_words(takes.families)}."
+        return UnsupportedFormat("unsupported-family", text)
+    if made not in takes.formats:
+        text = f"it is {with_article(made)} artifact; this format supports {_join_words(takes.formats)}."
+        return UnsupportedFormat("unsupported-format", text, needs_export=True)
+    if takes.targets is not None and target not in takes.targets:
+        text = f"it was exported for {target}; this format supports {_join_words(takes.targets)}."
+        return UnsupportedFormat("unsupported-target", text, needs_export=True)
+    try:
+        package_format.check(artifact)
+    except InputError as error:
+        return UnsupportedFormat(error.code, str(error))
+    return None
+
+
+def require_supported(
+    package_format: PackageFormat,
+    artifact: Artifact,
+    name: str,
+    forms: Iterable[PackageFormat],
+    run: Mapping[str, Artifact],
+) -> None:
+    """Require that `package_format` supports `artifact`, which the user named `name`.
+
+    Args:
+        package_format: the requested format.
+        artifact: the artifact to package.
+        name: the path that the user gave.
+        forms: all formats.
+        run: the other artifacts of the same run, by their steps.
+
+    Raises:
+        InputError: it does not; names artifacts of this run that fit, and the formats that support the
+            artifact.
+    """
+    why = unsupported_format(package_format, artifact)
+    if why is None:
+        return
+    said = [f"{name} cannot be packaged as '{package_format.name}': {why.text.strip()}"]
+    if others := [step for step, other in run.items() if unsupported_format(package_format, other) is None]:
+        steps = f"step{'s' * (len(others) > 1)} {_join_words(others)}"
+        said.append(f"This format supports the {steps} of the same run (artifacts/{others[0]}).")
+    elif why.needs_export and package_format.supported.hint:
+        said.append(package_format.supported.hint)
+    if fitting := [other.name for other in forms if unsupported_format(other, artifact) is None]:
+        said.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
+    raise InputError(" ".join(said), code=why.code)
+
+
+def _join_words(words: Iterable[str]) -> str:
+    """Return "a", "a and b", or "a, b and c"; a set in alphabetical order."""
+    found = sorted(words) if isinstance(words, frozenset) else list(words)
+    return " and ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else "".join(found)

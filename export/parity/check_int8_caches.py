@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import external_data_names, read_graph, write_graph
-from smelt.export.parity.graph_calls import TensorsByName, run_graph_calls
+from smelt.export.parity.operator_checks import TensorsByName, run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference
-from smelt.runtime.backends.backend import past_input_name
+from smelt.runtimes.backend import past_input_name
 
 AnyArray = NDArray[Any]
 # a quotient near a half may round to either side if a rotation is summed in another order
@@ -109,7 +109,7 @@ def _open_with_outputs(folder: Path, name: str, model: Any, asked: list[_Attenti
     """Open `model` with inputs and outputs of its attentions as outputs; `folder` has its weights."""
     from onnx import ValueInfoProto
 
-    from smelt.runtime.backends.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     known = {value.name for value in (*model.graph.input, *model.graph.output, *model.graph.initializer)}
     read = [name for one in asked for name in (*one.node.input[:3], one.node.input[10], one.node.output[0])]

@@ -14,21 +14,21 @@ from torch import Tensor
 from smelt.core.errors import MissingDependencyError, ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.graphs.graph_spec import GraphSpec
-from smelt.export.parity.check_constants import check_constants
-from smelt.export.parity.dequantized_copy import make_dequantized_copy
+from smelt.export.parity.dequantized_copy import check_constants, make_dequantized_copy
 from smelt.export.parity.locate_mismatch import locate_first_mismatch
 from smelt.export.parity.operator_checks import check_operators
-from smelt.export.parity.tolerances import LOGITS_TOLERANCES, check_output
 from smelt.export.parity.torch_reference import (
+    LOGITS_TOLERANCES,
     ExactReference,
     TorchReference,
+    check_output,
     logits_for,
     round_weights_,
     run_exact,
 )
-from smelt.runtime.backends.device import cuda_device_count
-from smelt.runtime.backends.onnx_session import open_onnx_session
-from smelt.runtime.schemes.scheme import GRAPH_TARGETS
+from smelt.quantization.scheme import GRAPH_TARGETS
+from smelt.runtimes.device import cuda_device_count
+from smelt.runtimes.onnx_session import open_onnx_session
 
 DifferencesByGraph = dict[str, dict[str, float]]
 
@@ -245,7 +245,7 @@ def _open_runner(subject: ExportedModel, folder: Path, dtype: str) -> Iterator[A
         MissingDependencyError: the target's runtime is not installed.
         ParityError: it cannot open or run them.
     """
-    from smelt.runtime.backends.open_runner import open_folder
+    from smelt.runtimes.registry import open_folder
 
     try:
         # an engine rounds differently and takes minutes to build: here the graph is checked, not TensorRT

@@ -2,6 +2,11 @@
 
 A quantized operator becomes a float32 matrix multiplication with its dequantized weights; a graph in fp16
 computes in float32. Everything else (masks, biases, connections) is unchanged.
+
+Compare the constants of a graph bit for bit with the tensors of their layers.
+
+Exporters name constants after the tensors of the module. A changed scale, a bias of zeros or a table of
+positions with a wrong offset is found here without any arithmetic, however little it would change an output.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from torch import Tensor, nn
 
+from smelt.core.errors import ParityError
 from smelt.export.graph_files import external_data_names, read_graph, write_graph
 from smelt.export.precision.convert_to_half import onnx_type, values_of_type
-from smelt.runtime.backends.openvino_module import ACTIVATION_BLOCKS
-from smelt.runtime.schemes.registry import replace_with_float_nodes
-from smelt.runtime.text.sentence_files import MODULES_FILE
+from smelt.models.text_rules import MODULES_FILE
+from smelt.quantization.schemes.registry import replace_with_float_nodes
+from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 
 _HALF_TYPES = (onnx_type("fp16"), onnx_type("bf16"))
 
@@ -167,3 +174,62 @@ def _widen_tensor(tensor: Any) -> None:
         values = numpy_helper.to_array(tensor).astype("<f4")
         tensor.ClearField("int32_data")
         tensor.data_type, tensor.raw_data = TensorProto.FLOAT, np.ascontiguousarray(values).tobytes()
+
+
+def check_constants(graph: str, model: Any, module: nn.Module, folder: Path) -> int:
+    """Compare the constants of a graph with the tensors of the exported module.
+
+    Args:
+        graph: name of the graph, for the message.
+        model: its onnx.ModelProto; external weights need not be loaded.
+        module: the exported module.
+        folder: the folder of the graph.
+
+    Returns:
+        The number of compared constants.
+
+    Raises:
+        ParityError: one has other values than its tensor, or fewer: only rows of maximum length would show
+            that a table lacks its last entries.
+    """
+    from onnx import numpy_helper
+
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    compared = 0
+    for constant in model.graph.initializer:
+        tensor = tensors.get(constant.name)
+        if tensor is None:
+            continue
+        values = numpy_helper.to_array(constant, base_dir=str(folder))
+        expected = tensor.detach().cpu().numpy()
+        if expected.dtype == np.float32 and values.dtype.itemsize == 2:  # fp16, bf16
+            expected = expected.astype(values.dtype)
+        if expected.size != values.size:
+            _raise_size_mismatch(graph, constant.name, list(expected.shape), list(values.shape))
+        if expected.shape != values.shape or expected.dtype != values.dtype:
+            continue  # an optimizer changed its layout
+        compared += 1
+        if not np.array_equal(expected, values):
+            _raise_value_mismatch(graph, model, constant.name, int((expected != values).sum()), values.size)
+    return compared
+
+
+def _raise_size_mismatch(graph: str, name: str, expected: list[int], found: list[int]) -> None:
+    raise ParityError(
+        f"{graph}: the constant '{name}' has the shape {found}, but its tensor in the model has"
+        f" {expected}: the numbers of values differ.",
+        code="shape-mismatch",
+        file=f"{graph}.onnx",
+    )
+
+
+def _raise_value_mismatch(graph: str, model: Any, name: str, differ: int, size: int) -> None:
+    layer, _, word = name.rpartition(".")
+    readers = [f"'{node.name}' ({node.op_type})" for node in model.graph.node if name in node.input]
+    raise ParityError(
+        f"{graph}: the constant '{name}' of node {', '.join(readers[:3]) or '(none)'} differs from"
+        f" {word or name} of its layer{f' {layer}' if layer else ''} in {differ:,} of {size:,} values.",
+        code="constant-mismatch",
+        file=f"{graph}.onnx",
+    )

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.graphs.graph_spec import GraphSpec
-from smelt.export.parity.graph_calls import GraphCall, TensorsByName, run_graph_calls
-from smelt.export.parity.tolerances import LOGITS_TOLERANCES
-from smelt.export.parity.torch_reference import TorchReference, run_exact
-from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.export.parity.operator_checks import GraphCall, TensorsByName, run_graph_calls
+from smelt.export.parity.torch_reference import LOGITS_TOLERANCES, TorchReference, run_exact
+from smelt.quantization.layers import QuantizedLinear
 
 
 class LayerLocation(NamedTuple):
@@ -133,7 +132,7 @@ def _open_with_outputs(folder: Path, name: str, values: list[str]) -> Any:
     """Open the graph `name` with the named values as additional outputs."""
     from onnx import ValueInfoProto
 
-    from smelt.runtime.backends.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     path = folder / f"{name}.onnx"
     model = read_graph(path)

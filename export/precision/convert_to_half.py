@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import RunError
+from smelt.data.batch import ENCODER_OUTPUTS
 from smelt.export.precision.value_types import (
     is_control_flow,
     iter_graphs,
@@ -24,8 +25,7 @@ from smelt.export.precision.value_types import (
     output_types,
     value_types,
 )
-from smelt.runtime.batch import ENCODER_OUTPUTS
-from smelt.runtime.third_party.graph_structure import all_nodes, subgraphs
+from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
 
 # names of precisions in messages
 _WORDS = {"fp16": "float16", "bf16": "bfloat16"}

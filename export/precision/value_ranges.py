@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from smelt.data.batch import Batch
 from smelt.export.graph_files import external_data_names, read_graph
-from smelt.export.parity.graph_calls import run_graph_calls
+from smelt.export.parity.operator_checks import run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference
 from smelt.export.precision.convert_to_half import values_of_type
 from smelt.export.precision.value_types import is_control_flow, iter_graphs, node_key, opset_versions
-from smelt.runtime.batch import Batch
-from smelt.runtime.images.image_batch import ImageBatch
-from smelt.runtime.third_party.graph_structure import normalized_domain, subgraphs
+from smelt.runtimes.images import ImageBatch
+from smelt.runtimes.third_party.graph_structure import normalized_domain, subgraphs
 
 MAX_OUTPUT_PREFIX, SUM_PREFIX = "smelt.largest.", "smelt.sum."
 # whose inputs are summed; of the last one, their squares
@@ -96,7 +96,7 @@ def open_with_measurements(model: Any, folder: Path, name: str, threads: int | N
     import onnx
     from onnx import TensorProto, helper
 
-    from smelt.runtime.backends.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     floats = values_of_type(model)
     path = folder / f"{name}.onnx"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from smelt.runtime.third_party.graph_structure import normalized_domain, subgraphs
+from smelt.runtimes.third_party.graph_structure import normalized_domain, subgraphs
 
 # operators with supported inner graphs; those of others (BeamSearch) are not changed
 CONTROL_FLOW_OPS = ("If", "Loop", "Scan")

@@ -13,8 +13,8 @@ from typing import Any
 from smelt.core.errors import RunError
 from smelt.core.messages import Message
 from smelt.export.tensorrt.preflight import TensorrtProblem, load_graph, preflight
-from smelt.runtime.third_party.isolated_process import IsolatedProcessError, run_isolated
-from smelt.runtime.third_party.validate_graph import validation_limits
+from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
+from smelt.runtimes.third_party.validate_graph import validation_limits
 
 _MAX_PROBLEMS = 20
 _REEXPORT_HINT = "Copy it again, or export the model again."
@@ -52,8 +52,8 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
 
 def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
     """Yield the tensors that are not stored as the file declares, and broken connections."""
-    from smelt.runtime.third_party.graph_structure import structure_problems
-    from smelt.runtime.third_party.tensors import tensor_problems
+    from smelt.runtimes.third_party.graph_files import tensor_problems
+    from smelt.runtimes.third_party.graph_structure import structure_problems
 
     yield from tensor_problems(model, path)
     yield from structure_problems(model)

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import RunError
-from smelt.export.tensorrt.optimization_profile import ProfileShapes, profile_shapes
+from smelt.export.tensorrt.build_engine import ProfileShapes, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile, load_graph
 from smelt.export.tensorrt.profile_ranges import profile_ranges
-from smelt.export.tensorrt.provider_settings import ProviderSettings
-from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, RTX_PROVIDER
-from smelt.runtime.backends.ort_tensorrt.provider_options import (
-    ProviderOptions,
-    format_shapes,
-    write_provider_options,
-)
+from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.runtimes.ort_tensorrt_options import ProviderOptions, format_shapes, write_provider_options
+from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, RTX_PROVIDER
 
 if TYPE_CHECKING:
     from smelt.core.stage import Context
@@ -45,7 +41,7 @@ def export_provider_options(
         InputError: there are no data to compute lengths from, and no lengths are set.
         RunError: the sizes do not fit a graph.
     """
-    from smelt.runtime.backends.tensorrt_sidecar import graph_hash
+    from smelt.runtimes.tensorrt_sidecar import graph_hash
 
     [ranges], limit = profile_ranges(source, settings.as_tensorrt_settings(), ctx, "onnx: {engine: {%s}}")
     provider = PROVIDERS[target]

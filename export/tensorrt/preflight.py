@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import RunError
-from smelt.export.tensorrt.optimization_profile import DIMENSION_NAMES, ProfileShapes
+from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes
 from smelt.export.tensorrt.rules.checked_graph import TensorrtProblem, read_checked_graph
 from smelt.export.tensorrt.rules.rule_table import run_rules
 from smelt.export.tensorrt.rules.value_rules import missing_external_data
-from smelt.runtime.third_party.graph_io import UNNAMED_DIMENSIONS
+from smelt.runtimes.third_party.graph_files import UNNAMED_DIMENSIONS
 
 __all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]
 

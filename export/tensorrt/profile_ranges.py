@@ -1,4 +1,10 @@
-"""Return the lengths and batch sizes that engines are built for, from the data or the recipe."""
+"""Return the lengths and batch sizes that engines are built for, from the data or the recipe.
+
+Return the sizes for engines of third-party graphs: ranges by axis, independent of axis names.
+
+For inputs of texts axis 0 is the batch and axis 1 the length. For arrays one axis is the batch; every other
+axis without a fixed size gets the size of the samples in the data.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Example, Task, input_texts
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
 from smelt.core.stage import Context
-from smelt.export.tensorrt.optimization_profile import SizeRange, causal_ranges, input_range, past_range
+from smelt.data.splits import (
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    TEXT_TO_TEXT_TASKS,
+    Example,
+    Task,
+    input_texts,
+)
+from smelt.export.tensorrt.build_engine import (
+    ProfileShapes,
+    SizeRange,
+    causal_ranges,
+    input_range,
+    past_range,
+)
 from smelt.export.tensorrt.settings import TensorrtSettings
 
 DimensionRanges = dict[str, SizeRange]
@@ -32,7 +51,7 @@ def profile_ranges(
         InputError: there are no data to compute lengths from and no lengths are set, or no profile covers all
             others.
     """
-    from smelt.runtime.text.length_limits import position_limit
+    from smelt.models.length_limits import position_limit
 
     config = load_json(folder / "config.json")
     limit = position_limit(config)
@@ -128,7 +147,7 @@ def max_output_tokens(folder: Path, task: Task) -> int:
     `max_length` counts the prompt too: a decoder's one start token, or a text. If the text alone is longer,
     generation uses its own default.
     """
-    from smelt.runtime.generate.generation_config import MAX_NEW_TOKENS, GenerationConfig
+    from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig
 
     files = (folder / "generation_config.json", folder / "config.json")
     own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
@@ -142,9 +161,9 @@ def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtS
     """Return the largest number of input tokens: `lengths: {max}`, else the window of cut texts."""
     if settings.lengths is not None:
         return settings.lengths.max
-    from smelt.runtime.models.checkpoint import load_tokenizer
-    from smelt.runtime.text.length_limits import max_input_length
-    from smelt.runtime.text.text_windows import window_length
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.models.length_limits import max_input_length
+    from smelt.models.text_windows import window_length
 
     windows = next((ctx.data[name].windows for name in _SPLIT_ORDER if name in ctx.data), None)
     return window_length(windows, max_input_length(load_tokenizer(folder), config))
@@ -154,8 +173,8 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     """Return the lengths in tokens of the inputs, and of the references if texts are generated."""
     if not examples:
         return [], []
-    from smelt.runtime.models.checkpoint import load_tokenizer
-    from smelt.runtime.predict_texts import encode_texts
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.runtimes.predict_texts import encode_texts
 
     tokenizer = load_tokenizer(folder)
     texts, pairs = input_texts(examples, task)
@@ -165,3 +184,82 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     references = [e.references[0] for e in examples if e.references]
     targets = tokenizer(text_target=references, verbose=False)["input_ids"] if references else []
     return inputs, [len(ids) for ids in targets]
+
+
+_THIRD_PARTY_RANGES_SPLIT_ORDER = ("calibration", "validation", "train")
+
+
+def third_party_ranges(
+    folder: Path, settings: TensorrtSettings, ctx: Context
+) -> tuple[list[DimensionRanges], int | None]:
+    """Return for each profile the range of the batch, and of each further axis of each input by `NAME.AXIS`.
+
+    Raises:
+        InputError: an axis has no fixed size, and there are no samples that a stage may use.
+    """
+    if ctx.task != CUSTOM_TASK:
+        return profile_ranges(folder, settings, ctx)
+    from smelt.runtimes.third_party.signature import read_signature
+
+    rows = next(
+        (ctx.data[place].arrays for place in _THIRD_PARTY_RANGES_SPLIT_ORDER if place in ctx.data), None
+    )
+    sizes: DimensionRanges = {}
+    batches: list[str] = []
+    for value in read_signature(folder).inputs:
+        for axis, said in enumerate(value.shape or ()):
+            if isinstance(said, int):
+                continue
+            if axis == value.axis:
+                batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch for texts too
+                continue
+            if rows is None:
+                raise InputError(
+                    f"tensorrt: the input '{value.name}' has dynamic axes, and there are no calibration"
+                    " samples to take their sizes from. Add data: {calibration: FILE.npz}.",
+                    code="no-calibration-data",
+                )
+            # there the axis of the samples is the first
+            place = axis if value.axis is None or axis > value.axis else axis + 1
+            size = int(rows.values[value.name].shape[place])
+            sizes[f"{value.name}.{axis}"] = SizeRange(size, size, size)
+    made: list[DimensionRanges] = []
+    for part in settings.each_profile():
+        batch = SizeRange(1, part.opt_batch_size, part.max_batch_size)
+        made.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
+    largest_profile(made)
+    return made, None
+
+
+def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
+    """Return min, opt and max shape of every input of an ONNX model with an axis without a fixed size.
+
+    Raises:
+        RunError: an input has more such axes than texts have.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer}
+    shapes: ProfileShapes = {}
+    for value in model.graph.input:
+        said = value.type.tensor_type.shape.dim
+        if value.name in weights or all(d.dim_value > 0 for d in said):
+            continue
+        axes = [_axis_range(value.name, axis, size, ranges, graph) for axis, size in enumerate(said)]
+        shapes[value.name] = (
+            tuple(r.min for r in axes), tuple(r.opt for r in axes), tuple(r.max for r in axes),
+        )  # fmt: skip
+    return shapes
+
+
+def _axis_range(name: str, axis: int, said: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
+    if said.dim_value > 0:
+        return SizeRange(said.dim_value, said.dim_value, said.dim_value)
+    known = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
+    known = known or (ranges.get("input") if axis == 1 else None)
+    if known is None:
+        raise RunError(
+            f"{graph}: axis {axis} of input '{name}' is dynamic, and no size is known for it. Export the"
+            " graph with a fixed size.",
+            code="unknown-axis-size",
+            file=graph,
+        )
+    return known

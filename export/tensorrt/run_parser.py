@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from smelt.core.child_process import child_environment, python_command
+from smelt.core.system import child_environment, python_command
 
 _TIMEOUT_SECONDS = 300
 
@@ -28,7 +28,7 @@ class ParserResult(NamedTuple):
 
 def run_parser(path: Path) -> ParserResult:
     """Parse `path` with the installed TensorRT; if it cannot run, return the reason."""
-    from smelt.runtime.backends.tensorrt_module import find_tensorrt
+    from smelt.runtimes.tensorrt_module import find_tensorrt
 
     name = find_tensorrt()
     if name is None:
@@ -57,7 +57,7 @@ def _parse_here(path: Path) -> ParserResult:
     """Parse `path` in this process."""
     from smelt.core.errors import SmeltError
     from smelt.export.tensorrt.build_engine import make_builder, parse_onnx
-    from smelt.runtime.backends.tensorrt_module import import_tensorrt, make_logger
+    from smelt.runtimes.tensorrt_module import import_tensorrt, make_logger
 
     try:
         trt = import_tensorrt()

@@ -8,18 +8,28 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import ALL_TASKS, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.tensorrt.build_engine import BuildOptions, build_engine, timing_cache_path
-from smelt.export.tensorrt.optimization_profile import ProfileShapes, SizeRange, profile_shapes
+from smelt.data.splits import ALL_TASKS, Task
+from smelt.export.tensorrt.build_engine import (
+    BuildOptions,
+    ProfileShapes,
+    SizeRange,
+    build_engine,
+    profile_shapes,
+    timing_cache_path,
+)
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
-from smelt.export.tensorrt.profile_ranges import largest_profile, profile_ranges
+from smelt.export.tensorrt.profile_ranges import (
+    largest_profile,
+    profile_ranges,
+    third_party_ranges,
+    third_party_shapes,
+)
 from smelt.export.tensorrt.settings import TensorrtSettings
-from smelt.export.tensorrt.third_party_ranges import third_party_ranges, third_party_shapes
-from smelt.runtime.backends.tensorrt_module import import_tensorrt
-from smelt.runtime.backends.tensorrt_sidecar import (
+from smelt.runtimes.tensorrt_module import import_tensorrt
+from smelt.runtimes.tensorrt_sidecar import (
     EngineSidecar,
     current_gpu,
     external_data_files,
@@ -194,7 +204,7 @@ def copy_graph(path: Path, out: Path) -> None:
 
 def _copy_other_files(src: Path, out: Path) -> None:
     """Copy config, generation config and tokenizer: all files that are not a graph or its weights."""
-    from smelt.runtime.models.checkpoint import copy_tokenizer
+    from smelt.models.checkpoint import copy_tokenizer
 
     for name in ("config.json", "generation_config.json"):
         if (src / name).is_file():

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.messages import Message, warning
-from smelt.core.readers.npz_arrays import SampleArrays
-from smelt.runtime.third_party.isolated_process import IsolatedProcessError, run_isolated
-from smelt.runtime.third_party.signature import GraphSignature
-from smelt.runtime.third_party.trial_run import read_feeds, trial_limits, write_feeds
+from smelt.data.npz_arrays import SampleArrays
+from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
+from smelt.runtimes.third_party.signature import GraphSignature
+from smelt.runtimes.third_party.trial_run import read_feeds, trial_limits, write_feeds
 
 # Samples run together: for an `If` on their sum, 1 in 128 draws of 8 takes the same branch for all.
 COMPARED_SAMPLES = 8
@@ -86,7 +86,7 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, str]:
 
     arguments: the graph's file, that of the samples, the names of its inputs and the axes of all, as JSON.
     """
-    from smelt.runtime.backends.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     feeds, axes = read_feeds(*arguments[1:3]), json.loads(arguments[3])
     count = next(v.shape[axes[n]] for n, v in feeds.items() if v.ndim and axes[n] is not None)

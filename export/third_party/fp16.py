@@ -11,10 +11,10 @@ import numpy as np
 from pydantic import Field
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import ALL_TASKS, Task
 from smelt.core.errors import ParityError
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.third_party.copy_model_files import copy_model_files, ordered_graphs
+from smelt.data.splits import ALL_TASKS, Task
+from smelt.export.third_party.normalize_graph import copy_model_files, ordered_graphs
 
 _MAX_NAMED_NODES = 3
 # RMS difference in standard deviations of an output; float16 rounding gives 0.0005.
@@ -89,7 +89,7 @@ class Fp16:
         from smelt.export.third_party.normalize_graph import normalize_graph
         from smelt.export.third_party.output_comparison import OutputComparison
         from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
-        from smelt.runtime.third_party.signature import read_batch_axes
+        from smelt.runtimes.third_party.signature import read_batch_axes
 
         require_third_party(src, self.name)
         models = {path: normalize_graph(path) for path in ordered_graphs(src)}
@@ -163,7 +163,7 @@ def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
     from smelt.export.precision.value_types import node_key, node_types, opset_versions
-    from smelt.runtime.third_party.graph_structure import all_nodes
+    from smelt.runtimes.third_party.graph_structure import all_nodes
 
     always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
     nodes = list(all_nodes(model.graph.node))
@@ -191,7 +191,7 @@ def _crashing_transposes(nodes: list[Any]) -> set[str]:
 def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
     """Return the first outputs of the nodes with inputs, outputs or sums near or above float16's range."""
     from smelt.export.graph_files import write_graph
-    from smelt.export.precision.select_fp32 import FP16_MAX, FP16_SAFE_MAX
+    from smelt.export.precision.half_graphs import FP16_MAX, FP16_SAFE_MAX
     from smelt.export.precision.value_ranges import (
         MAX_OUTPUT_PREFIX,
         SUM_PREFIX,
@@ -200,7 +200,7 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
     )
     from smelt.export.precision.value_types import node_key
     from smelt.export.third_party.graph_samples import cast_feeds
-    from smelt.runtime.third_party.graph_structure import all_nodes, subgraphs
+    from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:
         write_graph(model, Path(folder, name))  # weights may have been moved to a file, so it is read again

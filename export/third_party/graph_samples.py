@@ -1,4 +1,9 @@
-"""Collect samples for a graph: those of the recipe's data, as a runner inputs them, with real padding."""
+"""Collect samples for a graph: those of the recipe's data, as a runner inputs them, with real padding.
+
+Record the inputs of the graphs of a model that generates, step by step on real texts.
+
+Shapes: R = rows, P = cached tokens, H = heads, d = width of a head.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
 from smelt.core.errors import InputError, RunError
-from smelt.core.readers.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 from smelt.core.stage import Context
-from smelt.runtime.batch import Batch
-from smelt.runtime.classifier import MODEL_GRAPH
-from smelt.runtime.third_party.graph_runner import GraphRunner
-from smelt.runtime.third_party.signature import TensorSpec, read_batch_axes, read_signature
+from smelt.data.batch import Batch
+from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
+from smelt.data.splits import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
+from smelt.generation.runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
+from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, past_input_name
+from smelt.runtimes.runner import MODEL_GRAPH
+from smelt.runtimes.third_party.graph_runner import GraphRunner
+from smelt.runtimes.third_party.signature import TensorSpec, read_batch_axes, read_signature
 
 Feeds = dict[str, NDArray[Any]]
 # Samples on which a new graph is tried in a subprocess.
@@ -42,7 +49,7 @@ def collect_samples(
         count: maximum number of samples.
         at_once: samples per call; a graph whose batch is fixed gets that number.
     """
-    from smelt.runtime.backends.open_runner import open_runner
+    from smelt.runtimes.registry import open_runner
 
     with open_runner(src, ctx.threads, "cpu") as runner:
         if src.manifest.task == CUSTOM_TASK:
@@ -119,10 +126,9 @@ def _random_input(value: TensorSpec, rows: int, random: np.random.Generator) -> 
 
 
 def _text_samples(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[dict[str, list[Feeds]], bool]:
-    from smelt.core.data import input_texts
-    from smelt.export.third_party.generation_samples import record_generation_feeds
-    from smelt.runtime.causal import is_causal
-    from smelt.runtime.predict_texts import encode_texts, pad_batch
+    from smelt.data.splits import input_texts
+    from smelt.generation.runners import is_causal
+    from smelt.runtimes.predict_texts import encode_texts, pad_batch
 
     split = next((ctx.data[place] for place in SPLIT_ORDER if place in ctx.data), None)
     texts, pairs = (
@@ -182,7 +188,7 @@ def iter_graph_outputs(path: Path, feeds: list[Feeds], threads: int | None) -> I
     Raises:
         RunError: ONNX Runtime cannot open or run it.
     """
-    from smelt.runtime.backends.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_session import open_onnx_session
 
     try:
         session = open_onnx_session(path, threads or 1)
@@ -206,7 +212,7 @@ def require_runnable(path: Path, feeds: list[Feeds]) -> None:
     from onnx import TensorProto
 
     from smelt.export.graph_files import read_graph
-    from smelt.runtime.third_party.trial_run import trial_run
+    from smelt.runtimes.third_party.trial_run import trial_run
 
     graph = read_graph(path, values=False).graph
     weights = {tensor.name for tensor in graph.initializer}
@@ -307,3 +313,70 @@ def _relative_difference(got: NDArray[Any], wanted: NDArray[Any]) -> float:
     a, b = got[there].astype(np.float64), wanted[there].astype(np.float64)
     spread = float(b.std()) if b.size > 1 else 0.0
     return float(np.abs(a - b).max(initial=0.0)) / (spread or float(np.abs(b).max(initial=0.0)) or 1.0)
+
+
+_STEPS = 4  # tokens generated for a batch
+_NUMPY_DTYPES = {10: np.float16}  # of ONNX; all other caches are float32
+
+
+def record_generation_feeds(runner: Any, batch: Batch) -> dict[str, list[Feeds]]:
+    """Return by graph its inputs while the first tokens of a batch are decoded greedily.
+
+    batch: padded on the right; for a language model one text without padding.
+    """
+    if not runner.config.get("is_encoder_decoder"):
+        return {MODEL_GRAPH: list(_decoder_feeds(runner, batch))}
+    source = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    return {ENCODER_GRAPH: [source], DECODER_GRAPH: list(_encoder_decoder_feeds(runner, batch, source))}
+
+
+def _encoder_decoder_feeds(runner: Any, batch: Batch, source: Feeds) -> Iterator[Feeds]:
+    cross = runner.backend.call(ENCODER_GRAPH, source)
+    held = {past_input_name(name): value for name, value in cross.items() if name.startswith(PRESENT_PREFIX)}
+    rows = len(batch.input_ids)
+    held |= _empty_caches(runner.folder / f"{DECODER_GRAPH}.onnx", rows, set(held))
+    said = (runner.generation_config, runner.config)
+    start = next(
+        (s["decoder_start_token_id"] for s in said if s.get("decoder_start_token_id") is not None), 0
+    )
+    tokens = np.full((rows, 1), start, dtype=np.int64)
+    for _ in range(_STEPS):
+        feeds = {"input_ids": tokens, "encoder_attention_mask": batch.attention_mask} | held
+        yield feeds
+        found = runner.backend.call(DECODER_GRAPH, feeds)
+        tokens = found["logits"].argmax(-1).reshape(rows, 1)
+        held |= {
+            past_input_name(name): value for name, value in found.items() if name.startswith(PRESENT_PREFIX)
+        }
+
+
+def _decoder_feeds(runner: Any, batch: Batch) -> Iterator[Feeds]:
+    most = max(1, runner.text.max_input_length - _STEPS)  # generated tokens need positions too
+    tokens, mask = batch.input_ids[:, :most], batch.attention_mask[:, :most]
+    rows = len(tokens)
+    held = _empty_caches(runner.folder / f"{MODEL_GRAPH}.onnx", rows, set())
+    for _ in range(_STEPS):
+        places = position_ids(mask)[:, -tokens.shape[1] :]
+        feeds = {"input_ids": tokens, "attention_mask": mask, "position_ids": places} | held
+        yield feeds
+        found = runner.backend.call(MODEL_GRAPH, feeds)
+        tokens = found["logits"][:, -1:].argmax(-1).reshape(rows, 1)
+        mask = np.concatenate([mask, np.ones_like(tokens)], axis=1)
+        held = {
+            past_input_name(name): value for name, value in found.items() if name.startswith(PRESENT_PREFIX)
+        }
+
+
+def _empty_caches(path: Path, rows: int, present: set[str]) -> Feeds:
+    """Return empty caches [R, H, 0, d] for the inputs of the graph in `path` that are not `present`."""
+    from smelt.export.graph_files import read_graph
+
+    found = {}
+    for value in read_graph(path, values=False).graph.input:
+        if value.name.startswith(PAST_PREFIX) and value.name not in present:
+            kind = value.type.tensor_type
+            _, heads, _, width = (size.dim_value for size in kind.shape.dim)
+            found[value.name] = np.zeros(
+                (rows, heads, 0, width), _NUMPY_DTYPES.get(kind.elem_type, np.float32)
+            )
+    return found

@@ -5,16 +5,28 @@
   default value of an input.
 - Weights of inner graphs (If, Loop, Scan) are moved to the outermost graph, where quantizers find them.
 - Value names are unique. Two branches of an If may use the same name; here they do not.
+
+Rename values and nodes whose names ONNX Runtime's quantizers could create themselves.
+
+For a value `x` they create `x_scale`, `x_quantized`, `x_DequantizeLinear` and so on. They do not check
+whether the graph already has such a name, as one with the inputs `image` and `image_scale` does. The result
+is then an invalid graph, or one that reads another value. New nodes are named after the original node, so in
+a graph with inner graphs (If, Loop, Scan) each node needs a unique name.
+
+Copy the files that are not graphs, and the details of the model, from one artifact to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
 from smelt.export.graph_files import read_graph
-from smelt.runtime.third_party.graph_structure import all_nodes, subgraphs
+from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
 
 _LISTED = 4  # since this IR version an initializer need not be an input
 _MATRIX = 2  # dimensions
@@ -125,3 +137,137 @@ def _hoist_matrices(body: Any, outermost: Any) -> None:
                 body.node.remove(node)
         for inside in subgraphs(node):
             _hoist_matrices(inside, outermost)
+
+
+def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple[Path, dict[str, str]]:
+    """Return the graph in `path`, or a copy in `folder` without such names, and the map for `restore_names`.
+
+    Args:
+        path: an ONNX file; names in its inner graphs are unique.
+        folder: an empty one for the copy.
+        keep: names of nodes that are not changed.
+    """
+    from smelt.export.graph_files import read_graph, write_graph
+
+    bare = read_graph(path, values=False).graph
+    values, nodes = _value_names(bare), _node_names(bare)
+    taken = values | nodes
+    clashing = sorted({one for name in taken for one in _conflicting_prefixes(name) if one in values})
+    nodes_too = sorted(
+        {name for name in nodes if any(one in taken for one in _conflicting_prefixes(name))} - {*keep}
+    )
+    nested = any(subgraphs(node) for node in bare.node)
+    if not clashing and not nodes_too and not nested:
+        return path, {}
+    new = {name: _unused_name(name, taken) for name in clashing}
+    model = read_graph(path)
+    _rename_values(model.graph, new)
+    _rename_nodes(model.graph, {name: _unused_name(name, taken) for name in nodes_too})
+    if nested:
+        _make_node_names_unique(model.graph, {*keep}, taken)
+    write_graph(model, folder / path.name)
+    return folder / path.name, {after: before for before, after in new.items()}
+
+
+def restore_names(model: Any, names: Mapping[str, str]) -> None:
+    """Give the values of the quantized `model` the names that `rename_reserved` changed."""
+    if names:
+        _rename_values(model.graph, names)
+
+
+def _conflicting_prefixes(name: str) -> list[str]:
+    """Return the names for which the quantizers could create `name`; they append no numbers."""
+    places = (at for at, letter in enumerate(name) if letter == "_")
+    return [name[:at] for at in places if at and not name[at + 1 :].isdigit()]
+
+
+def _unused_name(name: str, taken: set[str]) -> str:
+    """Return an unused name that is not a prefix of another one, and add it to `taken`."""
+    number = 0
+    while any(other.startswith(f"{name}.{number}") for other in taken):
+        number += 1
+    taken.add(f"{name}.{number}")
+    return f"{name}.{number}"
+
+
+def _value_names(graph: Any) -> set[str]:
+    names = {value.name for value in (*graph.input, *graph.initializer)}
+    names |= {sparse.values.name for sparse in graph.sparse_initializer}
+    for node in graph.node:
+        names.update(name for name in node.output if name)
+        for inside in subgraphs(node):
+            names |= _value_names(inside)
+    return names
+
+
+def _node_names(graph: Any) -> set[str]:
+    names = {node.name for node in graph.node if node.name}
+    return names.union(*(_node_names(inside) for node in graph.node for inside in subgraphs(node)))
+
+
+def _rename_values(graph: Any, names: Mapping[str, str]) -> None:
+    tensors = [*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)]
+    for value in (*graph.input, *graph.output, *graph.value_info, *tensors):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+        for inside in subgraphs(node):
+            _rename_values(inside, names)
+
+
+def _rename_nodes(graph: Any, names: Mapping[str, str]) -> None:
+    for node in graph.node:
+        node.name = names.get(node.name, node.name)
+        for inside in subgraphs(node):
+            _rename_nodes(inside, names)
+
+
+def _make_node_names_unique(graph: Any, keep: set[str], taken: set[str]) -> None:
+    """Give unused names to nodes without a name, and to all but the first node with the same name."""
+    seen, begin = set(keep), _unused_name("node", taken)
+    for number, node in enumerate(all_nodes(graph.node)):
+        if node.name not in keep:
+            if not node.name or node.name in seen:
+                node.name = f"{begin}.{node.op_type}.{number}"
+            seen.add(node.name)
+
+
+_GRAPH_SUFFIXES = (".onnx", ".onnx_data")
+_COPIED_DETAILS = (
+    "foreign",
+    "target",
+    "dtype",
+    "opset",
+    "producer",
+    "parameters",
+    "scheme",
+    "tokenizer",
+    "licence",
+)
+
+
+def ordered_graphs(src: Artifact) -> list[Path]:
+    """Return the graphs of `src` in the order in which they are called."""
+    return sorted(
+        (src.path / name for name in src.manifest.files if name.endswith(_GRAPH_SUFFIXES[0])),
+        key=lambda path: not path.stem.startswith("encoder"),
+    )
+
+
+def copy_model_files(src: Artifact, ctx: Context) -> None:
+    """Copy config, tokenizer and signature of `src` into `ctx.out`, and its details."""
+    for name in src.manifest.files:
+        if not name.endswith(_GRAPH_SUFFIXES):
+            (ctx.out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(src.path / name, ctx.out / name)
+    ctx.details.update(
+        {word: src.manifest.details[word] for word in _COPIED_DETAILS if word in src.manifest.details}
+    )
+
+
+def copy_graphs(src: Artifact, ctx: Context) -> None:
+    """Copy the graph of `src` and its weights without changes."""
+    for name in src.manifest.files:
+        if name.endswith(_GRAPH_SUFFIXES):
+            shutil.copyfile(src.path / name, ctx.out / name)

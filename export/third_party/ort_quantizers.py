@@ -1,25 +1,262 @@
-"""Run ONNX Runtime's quantizers with the nodes that must remain float and the calibrated ranges."""
+"""Run ONNX Runtime's quantizers with the nodes that must remain float and the calibrated ranges.
+
+Calibrate the range of each activation on samples, as onnxruntime.quantization computes it.
+
+onnxruntime keeps every activation of every sample until the last one, and requires all samples to have one
+shape. Here samples are run twice: first for the minimum and maximum, then, if the method needs them, for
+histograms of that range. That gives onnxruntime's histogram of all samples at once in the memory of one call.
+The thresholds are computed by its own HistogramCollector.
+
+The settings of `quantize-onnx`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from smelt.core.stage import Context
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from smelt.core.errors import SettingError
+from smelt.core.stage import Context, Settings
 from smelt.export.precision.value_types import iter_graphs
-from smelt.export.third_party.calibrate_activations import ActivationCalibration, calibrate_activations
-from smelt.export.third_party.float_nodes import (
+from smelt.export.third_party.prepare_for_quantizer import (
     float_only_nodes,
+    has_huge_values,
     masked_values,
     unfused_activations,
     unquantizable_nodes,
 )
-from smelt.export.third_party.quantize_settings import QuantizeOnnxSettings
-from smelt.runtime.schemes.registry import DEFAULT_SCHEME
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
+
+CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
+Feeds = dict[str, NDArray[Any]]
+# onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).
+_HISTOGRAM_BINS = {"entropy": 128, "percentile": 2048}
+_LEVELS, _PERCENTILE = 128, 99.999
+
+
+class ActivationCalibration:
+    """The result of calibration.
+
+    ranges: an onnxruntime TensorsData for the quantizer. huge: values without a range, because they were
+    infinite or nearly so on the samples.
+    """
+
+    def __init__(self, ranges: Any, huge: set[str]) -> None:
+        self.ranges, self.huge = ranges, huge
+
+
+def calibrate_activations(
+    path: Path,
+    operators: Sequence[str],
+    method: CalibrationMethodName,
+    feeds: Sequence[Feeds],
+    exclude: Collection[str],
+    folder: Path,
+) -> ActivationCalibration:
+    """Return the calibration ranges of the inputs and outputs of nodes of `operators` in the graph `path`.
+
+    Args:
+        path: an ONNX file.
+        operators: operator types.
+        method: minmax, entropy or percentile.
+        feeds: the samples, call by call; calls may have different shapes.
+        exclude: values that need no range.
+        folder: an empty one for files.
+    """
+    from onnxruntime.quantization import CalibrationMethod, TensorsData
+    from onnxruntime.quantization.calibrate import HistogramCollector
+
+    calls = _ActivationReader(path, operators, feeds, exclude, folder)
+    ends: dict[str, tuple[Any, Any, Any]] = {}
+    huge: set[str] = set()
+    for name, values in calls:
+        if has_huge_values(values):
+            huge.add(name)
+        elif values.size:
+            ends[name] = _merge_ranges(ends.get(name), values)
+    nothing = np.float32(0)
+    pairs = {name: ends.get(name, (nothing,) * 3)[:2] for name in calls.names if name not in huge}
+    kind = {
+        "minmax": CalibrationMethod.MinMax, "entropy": CalibrationMethod.Entropy,
+        "percentile": CalibrationMethod.Percentile,
+    }[method]  # fmt: skip
+    if method == "minmax" or not pairs:
+        return ActivationCalibration(TensorsData(CalibrationMethod.MinMax, pairs), huge)
+    absolute = method == "percentile"
+    collector = HistogramCollector(method, absolute, _HISTOGRAM_BINS[method], _LEVELS, _PERCENTILE, "same")
+    histograms = _histograms(calls, ends, _HISTOGRAM_BINS[method], absolute, huge)
+    collector.histogram_dict = {
+        name: (*histogram, *ends[name][:2], ends[name][2]) for name, histogram in histograms.items()
+    }
+    found: dict[str, Any] = {}
+    if histograms:
+        with redirect_stdout(StringIO()):
+            found = collector.compute_collection_result()
+    # constant values, and values too close to each other for bins, keep their minimum and maximum
+    known = {name: found.get(name, (*pair, np.zeros(1), np.zeros(1))) for name, pair in pairs.items()}
+    return ActivationCalibration(TensorsData(kind, known), huge)
+
+
+class _ActivationReader:
+    """Run the graph call by call and yield each value by its name; can be iterated more than once."""
+
+    def __init__(
+        self, path: Path, operators: Sequence[str], feeds: Sequence[Feeds], but: Collection[str], folder: Path
+    ) -> None:
+        from onnxruntime.quantization import CalibrationMethod, create_calibrator
+
+        from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
+
+        size = sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
+        made = create_calibrator(
+            path, list(operators), str(folder / "augmented.onnx"), CalibrationMethod.Percentile,
+            use_external_data_format=size > MAX_INLINE_BYTES,
+        )  # fmt: skip
+        self.names = sorted(set(made.tensors_to_calibrate) - set(but))
+        self._session = made.infer_session
+        self._feeds = feeds
+
+    def __iter__(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        from smelt.export.third_party.graph_samples import cast_feeds
+
+        kinds = {item.name: item.type for item in self._session.get_inputs()}
+        for one in self._feeds if self.names else ():
+            fed = cast_feeds(one, kinds)
+            for name, value in zip(self.names, self._session.run(self.names, fed), strict=True):
+                yield name, value.ravel()
+
+
+def _merge_ranges(before: tuple[Any, Any, Any] | None, values: NDArray[Any]) -> tuple[Any, Any, Any]:
+    """Return the minimum, the maximum and the smallest magnitude; NaN is ignored."""
+    if np.isnan(values).all():
+        return before or (np.float32(0),) * 3
+    low, high, least = np.nanmin(values), np.nanmax(values), np.nanmin(np.abs(values))
+    return (
+        (low, high, least) if before is None
+        else (min(before[0], low), max(before[1], high), min(before[2], least))
+    )  # fmt: skip
+
+
+def _histograms(
+    calls: _ActivationReader,
+    ends: dict[str, tuple[Any, Any, Any]],
+    bins: int,
+    absolute: bool,
+    huge: Collection[str],
+) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+    """Return counts and edges of the bins of each value, or of its magnitudes if `absolute`."""
+    found: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+    narrow: set[str] = set()
+    for name, values in calls:
+        if name in huge or name in narrow or name not in ends:
+            continue
+        low, high, least = ends[name]
+        most = max(abs(low), abs(high))
+        seen = values[~np.isnan(values)]
+        try:
+            counts, edges = np.histogram(
+                np.abs(seen) if absolute else seen, bins, range=(least, most) if absolute else (-most, most)
+            )
+        except ValueError:  # numpy: too many bins for the range, so nearly all values are equal
+            narrow.add(name)
+            found.pop(name, None)
+            continue
+        found[name] = (counts + found[name][0] if name in found else counts, edges.astype(np.float32))
+    return found
+
+
+if TYPE_CHECKING:
+    GraphScheme = str
+else:
+    GraphScheme = Literal[GRAPH_SCHEMES]
+
+# Conv would become ConvInteger, which uses one thread and does not support int8 weights on the CPU.
+_DYNAMIC_OPS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "Gather")
+# ReLU and Clip are fused into a convolution, which is faster and rounds once less. Others lose more than they
+# gain: Add and Softmax raise the error of MiniLM from 0.17 to 0.6 of its standard deviation
+# (docs/measurements/own-onnx.md).
+_STATIC_OPS = ("Conv", "MatMul", "Gemm", "Relu", "Clip")
+# A graph without any of these has nothing to quantize.
+WEIGHTED_OPS = (*_DYNAMIC_OPS, "Conv", "ConvTranspose")
+
+
+class QuantizeOnnxSettings(Settings):
+    """Settings of `quantize-onnx`."""
+
+    scheme: GraphScheme = Field(
+        default=DEFAULT_SCHEME,
+        description="int8-dynamic: activation ranges at run time; int8-static: calibrated (needed for"
+        " convolutions)",
+    )
+    calibration_method: Literal["minmax", "entropy", "percentile"] = Field(
+        default="minmax",
+        description=f"{STATIC_SCHEME}: calibration of activation ranges",
+    )
+    calibration_samples: int = Field(
+        default=128,
+        ge=1,
+        le=100_000,
+        description=f"{STATIC_SCHEME}: from calibration, else validation, train",
+    )
+    per_channel: bool = Field(default=True, description="one weight scale per output channel")
+    target: Literal["ort-cpu", "tensorrt"] = Field(
+        default="ort-cpu",
+        description=f"{STATIC_SCHEME}: ort-cpu: uint8 activations; tensorrt: symmetric int8",
+    )
+    op_types: tuple[str, ...] = Field(
+        default=(),
+        description="operators to quantize; default by scheme",
+    )
+    exclude: tuple[str, ...] = Field(default=(), description="names of nodes kept in float32")
+    max_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest root mean square error of an output, in its standard deviations; default by"
+        " scheme",
+    )
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if not self.uses_calibration and self.calibration_method != "minmax":
+            raise SettingError(
+                f"calibration_method is for {STATIC_SCHEME}; {self.scheme} computes activation ranges at run"
+                " time. Remove calibration_method",
+                code="settings-conflict",
+            )
+        if self.target in find_scheme(self.scheme).unsupported_targets:
+            raise SettingError(
+                f"TensorRT does not support dynamic quantization. Set scheme: {STATIC_SCHEME}",
+                code="unsupported-target",
+            )
+        return self
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether activation ranges come from calibration samples."""
+        return find_scheme(self.scheme).requires_calibration
+
+    @property
+    def quantized_op_types(self) -> list[str]:
+        """The operators to quantize."""
+        return list(self.op_types or (_STATIC_OPS if self.uses_calibration else _DYNAMIC_OPS))
+
+    @property
+    def difference_limit(self) -> float:
+        """The largest difference from the float graph, in standard deviations of an output."""
+        return (
+            find_scheme(self.scheme).max_graph_error if self.max_difference is None else self.max_difference
+        )
+
 
 # Their outputs are rounded once less than those of a convolution: int8 consumers round their own inputs, and
 # all others (sums, norms, activations) compute in float anyway. MiniLM: less error and not slower.

@@ -1,6 +1,8 @@
 """Measure how far the outputs of a quantized graph are from the float graph's, and reject large errors.
 
 Shapes: R = rows of a call, K = classes.
+
+Remove outputs of a graph that are its inputs: ONNX Runtime's quantizer cannot sort a graph with them.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
-from smelt.core.readers.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 from smelt.core.stage import Context
+from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 
 Feeds = dict[str, NDArray[Any]]
 _LARGE_DIFFERENCE = 0.5  # fraction of the limit above which an error is reported as a warning
@@ -242,3 +245,49 @@ def _wilson_upper(share: float, n: int) -> float:
     spread = _Z_95**2 / n
     half = _Z_95 * sqrt(share * (1 - share) / n + spread / (4 * n))
     return (share + spread / 2 + half) / (1 + spread)
+
+
+PassthroughOutputs = list[tuple[int, Any]]
+
+
+def remove_passthrough_outputs(path: Path, folder: Path) -> tuple[Path, PassthroughOutputs]:
+    """Return the graph in `path`, or a copy in `folder` without outputs that are inputs, and these.
+
+    Returns:
+        The file, and for each removed output its index and onnx.ValueInfoProto. If a graph has no other
+        outputs, none are removed.
+    """
+    from smelt.export.graph_files import read_graph, write_graph
+
+    def passed_in(model: Any) -> PassthroughOutputs:
+        given = {value.name for value in model.graph.input}
+        return [(at, value) for at, value in enumerate(model.graph.output) if value.name in given]
+
+    bare = read_graph(path, values=False)
+    if not passed_in(bare) or len(passed_in(bare)) == len(bare.graph.output):
+        return path, []
+    model = read_graph(path)
+    passed = passed_in(model)
+    kept = [value for value in model.graph.output if value.name not in {one.name for _, one in passed}]
+    passed = [(at, _copy_value(value)) for at, value in passed]
+    kept = [_copy_value(value) for value in kept]
+    del model.graph.output[:]
+    model.graph.output.extend(kept)
+    folder.mkdir(exist_ok=True)
+    write_graph(model, folder / path.name)
+    return folder / path.name, passed
+
+
+def restore_passthrough_outputs(model: Any, passed: PassthroughOutputs) -> Any:
+    """Return the model with the removed outputs at their original indices."""
+    for at, value in passed:
+        model.graph.output.insert(at, value)
+    return model
+
+
+def _copy_value(value: Any) -> Any:
+    from onnx import ValueInfoProto
+
+    made = ValueInfoProto()
+    made.CopyFrom(value)
+    return made

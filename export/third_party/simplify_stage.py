@@ -11,13 +11,13 @@ import numpy as np
 from pydantic import Field
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import ALL_TASKS, Task
 from smelt.core.errors import RunError
-from smelt.core.memory import available_bytes
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.third_party.copy_model_files import copy_graphs, copy_model_files, ordered_graphs
-from smelt.runtime.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
+from smelt.core.system import available_bytes
+from smelt.data.splits import ALL_TASKS, Task
+from smelt.export.third_party.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
+from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
 
 _TOLERANCE = 1e-4  # largest difference, of an output's standard deviation
 _TOLERANCE_OF_MAX = 1e-5  # or of its largest value: a softmax over thousands of classes deviates by 0.01
@@ -171,7 +171,7 @@ def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | N
         require_runnable,
         run_onnx_graph,
     )
-    from smelt.runtime.third_party.signature import read_batch_axes
+    from smelt.runtimes.third_party.signature import read_batch_axes
 
     def size(path: Path) -> int:
         return sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())

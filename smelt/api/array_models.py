@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import CUSTOM_TASK, Split
-from smelt.core.data import Columns as _Columns
 from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.messages import error_message
-from smelt.core.readers.examples import read_split
-from smelt.core.readers.npz_arrays import (
+from smelt.data.examples import read_split
+from smelt.data.npz_arrays import (
     NPZ_SUFFIX,
     ArrayHeader,
     SampleArrays,
@@ -24,12 +22,14 @@ from smelt.core.readers.npz_arrays import (
     samples_first,
     write_npz,
 )
-from smelt.runtime.third_party.signature import GraphSignature, read_signature
+from smelt.data.splits import CUSTOM_TASK, Split
+from smelt.data.splits import Columns as _Columns
+from smelt.runtimes.third_party.signature import GraphSignature, read_signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from smelt.runtime.third_party.graph_runner import GraphRunner
+    from smelt.runtimes.third_party.graph_runner import GraphRunner
 
 
 def reads_arrays(folder: Path) -> bool:
@@ -81,7 +81,7 @@ def run_in_batches(runner: GraphRunner, arrays: SampleArrays, batch_size: int) -
         RunError: the graph fails, output sizes differ between batches, or an output of a batch of several
             samples has no batch axis (`unclear-rows`).
     """
-    from smelt.runtime.third_party.graph_runner import output_batch_axis, run_batches
+    from smelt.runtimes.third_party.graph_runner import output_batch_axis, run_batches
 
     parts = list(run_batches(runner, arrays, batch_size))
     if len(parts) == 1:
@@ -150,9 +150,9 @@ def _open_graph(
     folder: Path, data: Path | None, threads: int | None, device: str
 ) -> Iterator[tuple[GraphRunner, SampleArrays]]:
     """Yield a runner of the artifact in `folder`, and the samples in `data`."""
-    from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.third_party.artifact_safety import require_safe_artifact
-    from smelt.runtime.third_party.graph_runner import GraphRunner
+    from smelt.runtimes.registry import open_runner
+    from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+    from smelt.runtimes.third_party.graph_runner import GraphRunner
 
     artifact = read_artifact(folder)
     artifact.verify()
@@ -207,7 +207,7 @@ def prediction_lines(
     Raises:
         InputError: `folder` is not an artifact, or the samples do not fit it.
     """
-    from smelt.runtime.third_party.graph_runner import outputs_by_sample
+    from smelt.runtimes.third_party.graph_runner import outputs_by_sample
 
     with _open_graph(folder, None if texts else data, threads, device) as (runner, rows):
         found = outputs_by_sample(runner, rows, batch_size)

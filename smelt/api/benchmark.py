@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.core.errors import InputError
 from smelt.core.messages import messages_to_json
 from smelt.core.stage import Progress, no_progress
-from smelt.runtime.third_party.artifact_safety import require_safe_artifact
+from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -70,7 +70,7 @@ def time_artifacts(
         data: a table, or a file with one text per line (.txt); None: `STANDARD_TEXTS`.
         column: name of the column with the texts, if not that of a recipe.
         settings: settings of `smelt.evaluate.latency.LatencySettings`.
-        generation: settings of `smelt.runtime.generate.settings.GenerationSettings`.
+        generation: settings of `smelt.generation.config.GenerationSettings`.
         device: auto, cpu or cuda.
         progress: called after every round.
         trust_engine: as in `smelt.load`.
@@ -82,10 +82,10 @@ def time_artifacts(
     Raises:
         InputError: a folder is not an artifact, artifacts of different tasks, no texts, unknown settings.
     """
-    from smelt.api.loaded_model import parse_generation
+    from smelt.api.load import parse_generation
     from smelt.evaluate.environment import describe_environment
     from smelt.evaluate.latency import LatencySettings, measure_latency
-    from smelt.inspect.machine import artifact_device
+    from smelt.pipeline.inspect.machine import artifact_device
 
     artifacts = open_artifacts(folders)
     for artifact in artifacts.values():
@@ -137,7 +137,7 @@ def _timing_texts(
 ) -> Iterator[tuple[list[str], Path | None]]:
     """Yield the texts to measure; for arrays, the samples' indices and a file with the arrays."""
     if task == IMAGE_CLASSIFICATION:
-        from smelt.api.predict_inputs import read_examples
+        from smelt.api.predict import read_examples
 
         if data is None:
             raise InputError(
@@ -151,7 +151,7 @@ def _timing_texts(
         yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
         return
     from smelt.api.array_models import read_array_rows
-    from smelt.execute.latency_scores import timing_samples
+    from smelt.pipeline.execute.latency_scores import timing_samples
 
     with timing_samples(read_array_rows(data, artifact), settings) as (split, path):
         yield [example.text for example in split.examples], path
@@ -163,11 +163,11 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     Raises:
         InputError: the file cannot be read, has no such column, or contains no text.
     """
-    from smelt.core.data import Columns
     from smelt.core.errors import did_you_mean
-    from smelt.core.readers.file_rows import read_file_rows
-    from smelt.core.readers.text_files import data_suffix, read_text_file
-    from smelt.inspect.data_files import guess_column
+    from smelt.data.csv_rows import read_file_rows
+    from smelt.data.json_rows import data_suffix, read_text_file
+    from smelt.data.splits import Columns
+    from smelt.pipeline.inspect.data_files import guess_column
 
     if not path.is_file():
         code, what = (

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Split, Task
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, warning
+from smelt.data.splits import Split, Task
 
 Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
 
@@ -238,12 +238,12 @@ class Stage(Protocol[SettingsT_contra]):
         `needs_with(settings, given)` (see `stage_needs`).
     settings_type: the stage's own subclass of `Settings`.
     provides, invalidates: optional class methods of the settings: results of a step that a later one may
-        lose, by name, and results that a step loses, by name, with advice (smelt.planning.order.lost_work).
+        lose, by name, and results that a step loses, by name, with advice (smelt.pipeline.plan.step_draft).
     prunes_units: optional; true for a stage that removes single heads or neurons.
     unit_pruning_error(settings): optional; why units of its result cannot be removed, None if they can.
     needs_float: optional; true for a stage that changes float weights, which a quantized model lacks.
     quantized_input_error(settings, codes): optional; for other stages that change weights, why it cannot
-        change those of a quantized model (`smelt.compress.quantized_input.QuantizedInput`), None if it can.
+        change those of a quantized model (`smelt.compress.model_input.QuantizedInput`), None if it can.
     version: raised whenever the stage computes another result from the same input; part of the key.
     """
 

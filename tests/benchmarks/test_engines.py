@@ -8,8 +8,8 @@ import yaml
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.planning.load_plan import load_plan
-from smelt.recipe.recipe import read_recipe
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe.recipe import read_recipe
 
 
 @pytest.mark.parametrize("task", engines.TASKS)

@@ -9,7 +9,7 @@ import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import gpu
 import pytest
 
-from smelt.inspect.machine import has_cuda
+from smelt.pipeline.inspect.machine import has_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +71,7 @@ def test_only_the_parts_that_are_asked_for_run(tmp_path):
 
 def test_commands_name_what_is_there(tmp_path):
     """Every file and every setting in a command exists: a misspelt one would show only on a GPU."""
-    from smelt.planning.load_plan import load_plan
+    from smelt.pipeline.plan.load_plan import load_plan
 
     training = next(each for each in gpu.parts() if each.name == "training-bf16").command
     overrides = tuple(training[at + 1] for at, word in enumerate(training) if word == "--set")

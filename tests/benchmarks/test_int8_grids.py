@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.quantize.weight_quantizer import round_to_nearest
-from smelt.runtime.schemes.registry import default_options, find_scheme
+from smelt.compress.quantize.plan_layers import round_to_nearest
+from smelt.quantization.schemes.registry import default_options, find_scheme
 
 WEIGHT = torch.tensor([[1.27, -0.304, 0.996], [0.0254, 0.0101, -0.0127]])
 
@@ -33,7 +33,7 @@ def test_grids_are_those_of_the_formulas() -> None:
 
 @pytest.mark.parametrize(("grid", "scales"), [("channel", [0.01, 0.0002]), ("tensor", [0.01, 0.01])])
 def test_rows_of_a_matrix_have_one_scale_per_tensor(grid: str, scales: list[float]) -> None:
-    from smelt.compress.quantize.weight_quantizer import quantize_module
+    from smelt.compress.quantize.plan_layers import quantize_module
 
     layer = nn.Linear(3, 2)
     layer.weight.data = WEIGHT.clone()

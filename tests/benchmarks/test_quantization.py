@@ -9,7 +9,7 @@ import quantization
 import yaml
 
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.recipe.recipe import read_recipe
+from smelt.pipeline.recipe.recipe import read_recipe
 
 ARMS = quantization.selected_arms(None)
 

@@ -192,7 +192,7 @@ def test_what_is_not_known_is_left_out_where_nothing_is_to_run(monkeypatch):
 
 
 def test_every_arm_is_one_that_its_stages_take_and_every_control_is_there():
-    from smelt.recipe.stage_table import load_stage
+    from smelt.pipeline.recipe.stages import load_stage
 
     for name, file in techniques.groups().items():
         assert set(getattr(file, "AGAINST", {}).values()) | set(getattr(file, "AGAINST", {})) <= set(

@@ -14,13 +14,13 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.core.data import Columns, Example
 from smelt.core.errors import InputError
-from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.core.readers.examples import read_split
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.predict_texts import class_logits
+from smelt.data.examples import read_split
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.data.splits import Columns, Example
+from smelt.models.checkpoint import load_model
+from smelt.runtimes.predict_texts import class_logits
+from smelt.runtimes.registry import open_runner
 
 TASK = "text-classification"
 SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
@@ -146,7 +146,7 @@ def test_a_factorized_model_loads_as_it_was_and_keeps_its_classifier_whole(tmp_p
 
 
 def test_a_quantized_model_loads_as_it_was(tmp_path, family):
-    from smelt.recipe.stage_table import load_stage
+    from smelt.pipeline.recipe.stages import load_stage
 
     source = make(tmp_path, family)
     ctx = context(tmp_path, source)

@@ -6,7 +6,7 @@ import tiny
 from expected_errors import raises_code
 from safetensors import safe_open
 
-from smelt.compress.float_model import count_stored_parameters, load_float_model
+from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 

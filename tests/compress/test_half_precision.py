@@ -21,11 +21,10 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Columns, Example, Split
-from smelt.core.readers.examples import read_split
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example, Split
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model, save_model
 
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)
 MADE = {

@@ -15,13 +15,13 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
-from smelt.core.data import Columns, Split
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
-from smelt.core.readers.examples import read_split
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.predict_texts import embed_texts
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Split
+from smelt.models.checkpoint import load_model
+from smelt.runtimes.predict_texts import embed_texts
+from smelt.runtimes.registry import open_folder
 
 SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
 STAGES = {
@@ -130,7 +130,7 @@ def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
     ],
 )
 def test_parts_of_the_loss_fit_the_task_and_the_rows(losses, task, expected):
-    from smelt.core.data import Example
+    from smelt.data.splits import Example
 
     data = {"train": Split("rows", (Example("a", text_pair="b"),))}
     found = Distill.check_rows(DistillSettings(losses=losses), task, data)

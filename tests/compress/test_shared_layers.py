@@ -17,10 +17,9 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.families.model_blocks import blocks_of
 
 SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
 

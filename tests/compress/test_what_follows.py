@@ -9,10 +9,10 @@ from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
-from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
+from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 
 STAGES = {

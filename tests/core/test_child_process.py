@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from smelt.core.child_process import child_environment, python_command
+from smelt.core.system import child_environment, python_command
 
 IN_CHILD = "import json; print(json.__file__)"
 IN_GRANDCHILD = (

@@ -7,7 +7,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import RunError
-from smelt.core.memory import available_bytes, gc_paused, require_memory
+from smelt.core.system import available_bytes, gc_paused, require_memory
 
 
 def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):

@@ -1,9 +1,9 @@
 import pytest
 from expected_errors import raises_code
 
-from smelt.core import packages
+from smelt.core import system
 from smelt.core.errors import MissingDependencyError
-from smelt.core.packages import package_problem, require_package
+from smelt.core.system import package_problem, require_package
 
 
 @pytest.fixture
@@ -13,10 +13,10 @@ def installed(monkeypatch):
     def at(release):
         def version(name):
             if release is None:
-                raise packages.PackageNotFoundError(name)
+                raise system.PackageNotFoundError(name)
             return release
 
-        monkeypatch.setattr(packages, "version", version)
+        monkeypatch.setattr(system, "version", version)
 
     return at
 

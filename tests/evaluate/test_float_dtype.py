@@ -8,7 +8,7 @@ import tiny
 from safetensors.numpy import save_file
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
-from smelt.evaluate.float_dtype import float_dtype
+from smelt.evaluate.environment import float_dtype
 
 
 def _artifact(folder, tensors=None, **changes):

@@ -13,7 +13,7 @@ from transformers import MarianConfig, MarianMTModel
 from smelt.core.artifact import Artifact, FileRecord, Manifest
 from smelt.core.errors import InputError
 from smelt.evaluate.footprint import artifact_parameters, artifact_size, onnx_parameters
-from smelt.runtime.schemes.registry import quantized_operators
+from smelt.quantization.schemes.registry import quantized_operators
 
 
 def artifact(path: Path, kind: str, **details: Any) -> Artifact:

@@ -7,7 +7,7 @@ import pytest
 
 from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.significance import Statistics, metric_value
-from smelt.recipe import recipe
+from smelt.pipeline.recipe import recipe
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
 USED = sorted({name for names in recipe.METRICS_BY_TASK.values() for name in names})

@@ -7,7 +7,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.evaluate.perplexity import score_windows
+from smelt.evaluate.quality import score_windows
 from smelt.evaluate.significance import compare_steps
 
 LOSSES = [10.0, 30.0, 8.0, 12.0, 11.0, 9.0, 13.0]

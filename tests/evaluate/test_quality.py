@@ -13,8 +13,7 @@ from sklearn.metrics import f1_score
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
 from smelt.evaluate.label_quality import score_label_sets, score_regression
-from smelt.evaluate.perplexity import score_windows
-from smelt.evaluate.quality import TEXT_METRICS, UnicodeTokenizer, score_labels, score_texts
+from smelt.evaluate.quality import TEXT_METRICS, UnicodeTokenizer, score_labels, score_texts, score_windows
 from smelt.evaluate.significance import Statistics
 
 WORDS = [

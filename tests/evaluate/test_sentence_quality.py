@@ -6,10 +6,10 @@ from expected_errors import raises_code
 from scipy import stats
 
 from smelt.core.errors import InputError
-from smelt.evaluate import sentence_quality
-from smelt.evaluate.sentence_quality import EMBEDDING_METRICS, ReferenceVectors, paired_cosines, score_vectors
+from smelt.evaluate import label_quality
+from smelt.evaluate.label_quality import EMBEDDING_METRICS, ReferenceVectors, paired_cosines, score_vectors
 from smelt.evaluate.significance import compare_steps
-from smelt.recipe import problem_type
+from smelt.pipeline.recipe import model_and_data
 
 DRAW = np.random.default_rng(0)
 VECTORS = DRAW.normal(size=(40, 6)).astype(np.float32)
@@ -23,7 +23,7 @@ def other(scale):
 
 def test_the_names_of_the_metrics_are_those_of_recipes():
     for name in ("AGREEMENT_METRIC", "CORRELATION_METRICS", "EMBEDDING_METRICS"):
-        assert getattr(sentence_quality, name) == getattr(problem_type, name)
+        assert getattr(label_quality, name) == getattr(model_and_data, name)
 
 
 def test_correlations_are_those_of_scipy():

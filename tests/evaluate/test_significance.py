@@ -11,8 +11,7 @@ from scipy.stats import multinomial, norm
 from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
-from smelt.evaluate.perplexity import score_windows
-from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
+from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts, score_windows
 from smelt.evaluate.significance import (
     bootstrap_interval,
     compare_steps,

@@ -3,8 +3,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.expand_placeholders import expand_placeholders, expand_placeholders_in_file
-from smelt.runtime.layers.emit import LOAD_TIME_DOMAIN
+from smelt.export.simplify_graph import expand_placeholders, expand_placeholders_in_file
+from smelt.quantization.emit import LOAD_TIME_DOMAIN
 
 
 def test_a_constant_that_two_products_read_is_widened_once():

@@ -25,10 +25,9 @@ from smelt.export.graph_files import (
     set_input_defaults,
     write_graph,
 )
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.export.parity.example_feeds import example_feeds
-from smelt.runtime.backends.open_runner import open_runner
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.parity.parity_samples import example_feeds
+from smelt.runtimes.registry import open_runner
 
 LIMIT = 2000
 # each family and target once; and what else there is

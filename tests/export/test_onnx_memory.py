@@ -5,16 +5,15 @@ import pytest
 import tiny
 from expected_errors import raises_code
 
-from smelt.core import memory
+from smelt.core import system
 from smelt.core.errors import RunError
-from smelt.export.onnx_export import check_export
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
+from smelt.export import check_export
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 
 
 def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
     source = tiny.as_artifact(tiny.write_bert(tmp_path / "m"), "text-classification")
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(system, "available_bytes", lambda: 1000)
     with raises_code("out-of-memory", RunError):
         Onnx()(source, OnnxSettings(), harness.make_context(tmp_path / "out", "text-classification"))
     assert not list((tmp_path / "out").iterdir())

@@ -11,22 +11,20 @@ import transformers
 from expected_errors import raises_code, raises_setting_codes
 from pydantic import ValidationError
 
-from smelt.compress.quantize.weight_quantizer import quantize_module
-from smelt.core.data import Example, Split
+from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.export.autotune.choose_threads import available_cores
+from smelt.data.batch import Batch
+from smelt.data.splits import Example, Split
+from smelt.export.autotune import available_cores
 from smelt.export.graph_files import iter_initializers
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.batch import Batch
-from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
-from smelt.runtime.models.edits.apply_edits import apply_edits
-from smelt.runtime.models.structure import replace_module
-from smelt.runtime.text.open_tokenizer import open_tokenizer
-from smelt.runtime.text.rust_tokenizer import RustTokenizer
-from smelt.runtime.text.tokenizer_info import read_tokenizer_info
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model, load_tokenizer, save_model
+from smelt.models.edits import apply_edits
+from smelt.models.open_tokenizer import open_tokenizer
+from smelt.models.structure import replace_module
+from smelt.models.tokenizer import RustTokenizer, read_tokenizer_info
+from smelt.runtimes.registry import open_folder
 
 
 def tokenizer_files(folder):

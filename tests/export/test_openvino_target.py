@@ -10,9 +10,8 @@ from ort_sessions import needs_vnni
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.backends import openvino_module
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtimes import openvino_backend
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "qwen2"])
@@ -21,7 +20,7 @@ def test_bf16_is_held_to_fp32s_tolerance_in_float32_and_to_its_own_as_deployed(f
     for found in parity.values():
         assert found["exact"]["largest"] < 1e-4
         assert found["mean"] < 0.1
-        if openvino_module.has_bf16():
+        if openvino_backend.has_bf16():
             assert found["mean"] > 1e-3  # it really was another precision
 
 
@@ -82,8 +81,8 @@ def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(t
 def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths_that_do():
     from torch import nn
 
-    from smelt.compress.quantize.weight_quantizer import quantize_module
-    from smelt.export.onnx_export.check_export import tolerance_kind
+    from smelt.compress.quantize.plan_layers import quantize_module
+    from smelt.export.check_export import tolerance_kind
 
     mixed = nn.ModuleList(quantize_module(nn.Linear(32, 8), scheme) for scheme in ("int4", "int2"))
     with raises_code("unsupported-scheme", InputError) as caught:
@@ -98,14 +97,14 @@ def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths
 
 def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):
     make, task = graph_exports.FAMILIES["bert"]
-    monkeypatch.setattr(openvino_module, "has_bf16", lambda: False)
+    monkeypatch.setattr(openvino_backend, "has_bf16", lambda: False)
     ctx = graph_exports.make_context(tmp_path / "onnx", task)
     Onnx()(tiny.as_artifact(make(tmp_path / "m"), task), OnnxSettings(target="openvino", dtype="bf16"), ctx)
     assert "no-bf16" in message_codes(ctx.warnings)
 
 
 def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
+    monkeypatch.setattr(openvino_backend, "has_openvino", lambda: False)
     ctx = graph_exports.make_context(tmp_path / "onnx", "translation")
     source = tiny.as_artifact(tmp_path / "not-there", "translation")
     with raises_code("not-installed", MissingDependencyError) as caught:
@@ -117,7 +116,7 @@ def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
 @needs_vnni
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
-    from smelt.runtime.backends.openvino_module import compile_graph, has_bf16
+    from smelt.runtimes.openvino_backend import compile_graph, has_bf16
 
     made = graph_exports.exported_graphs("bert", "static", "openvino", dtype)
     found = made.details["parity"]["model"]
@@ -137,7 +136,7 @@ def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
 
 def products_of(path, dtype="fp32"):
     """Return of OpenVINO's compiled graph the element types of all constants of more than 1,000 values."""
-    ops = openvino_module.compile_graph(path, dtype, 1).get_runtime_model().get_ops()
+    ops = openvino_backend.compile_graph(path, dtype, 1).get_runtime_model().get_ops()
     shapes = [op for op in ops if op.get_rt_info()["layerType"].astype(str) == "Const"]
     large = [op for op in shapes if np.prod(list(op.get_output_shape(0))) > 1000]
     return {op.get_rt_info()["outputPrecisions"].astype(str) for op in large}

@@ -12,7 +12,7 @@ from graph_edits import insert_after_value, replace_values
 
 from smelt.core.messages import Message
 from smelt.export import graph_files, simplify_graph
-from smelt.export.parity.example_feeds import EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS
+from smelt.export.parity.parity_samples import EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS
 from smelt.export.simplify_graph import simplify_file
 
 TOKENS = np.arange(2, 40)
@@ -192,12 +192,12 @@ def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_
 
 
 def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tmp_path, monkeypatch):
-    from smelt.core import memory
+    from smelt.core import system
 
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     path = graph_of("bert", "model", tmp_path)
     graph_files.write_graph(onnx.load(path), path)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(system, "available_bytes", lambda: 1000)
     assert code_of(simplify_file(path, TOKENS)) == "out-of-memory"
     monkeypatch.setattr(onnxsim, "simplify", lambda model, skipped_optimizers=None: pytest.fail("called"))
     assert code_of(simplify_file(path, TOKENS)) == "outdated-package"

@@ -59,7 +59,7 @@ def check_command(arguments: list[str]) -> None:
     Raises:
         click.UsageError: no such command or option, or more words than it takes.
     """
-    from smelt.cli import main
+    from smelt.cli.main import main
 
     command: click.Command = main
     context = click.Context(command, info_name="smelt")
@@ -132,8 +132,8 @@ def test_readme_has_a_recipe_for_each_task() -> None:
 
 @pytest.mark.parametrize(("page", "number"), RECIPES, ids=[f"{name_of(p)}-{n}" for p, n in RECIPES])
 def test_recipe_in_a_page_has_no_mistake_in_its_text(page: Path, number: int, tmp_path: Path) -> None:
-    from smelt.recipe.recipe import parse_recipe
-    from smelt.recipe.stage_table import load_stage
+    from smelt.pipeline.recipe.recipe import parse_recipe
+    from smelt.pipeline.recipe.stages import load_stage
 
     recipe = parse_recipe(recipes(page)[number], tmp_path / "recipe.yaml")
     assert len(recipe.stages) > 1

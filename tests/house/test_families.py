@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(

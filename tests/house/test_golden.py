@@ -11,7 +11,7 @@ import onnx
 import pytest
 from golden import CASES
 
-from smelt.recipe.stage_table import STAGE_CLASSES
+from smelt.pipeline.recipe.stages import STAGE_CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 MEND = (

@@ -74,7 +74,7 @@ def test_importing_smelt_loads_nothing_heavy() -> None:
 
 
 def test_importing_the_command_line_loads_nothing_heavy() -> None:
-    assert loaded_after(["smelt.cli"]) == []
+    assert loaded_after(["smelt.cli.main"]) == []
 
 
 def test_importing_core_loads_nothing_heavy() -> None:
@@ -91,18 +91,18 @@ def test_importing_the_stages_loads_nothing_heavy() -> None:
 
 def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
     names = [
-        "smelt.api.loaded_model",
-        "smelt.api.predictor",
-        "smelt.api.predict_inputs",
-        "smelt.runtime.predict_texts",
+        "smelt.api.load",
+        "smelt.api.predict",
+        "smelt.api.predict",
+        "smelt.runtimes.predict_texts",
     ]
     assert loaded_after(names) == []
-    names += ["smelt.runtime.backends.open_runner", "smelt.runtime.backends.onnx_backend"]
+    names += ["smelt.runtimes.registry", "smelt.runtimes.onnx_backend"]
     assert loaded_after(names) == ["onnxruntime"]
 
 
 def test_heavy_check_finds_a_heavy_import() -> None:
-    assert "torch" in loaded_after(["smelt.runtime.layers.low_rank_linear"])
+    assert "torch" in loaded_after(["smelt.models.layers"])
 
 
 def test_every_module_imports_without_the_extras() -> None:

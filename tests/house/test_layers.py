@@ -144,11 +144,11 @@ def test_the_check_of_foreign_code_finds_it(text: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "text"),
     [
-        ("core", "import smelt.runtime.runner"),
+        ("core", "import smelt.runtimes.runner"),
         ("runtime", "from smelt.compress import prune"),
         ("compress", "from smelt.export.onnx import Onnx"),
         ("evaluate", "from smelt import run"),
-        ("export", "def f():\n    import smelt.planning.plan"),
+        ("export", "def f():\n    import smelt.pipeline.plan.plan"),
     ],
 )
 def test_layer_check_finds_a_break(folder: str, text: str) -> None:

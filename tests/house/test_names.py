@@ -20,7 +20,7 @@ TEXTS = sorted(
 
 @cache
 def stage_settings() -> dict[str, type[BaseModel]]:
-    from smelt.recipe.stage_table import all_stages
+    from smelt.pipeline.recipe.stages import all_stages
 
     return {name: stage.settings_type for name, stage in all_stages().items()}
 
@@ -42,7 +42,7 @@ def values_in(annotation: Any) -> Iterator[Any]:
 
 
 def every_model() -> set[type[BaseModel]]:
-    from smelt.recipe.recipe import RecipeKeys
+    from smelt.pipeline.recipe.recipe import RecipeKeys
 
     found: set[type[BaseModel]] = set()
     waiting: list[type[BaseModel]] = [RecipeKeys, *stage_settings().values()]
@@ -103,9 +103,9 @@ def test_settings_in_pages_and_recipes_exist(path: Path) -> None:
 
 
 def test_hints_lead_to_names_that_exist() -> None:
-    from smelt.cli import main
-    from smelt.core.data import ALL_TASKS
-    from smelt.recipe.other_names import OTHER_NAMES
+    from smelt.cli.main import main
+    from smelt.data.splits import ALL_TASKS
+    from smelt.pipeline.recipe.mistakes import OTHER_NAMES
 
     options = {word for command in main.commands.values() for param in command.params for word in param.opts}
     infos = [(name, info) for model in every_model() for name, info in model.model_fields.items()]
@@ -115,7 +115,7 @@ def test_hints_lead_to_names_that_exist() -> None:
 
 
 def test_an_earlier_name_is_answered_with_the_present_one() -> None:
-    from smelt.recipe.other_names import other_name_hint, own_name
+    from smelt.pipeline.recipe.mistakes import other_name_hint, own_name
 
     settings = stage_settings()
     for stage, word, name in (

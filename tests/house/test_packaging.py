@@ -80,7 +80,7 @@ def test_wheel_holds_every_file_of_the_tree(tmp_path: Path) -> None:
 def test_wheel_metadata_names_the_licence_and_the_command() -> None:
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert PROJECT["project"]["scripts"] == {"smelt": "smelt.cli:program"}
+    assert PROJECT["project"]["scripts"] == {"smelt": "smelt.cli.main:program"}
 
 
 def test_constraints_pin_every_direct_dependency() -> None:

@@ -15,7 +15,7 @@ def test_quickstart_ships() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipe_is_found_by_name_and_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from smelt.planning.load_plan import load_plan
+    from smelt.pipeline.plan.load_plan import load_plan
 
     monkeypatch.chdir(Path.home())  # a recipe must not lean on the folder that smelt is started in
     plan = load_plan(path.stem, (), None)
@@ -25,14 +25,14 @@ def test_shipped_recipe_is_found_by_name_and_planned(path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
-    from smelt.recipe.recipe import METRICS_BY_TASK, read_recipe
+    from smelt.pipeline.recipe.recipe import METRICS_BY_TASK, read_recipe
 
     recipe = read_recipe(path)
     assert set(recipe.score.quality) <= set(METRICS_BY_TASK[recipe.task])
 
 
 def test_quickstart_shows_every_kind_of_stage() -> None:
-    from smelt.recipe.recipe import read_recipe
+    from smelt.pipeline.recipe.recipe import read_recipe
 
     words = {entry.stage for entry in read_recipe(ROOT / "configs" / "quickstart.yaml").stages}
     assert words >= {"prune", "factorize", "distill", "quantize", "onnx", "tensorrt"}

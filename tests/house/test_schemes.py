@@ -8,7 +8,7 @@ from pathlib import Path
 import golden
 import pytest
 
-from smelt.runtime.schemes.registry import (
+from smelt.quantization.schemes.registry import (
     SCHEMES,
     bits_per_weight,
     default_options,

@@ -91,7 +91,7 @@ def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("smelt.planning.load_plan.load_plan", fail)
+    monkeypatch.setattr("smelt.pipeline.plan.load_plan.load_plan", fail)
     with pytest.raises((AssertionError, ZeroDivisionError)):  # caught by smelt, or not
         harness.smelt("plan", "nowhere.yaml")
     assert "ZeroDivisionError" in harness.smelt("plan", "nowhere.yaml", code=1, expect_bug=True).output

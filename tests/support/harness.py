@@ -19,8 +19,8 @@ from unittest.mock import patch
 import tiny
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import Split, Task
 from smelt.core.stage import Context
+from smelt.data.splits import Split, Task
 
 
 def make_context(
@@ -65,7 +65,7 @@ def run_stage(
 
 def load_output_model(ctx: Context) -> Any:
     """Return the model that a stage left, read from its folder."""
-    from smelt.runtime.models.checkpoint import load_model
+    from smelt.models.checkpoint import load_model
 
     return load_model(ctx.out)[0]
 
@@ -99,7 +99,7 @@ def smelt(
     from click import Group
     from click.testing import CliRunner
 
-    from smelt.cli import main
+    from smelt.cli.main import main
     from smelt.core.errors import SmeltError
 
     __tracebackhide__ = True
@@ -127,7 +127,7 @@ def smelt(
 @contextmanager
 def saved_models(observe: Callable[[Any], Any]) -> Iterator[list[Any]]:
     """Yield a list that collects `observe(model)` of each model saved inside the context."""
-    from smelt.runtime.models import checkpoint
+    from smelt.models import checkpoint
 
     found: list[Any] = []
     save = checkpoint.save_model

@@ -43,7 +43,7 @@ SLOWEST_FILES = (
     "house/test_golden.py",
     "pipeline/whole/test_pairs.py",
     "export/parity/test_check_parity.py",
-    "pipeline/api/test_loaded_model.py",
+    "api/test_loaded_model.py",
     "evaluate/latency/test_measurement.py",
     "compress/test_shared_layers.py",
     "pipeline/whole/test_quiet_export.py",

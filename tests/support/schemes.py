@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from smelt.compress.quantize.weight_quantizer import quantize_into, quantize_module
-from smelt.runtime.layers.quantized import QuantizedLinear, empty_quantized
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
-from smelt.runtime.schemes.registry import SCHEMES, default_options, find_scheme
-from smelt.runtime.schemes.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
+from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
+from smelt.quantization.layers import QuantizedLinear, empty_quantized
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
+from smelt.quantization.schemes.int8_dynamic import Int8Dynamic
+from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
 
 def rounded_matrix(scheme: str, weight: torch.Tensor, **options: Any) -> QuantizedMatrix:
@@ -55,7 +55,7 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
     """Return what ONNX Runtime's MatMulNBits computes for the very tensors of the layer."""
     import onnxruntime
 
-    from smelt.runtime.backends.onnx_session import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
     names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
@@ -128,9 +128,9 @@ class _ParallelLayers(nn.Module):
 
 def export_layers(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
     """Return the onnx.ModelProto of layers that read `x` [B, S, K], as the stage `onnx` writes it."""
-    from smelt.export.expand_placeholders import expand_placeholders
     from smelt.export.graphs.export_graph import export_graph
     from smelt.export.graphs.graph_spec import GraphSpec
+    from smelt.export.simplify_graph import expand_placeholders
 
     made = export_graph(
         GraphSpec("model", _ParallelLayers(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)),
@@ -147,7 +147,7 @@ def run_onnx_runtime(
     """Return what ONNX Runtime computes for each of `layers`; the graph that it runs goes to `optimized`."""
     import onnxruntime
 
-    from smelt.runtime.backends.onnx_session import session_options
+    from smelt.runtimes.onnx_session import session_options
 
     options = session_options()
     if optimized:

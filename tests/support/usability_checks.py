@@ -7,7 +7,7 @@ from pathlib import Path
 import every_family
 import harness
 
-from smelt.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES
 
 
 def check_usable(made: Path, family: str, space: Path) -> None:
@@ -29,7 +29,7 @@ def check_save_and_load(folder: Path, out: Path) -> None:
     """The model computes the same when it was saved and read again."""
     import torch
 
-    from smelt.runtime.models.checkpoint import load_model, save_model
+    from smelt.models.checkpoint import load_model, save_model
 
     model, edits = load_model(folder)
     out.mkdir()
@@ -45,7 +45,7 @@ def check_training(parent: Path, family: str, out: Path) -> None:
     from safetensors.torch import load_file
 
     from smelt.compress.finetune import Finetune, FinetuneSettings
-    from smelt.runtime.models.structure import read_edits
+    from smelt.models.structure import read_edits
 
     settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     every_family.run_stage(Finetune(), settings, parent, family, out)
@@ -59,7 +59,7 @@ def check_training(parent: Path, family: str, out: Path) -> None:
 def check_quantization(parent: Path, family: str, out: Path) -> None:
     """Every layer gets codes, and what they compute is near."""
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-    from smelt.runtime.models.checkpoint import load_model
+    from smelt.models.checkpoint import load_model
 
     ctx = every_family.run_stage(Quantize(), QuantizeSettings(), parent, family, out)
     assert ctx.details["float_linear_layers"] == []
@@ -70,8 +70,7 @@ def check_quantization(parent: Path, family: str, out: Path) -> None:
 
 def check_export(folder: Path, family: str, out: Path) -> None:
     """Each graph agrees with the model; one that does not raises."""
-    from smelt.export.onnx_export.settings import OnnxSettings
-    from smelt.export.onnx_stage import Onnx
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
 
     ctx = every_family.run_stage(Onnx(), OnnxSettings(), folder, family, out)
     assert ctx.details["parity"].keys() == ctx.details["graphs"].keys()

@@ -7,7 +7,7 @@ from typing import Any
 
 import every_family
 
-from smelt.families.model_blocks import blocks_of
+from smelt.models.families.model_blocks import blocks_of
 
 
 def three_layer_model(family: str) -> Path:
@@ -17,7 +17,7 @@ def three_layer_model(family: str) -> Path:
 
 def share_weights(family: str, out: Path, **settings: Any) -> Path:
     """Share weights in a model of `family`; return the folder of the result."""
-    from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+    from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 
     return every_family.run_stage(
         ShareWeights(), ShareWeightsSettings(**settings), three_layer_model(family), family, out

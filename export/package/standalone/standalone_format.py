@@ -1,17 +1,38 @@
-"""The format `standalone`: the artifact, with programs that run and serve it without smelt."""
+"""The format `standalone`: the artifact, with programs that run and serve it without smelt.
+
+Assemble infer.py: the file of a task with the imported parts inlined.
+
+The parts are modules of smelt, so they are formatted, typed and tested like all others; the result is one
+file that imports nothing of smelt.
+
+Write the files next to infer.py: requirements.txt, an example request and a Dockerfile.
+
+Write infer.json: the settings with which infer.py answers as the artifact was scored.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import ast
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.core.artifact import Artifact
-from smelt.core.data import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TASKS, TEXT_TO_TEXT_TASKS
-from smelt.core.errors import InputError
-from smelt.core.files import write_json
+from smelt.core.artifact import Artifact, default_threads
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.files import read_json_object, write_json
+from smelt.data.labels import class_names, problem_type
+from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TASKS, TEXT_TO_TEXT_TASKS
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
+from smelt.models.image_processor import read_processor
+
+if TYPE_CHECKING:
+    from smelt.generation.config import GenerationConfig
+
 
 INFER_FILE, SERVE_FILE, INFER_SETTINGS_FILE = "infer.py", "serve.py", "infer.json"
 _GENERATES = (*TEXT_TO_TEXT_TASKS, "language-modeling")
@@ -49,9 +70,8 @@ class StandaloneFormat:
         Raises:
             InputError: it has not.
         """
-        from smelt.export.package.standalone.infer_settings import image_settings
-        from smelt.runtime.backends.backend import GENERATION_GRAPHS
-        from smelt.runtime.text.tokenizer_info import read_tokenizer_info
+        from smelt.models.tokenizer import read_tokenizer_info
+        from smelt.runtimes.backend import GENERATION_GRAPHS
 
         if artifact.manifest.task == IMAGE_CLASSIFICATION:
             image_settings(artifact)
@@ -77,16 +97,6 @@ class StandaloneFormat:
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write the artifact, infer.py with its settings, serve.py, requirements.txt and a Dockerfile."""
-        from smelt.export.package.standalone.assemble import assemble_script
-        from smelt.export.package.standalone.deployment_files import (
-            INSTALL_COMMAND,
-            PORT,
-            curl_command,
-            dockerfile,
-            requirements_file,
-        )
-        from smelt.export.package.standalone.infer_settings import infer_settings
-
         task = artifact.manifest.task
         settings, notes = infer_settings(artifact, origin.generation)
         reader = "pillow" if task == IMAGE_CLASSIFICATION else settings["tokenizer"]["reader"]
@@ -110,3 +120,271 @@ class StandaloneFormat:
             ),
             notes=(*notes, "The Dockerfile has not been tested: smelt is developed without Docker."),
         )
+
+
+PARTS_FOLDER = Path(__file__).parent / "parts"
+_PREFIX = "smelt.export.package.standalone.parts."
+# `python infer.py` puts the folder of infer.py first on sys.path, which may contain any file
+_SAFE_PATH = """\
+import os
+import sys
+
+if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    del sys.path[0]  # no file next to this one is imported, whatever it is called"""
+
+
+def assemble_script(main: str, replacements: Mapping[str, str]) -> str:
+    """Return the text of infer.py.
+
+    Args:
+        main: the file in `parts` that is placed last, and whose docstring is used.
+        replacements: part -> the part that replaces it.
+    """
+    imports: dict[str, set[str]] = {}
+    bodies: dict[str, str] = {}
+    doc = _collect(main, replacements, imports, bodies)
+    head = "\n\n".join([f'"""{doc}"""', _SAFE_PATH, _import_lines(imports)])
+    return "\n\n\n".join([head, *bodies.values()]) + "\n"
+
+
+def _collect(
+    name: str, replacements: Mapping[str, str], imports: dict[str, set[str]], bodies: dict[str, str]
+) -> str:
+    """Add to `bodies` the code of the part `name` and the parts that it imports; return its docstring.
+
+    imports: module -> names that are imported from it, and "" for the module itself.
+    """
+    text = (PARTS_FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    last = 0
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):
+            part = str(node.module).removeprefix(_PREFIX)
+            part = replacements.get(part, part)
+            if part not in bodies:
+                _collect(part, replacements, imports, bodies)
+        elif isinstance(node, ast.ImportFrom):
+            imports.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+                imports.setdefault(whole, set()).add("")
+        else:
+            continue
+        last = node.end_lineno or last
+    bodies[name] = "\n".join(text.splitlines()[last:]).strip("\n")
+    return ast.get_docstring(tree, clean=False) or ""
+
+
+def _import_lines(imports: Mapping[str, set[str]]) -> str:
+    """Return the import lines: the standard library, then the others."""
+    groups: tuple[list[str], ...] = ([], [])
+    for module, names in sorted(imports.items()):
+        top = module.split(".")[0].split()[0]
+        if top == "__future__":
+            continue  # only annotations need it
+        group = groups[0 if top in sys.stdlib_module_names else 1]
+        group += [f"import {module}"] if "" in names else []
+        wanted = sorted(names - {""}, key=lambda name: (not name.isupper(), name))
+        group += [f"from {module} import {', '.join(wanted)}"] if wanted else []
+    ordered = (sorted(group, key=lambda line: line.startswith("from")) for group in groups)
+    return "\n\n".join("\n".join(group) for group in ordered if group)
+
+
+INSTALL_COMMAND = "pip install --no-deps -r requirements.txt"
+TRIM_COMMAND = (
+    "cd \"$(python -c 'import site; print(site.getsitepackages()[0])')\""
+    " && rm -rf numpy/tests numpy/*/tests onnxruntime/quantization onnxruntime/tools onnxruntime/transformers"
+    # the library of the C API: the Python module does not load it
+    " onnxruntime/capi/libonnxruntime.so.*"
+)
+USER, PORT = 1000, 8000  # of the container
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # of one version they compute the same on a CPU
+
+
+def requirements(reader: str) -> list[str]:
+    """Return the lines of requirements.txt: the versions that smelt runs with here.
+
+    Args:
+        reader: the library that reads texts or images: tokenizers, sentencepiece or pillow.
+
+    Raises:
+        MissingDependencyError: ONNX Runtime is not installed.
+    """
+    runtime = next(filter(None, map(_version, _RUNTIMES)), None)
+    if runtime is None:
+        raise MissingDependencyError(
+            "onnxruntime is not installed. Run: pip install onnxruntime", code="not-installed"
+        )
+    return [f"numpy=={version('numpy')}", f"onnxruntime=={runtime}", f"{reader}=={version(reader)}"]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def requirements_file(reader: str) -> str:
+    """Return requirements.txt; infer.py does not import the packages' own dependencies."""
+    return "\n".join([f"# {INSTALL_COMMAND}", *requirements(reader)]) + "\n"
+
+
+def curl_command(task: str) -> str:
+    """Return the shell command that sends a request to the service."""
+    url = f"http://127.0.0.1:{PORT}/predict"
+    if task == IMAGE_CLASSIFICATION:
+        return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
+    return f"""curl --json '{{"inputs": ["TEXT", "ANOTHER"]}}' {url}"""
+
+
+def dockerfile() -> str:
+    """Return a Dockerfile: the slim image of this Python, the requirements, the service, a user.
+
+    Tests of the packages, tools that create models, and libraries for other languages are removed. The build
+    fails if ONNX Runtime needs one of them. The user is a number, because Kubernetes cannot check from a name
+    that it is not root.
+    """
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"""\
+FROM python:{python}-slim
+RUN useradd --create-home --uid {USER} model
+WORKDIR /model
+COPY requirements.txt .
+RUN {INSTALL_COMMAND} --no-cache-dir --no-compile && {TRIM_COMMAND} && python -c 'import onnxruntime'
+COPY . .
+USER {USER}
+ENV HOST=0.0.0.0 PORT={PORT} PYTHONDONTWRITEBYTECODE=1
+EXPOSE {PORT}
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "serve.py", "--health"]
+CMD ["python", "serve.py"]
+"""
+
+
+_CLASSIFIES = "text-classification"
+_GRAPH_INPUTS = (
+    "eos_token_ids",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "text_rules",
+    "no_repeat_ngram_size",
+)
+_BEAM_SETTINGS = ("num_beams", "length_penalty", "early_stopping", "never_stop_early", "renormalize_logits")
+_SAMPLING_SETTINGS = ("do_sample", "temperature", "top_k", "top_p", "seed")
+
+
+def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return infer.json, and notes for the README.
+
+    Args:
+        artifact: an export for ONNX Runtime on the CPU.
+        generation: the recipe's `score.generation`.
+
+    Raises:
+        InputError: the graphs do not support the model's generation settings.
+    """
+    config = read_json_object(artifact.path / "config.json")
+    task = artifact.manifest.task
+    made: dict[str, Any] = {"task": task, "threads": default_threads(artifact.manifest)}
+    notes: list[str] = []
+    if task == IMAGE_CLASSIFICATION:
+        return made | {"images": image_settings(artifact)} | _class_settings(config), notes
+    limit, tokenizer = _tokenizer_settings(artifact, config)
+    made["tokenizer"] = tokenizer
+    if task == _CLASSIFIES:
+        made |= _class_settings(config)
+    elif task == SENTENCE_SIMILARITY:
+        from smelt.models.families.registry import find_family
+
+        family = find_family(config)
+        made["width"] = int(config[family.hidden_size_key]) if family else 0
+    else:
+        made["generation"], notes = _generation_settings(artifact, config, generation)
+        if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt
+            made["generation"]["limit"], tokenizer["limit"] = limit, None
+    return made, notes
+
+
+def _class_settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {"labels": class_names(config), "problem": problem_type(config)}
+
+
+def image_settings(artifact: Artifact) -> dict[str, Any]:
+    """Return the preprocessing of images.
+
+    Raises:
+        InputError: preprocessor_config.json is missing, or smelt does not support its settings.
+    """
+    return asdict(read_processor(artifact.path))
+
+
+def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """Return the maximum number of tokens of a text, None for no limit, and the tokenizer settings."""
+    from smelt.generation.prompt_batches import padding_token
+    from smelt.models.length_limits import NO_LIMIT, max_input_length
+    from smelt.models.open_tokenizer import open_tokenizer
+    from smelt.models.text_rules import read_text_rules
+    from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, read_tokenizer_info
+
+    said, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
+    words = open_tokenizer(artifact.path)
+    limit: int | None = max_input_length(words, config)
+    limit = None if limit is None or limit >= NO_LIMIT else limit
+    left = not config.get("is_encoder_decoder") and artifact.manifest.task == "language-modeling"
+    pad = padding_token(words) if left else words.pad_token_id or 0
+    kept = said.model_dump(exclude={"reason", "longest", "clean_up"})
+    more = {
+        "replace": CLEANUP_REPLACEMENTS if said.clean_up else [],
+        "prefix": rules.prefix,
+        "lower": rules.lower,
+    }
+    return limit, {**kept, "pad": pad, "limit": limit, **more}
+
+
+def _generation_settings(
+    artifact: Artifact, config: dict[str, Any], wishes: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the complete generation settings, and notes about them."""
+    from smelt.generation.config import GenerationSettings, resolve_generation
+    from smelt.generation.graph_generation import graph_supports
+    from smelt.runtimes.runner import read_model_files
+
+    notes = []
+    if wishes.get("do_sample"):
+        notes = ["The recipe draws tokens at random; infer.py uses the most likely token of each step."]
+        wishes = {name: value for name, value in wishes.items() if name not in _SAMPLING_SETTINGS}
+    model: Any = read_model_files(artifact.path)
+    decoding = resolve_generation(GenerationSettings(**wishes), model)
+    if not graph_supports(decoding):
+        raise InputError(
+            "its generation settings contain bad_words_ids of several tokens, or remove_invalid_values. The"
+            " generation graph supports neither. Remove them from the recipe or generation_config.json.",
+            code="unsupported-generation-setting",
+        )
+    return search_settings(decoding, int(config.get("decoder_vocab_size") or config["vocab_size"])), notes
+
+
+def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, Any]:
+    """Return the search settings: rules that infer.py builds, and inputs that it passes to the graph."""
+    from smelt.generation.graph_generation import generation_feeds
+    from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
+
+    feeds = generation_feeds(decoding, 1, vocabulary)
+    one = decoding.start is not None  # the prompt is one token, so the longest output is known
+    kept = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "positions", "repetition_penalty")
+    first = decoding.forced_bos_token_id
+    return {
+        "graph": f"{BEAM_SEARCH_GRAPH if decoding.num_beams > 1 else GREEDY_GRAPH}.onnx",
+        **{name: getattr(decoding, name) for name in kept},
+        **({"max_new_tokens": decoding.max_total_length(1) - 1} if one else {}),
+        "eos": decoding.eos,
+        # as in the rules, an end token is not a bad word
+        "bad_words": [word[0] for word in decoding.bad_words_ids if word[0] not in decoding.eos],
+        "suppressed": decoding.suppress_tokens,
+        "suppressed_first": decoding.begin_suppress_tokens,
+        "forced_bos": [] if first is None else [first],
+        "forced_eos": decoding.forced_eos_token_id,
+        "vocabulary": vocabulary,
+        "inputs": {name: feeds[name].tolist() for name in (*_GRAPH_INPUTS, *_BEAM_SETTINGS) if name in feeds},
+    }

@@ -1,20 +1,98 @@
-"""The format `triton`: a graph for Triton's onnxruntime or tensorrt backend, and a Python model."""
+"""The format `triton`: a graph for Triton's onnxruntime or tensorrt backend, and a Python model.
+
+Write config.pbtxt in protobuf's text format.
+
+Source: triton-inference-server/common, protobuf/model_config.proto (message ModelConfig).
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SENTENCE_SIMILARITY, TEXT_TASKS
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TASKS
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
-from smelt.export.package.triton.config_pbtxt import TritonTensor, model_config
 
 if TYPE_CHECKING:
-    from smelt.runtime.generate.generation_config import GenerationConfig
+    from smelt.generation.config import GenerationConfig
+
+
+@dataclass(frozen=True)
+class EnumValue:
+    """An enum value, which the text format writes without quotation marks."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class TritonTensor:
+    """An input or output: name, DataType (TYPE_INT64), dimensions without the batch (-1: any)."""
+
+    name: str
+    kind: str
+    dims: tuple[int, ...]
+
+
+def model_config(
+    name: str,
+    backend: str,
+    inputs: Sequence[TritonTensor],
+    outputs: Sequence[TritonTensor],
+    max_batch_size: int,
+    delay_us: int,
+    parameters: Mapping[str, str] | None = None,
+    device: str = "KIND_CPU",
+) -> str:
+    """Return config.pbtxt of a model with dynamic batching.
+
+    Args:
+        name: of the model and of its folder.
+        backend: onnxruntime, tensorrt or python.
+        inputs: of a request.
+        outputs: of a request.
+        max_batch_size: samples per call.
+        delay_us: microseconds that a request waits for others.
+        parameters: for the backend, or for the Python model.
+        device: KIND_CPU or KIND_GPU.
+    """
+    said: dict[str, Any] = {
+        "name": name,
+        "backend": backend,
+        "max_batch_size": max_batch_size,
+        "input": [_tensor_message(one) for one in inputs],
+        "output": [_tensor_message(one) for one in outputs],
+        "dynamic_batching": {"max_queue_delay_microseconds": delay_us},
+        "instance_group": [{"count": 1, "kind": EnumValue(device)}],
+        "parameters": [
+            {"key": key, "value": {"string_value": value}} for key, value in (parameters or {}).items()
+        ],
+    }
+    return "".join(_lines(said, 0))
+
+
+def _tensor_message(one: TritonTensor) -> dict[str, Any]:
+    return {"name": one.name, "data_type": EnumValue(one.kind), "dims": list(one.dims)}
+
+
+def _lines(message: Mapping[str, Any], deep: int) -> list[str]:
+    """Return the fields of a message; a list is a repeated field, a mapping a nested message."""
+    lines = []
+    for field, value in message.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping):
+                lines += [f"{'  ' * deep}{field} {{\n", *_lines(one, deep + 1), f"{'  ' * deep}}}\n"]
+            else:
+                shown = one.name if isinstance(one, EnumValue) else json.dumps(one, ensure_ascii=False)
+                lines.append(f"{'  ' * deep}{field}: {shown}\n")
+    return lines
+
 
 REPOSITORY_FOLDER, GRAPH_MODEL, TEXT_MODEL = "model_repository", "graph", "text"
 _GENERATES = ("translation", "summarization", "language-modeling")
@@ -65,8 +143,8 @@ class TritonFormat:
         Raises:
             InputError: there is none.
         """
-        from smelt.export.package.one_file.self_contained_graph import generation_config_of, select_graph
-        from smelt.runtime.text.tokenizer_info import read_tokenizer_info
+        from smelt.export.package.one_file.one_file_format import generation_config_of, select_graph
+        from smelt.models.tokenizer import read_tokenizer_info
 
         details = read_tokenizer_info(artifact.path)
         if details.reader == "transformers":
@@ -94,7 +172,7 @@ class TritonFormat:
         Raises:
             InputError: a graph does not support the run's generation settings.
         """
-        from smelt.export.package.one_file.self_contained_graph import generation_config_of
+        from smelt.export.package.one_file.one_file_format import generation_config_of
 
         generates = artifact.manifest.task in _GENERATES
         decoding = generation_config_of(artifact.path, origin.generation) if generates else None
@@ -122,8 +200,8 @@ def _write_graph(
     """Write the graph model; return the names of its inputs, its output, and its largest batch."""
     import onnx
 
-    from smelt.export.package.one_file.self_contained_graph import select_graph, self_contained_graph
-    from smelt.runtime.predict_texts import uses_token_types
+    from smelt.export.package.one_file.one_file_format import select_graph, self_contained_graph
+    from smelt.runtimes.predict_texts import uses_token_types
 
     config = read_json_object(artifact.path / "config.json")
     (folder / "1").mkdir(parents=True)
@@ -146,7 +224,7 @@ def _write_graph(
 
 
 def _output_tensor(artifact: Artifact, config: dict[str, Any]) -> TritonTensor:
-    from smelt.families.registry import find_family
+    from smelt.models.families.registry import find_family
 
     task = artifact.manifest.task
     if task in _GENERATES:
@@ -186,13 +264,13 @@ def text_model_settings(
     source: Path, decoding: GenerationConfig | None, inputs: list[str], output: str
 ) -> dict[str, Any]:
     """Return settings.json of the Python model: tokenization, and inputs and outputs of the graph."""
-    from smelt.export.package.one_file.tokenize_nodes import special_tokens_around
-    from smelt.runtime.causal import is_causal
-    from smelt.runtime.generate.generation_config import MAX_NEW_TOKENS
-    from smelt.runtime.generate.prompt_batches import padding_token
-    from smelt.runtime.text.length_limits import max_input_length
-    from smelt.runtime.text.open_tokenizer import open_tokenizer
-    from smelt.runtime.text.tokenizer_info import read_tokenizer_info
+    from smelt.export.package.one_file.text_nodes import special_tokens_around
+    from smelt.generation.config import MAX_NEW_TOKENS
+    from smelt.generation.prompt_batches import padding_token
+    from smelt.generation.runners import is_causal
+    from smelt.models.length_limits import max_input_length
+    from smelt.models.open_tokenizer import open_tokenizer
+    from smelt.models.tokenizer import read_tokenizer_info
 
     config, details = read_json_object(source / "config.json"), read_tokenizer_info(source)
     tokenizer = open_tokenizer(source)

@@ -17,7 +17,7 @@ from smelt.export.tensorrt.rules.checked_graph import (
     node_attribute,
     node_location,
 )
-from smelt.runtime.third_party.graph_structure import ONNX_DOMAINS
+from smelt.runtimes.third_party.graph_structure import ONNX_DOMAINS
 
 SUPPORTED_OPSETS = range(9, 26)
 _QDQ_HINT = "TensorRT supports int8 only as QuantizeLinear/DequantizeLinear pairs."

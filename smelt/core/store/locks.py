@@ -7,21 +7,157 @@ On file systems without such locks (some network ones), it is a lease: a file ne
 touches repeatedly. A dead owner on this machine is detected at once; one on another machine loses the lease
 after `LEASE_S` without a touch. It may still be alive, so the same work may then be done twice, and the first
 to finish wins (see `Store.commit`).
+
+The owner of a lock: a record that other processes, containers and machines can check.
+
+A process is identified by its kernel, its PID namespace, its PID, and its start time: a PID alone means
+nothing on another machine or in another container, and is reused after the process has ended.
+
+Marker files of active processes, and whether the process is still active.
+
+A marker is a file with its owner's record, locked by the kernel if the file system supports locks, and
+touched every `BEAT_S` seconds. Other processes judge it by the lock and, on the same machine, by the
+process. A process of another machine, or of a container without working locks, counts as dead only after
+`SILENT_S` without a touch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import platform
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from smelt.core.files import seconds_since_written
-from smelt.core.store.lock_owner import current_owner, read_owner, write_owner
+
+# A record begins at the second byte: Windows prevents reading the first byte of a locked file.
+_RECORD_OFFSET = 1
+_MAX_RECORD_BYTES = 4000
+# Two readings of a process's start time may differ by this (boot time is in whole seconds).
+_START_TOLERANCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """A process.
+
+    host: name of the machine. kernel: unique id of the running system. namespace: of the PID `process`.
+    started: seconds, independent of changes of the clock; None if the system does not provide it.
+    locked: it holds the kernel's lock on the file with this record.
+    """
+
+    host: str
+    kernel: str
+    namespace: int
+    process: int
+    started: float | None
+    locked: bool = False
+
+    def __str__(self) -> str:
+        """Return "process 1234", with the machine if it is another one."""
+        here = current_owner()
+        same = (self.kernel, self.namespace) == (here.kernel, here.namespace)
+        return f"process {self.process}" + ("" if same else f" on {self.host}")
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process runs; None if that is not visible from here."""
+        here = current_owner()
+        if (self.kernel, self.namespace) != (here.kernel, here.namespace):
+            return None
+        import psutil
+
+        try:
+            found = psutil.Process(self.process)
+            if found.status() == psutil.STATUS_ZOMBIE:
+                return False  # it has ended, and its parent has not collected it yet
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:
+            return True
+        now = _process_start_time(self.process)
+        return self.started is None or now is None or abs(now - self.started) < _START_TOLERANCE_S
+
+
+def current_owner() -> LockOwner:
+    """Return the current process."""
+    return LockOwner(
+        platform.node() or "an unnamed machine", _boot_id(), _pid_namespace(), os.getpid(), _own_start_time()
+    )
+
+
+def write_owner(descriptor: int, owner: LockOwner) -> None:
+    """Replace the content of the open file by `owner`."""
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.write(descriptor, b" " * _RECORD_OFFSET + json.dumps(asdict(owner)).encode())
+
+
+def read_owner(path: Path) -> LockOwner | None:
+    """Return the owner in the file `path`; None if there is none, or the record is incomplete."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        os.lseek(descriptor, _RECORD_OFFSET, os.SEEK_SET)
+        return LockOwner(**json.loads(os.read(descriptor, _MAX_RECORD_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def _boot_id() -> str:
+    """Return the unique id of this running system."""
+    try:
+        # new at every boot of a Linux system, and the same in all of its containers
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        import uuid
+
+        return f"{platform.node()} {uuid.getnode():012x}"
+
+
+@cache
+def _pid_namespace() -> int:
+    """Return the PID namespace of this process (proc(5)); 0 if there is only one."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _own_start_time() -> float | None:
+    return _own_start_time_of(os.getpid())
+
+
+@cache
+def _own_start_time_of(process: int) -> float | None:
+    """Return the start time of this process; by its PID, so that a fork computes it again."""
+    return _process_start_time(process)
+
+
+def _process_start_time(process: int) -> float | None:
+    """Return the start time of a process: on Linux in seconds since boot, elsewhere since 1970."""
+    import psutil
+
+    try:
+        # Linux counts from boot; psutil adds the boot time, which changes when the clock is set
+        offset = psutil.boot_time() if sys.platform == "linux" else 0.0
+        return float(psutil.Process(process).create_time() - offset)
+    except (psutil.Error, OSError, RuntimeError):
+        return None
+
 
 # Seconds without a touch after which the lease of another machine's process expires.
 LEASE_S = 600.0
@@ -226,3 +362,67 @@ def _remove_stale_lease(path: Path) -> None:
         _break_ownerless_lease(lease, path)
         lease.acquire(blocking=False)
         lease.release()
+
+
+# Seconds between two touches.
+HEARTBEAT_S = 60.0
+# Seconds without a touch after which a process that cannot be checked otherwise counts as dead.
+STALE_AFTER_S = 3600.0
+
+
+@contextlib.contextmanager
+def heartbeat(marker: Path) -> Iterator[None]:
+    """Hold the file `marker` for this process until the context ends."""
+    holder = current_owner()
+    with contextlib.suppress(OSError):
+        marker.unlink()  # of a dead process
+    descriptor = os.open(marker, os.O_RDWR | os.O_CREAT, 0o666)
+    ended = threading.Event()
+    beat = threading.Thread(target=_touch_repeatedly, args=(marker, ended), name="smelt-present", daemon=True)
+    try:
+        # locked before it has a record: without one it is not judged
+        write_owner(descriptor, replace(holder, locked=_try_marker_lock(descriptor)))
+        beat.start()
+        yield
+    finally:
+        ended.set()
+        if sys.platform == "win32":  # where an open file cannot be removed
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            marker.unlink()
+        if sys.platform != "win32":
+            os.close(descriptor)
+
+
+def is_active(marker: Path) -> bool:
+    """Return whether the process of this marker may still be active; False: it certainly is not.
+
+    If that is unknown, it counts as active until `SILENT_S` without a touch.
+    """
+    holder = read_owner(marker)
+    if holder is None:  # being written, or incomplete
+        return seconds_since_written(marker) < STALE_AFTER_S
+    locked = is_locked(marker)
+    if locked:
+        return True
+    if holder.kernel == current_owner().kernel:
+        if holder.locked and locked is not None:
+            return False  # all processes of one kernel see each other's locks; this one has ended
+        alive = holder.is_alive()
+        if alive is not None:
+            return alive
+    return seconds_since_written(marker) < STALE_AFTER_S
+
+
+def _try_marker_lock(descriptor: int) -> bool:
+    try:
+        return try_lock(descriptor) is True
+    except OSError:
+        return False
+
+
+def _touch_repeatedly(marker: Path, ended: threading.Event) -> None:
+    """Touch the marker at intervals; a file server that does not answer for a while is tolerated."""
+    while not ended.wait(HEARTBEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(marker)

@@ -28,8 +28,7 @@ from smelt.core.files import (
     sha256_of,
     write_json,
 )
-from smelt.core.store.heartbeat import STALE_AFTER_S, heartbeat, is_active
-from smelt.core.store.locks import file_lock, remove_stale_lock
+from smelt.core.store.locks import STALE_AFTER_S, file_lock, heartbeat, is_active, remove_stale_lock
 
 OWNER_SUFFIX = ".owner"
 

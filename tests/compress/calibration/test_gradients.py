@@ -8,13 +8,13 @@ import tiny
 import torch
 from expected_errors import raises_code
 
-from smelt.compress.calibration.gradients import squared_gradients
 from smelt.compress.calibration.samples import load_calibration_samples
-from smelt.compress.train.objective import label_objective
-from smelt.core.data import Columns
+from smelt.compress.calibration.statistics import squared_gradients
+from smelt.compress.train.extension import label_objective
 from smelt.core.errors import RunError
-from smelt.core.readers.examples import read_split
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
 
 
 @pytest.fixture

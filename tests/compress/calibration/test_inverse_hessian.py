@@ -5,8 +5,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smelt.compress.calibration.inverse_hessian import inverse_cholesky
-from smelt.compress.calibration.statistics import empty_statistics
+from smelt.compress.calibration.statistics import empty_statistics, inverse_cholesky
 
 
 class Held(TorchDispatchMode):

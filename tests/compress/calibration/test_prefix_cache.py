@@ -5,10 +5,10 @@ import pytest
 import torch
 from every_family import TEXT_FAMILIES
 
-from smelt.compress.calibration.prefix_cache import PrefixCachedModel
 from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.models.checkpoint import load_model
+from smelt.compress.calibration.sequential import PrefixCachedModel
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
 
 
 def rows_for(model):

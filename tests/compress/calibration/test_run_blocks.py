@@ -7,12 +7,12 @@ import torch
 from every_family import TEXT_FAMILIES
 from expected_errors import raises_code
 
-from smelt.compress.calibration.run_blocks import run_blocks
 from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.share_weights.stage import ShareWeightsSettings, share_layers
+from smelt.compress.calibration.sequential import run_blocks
+from smelt.compress.share_weights import ShareWeightsSettings, share_layers
 from smelt.core.errors import InputError
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
 
 
 def rows_for(model, lengths=((2, 9), (3, 7))):

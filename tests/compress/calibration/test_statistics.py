@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from smelt.compress.calibration import statistics
-from smelt.compress.calibration.input_hooks import observe_inputs
-from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.compress.calibration.statistics import collect_statistics, empty_statistics, few_tokens_text
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +178,6 @@ def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
 
 
 def test_width_is_that_of_what_a_layer_is_fed():
-    from smelt.runtime.layers.low_rank_linear import LowRankLinear
+    from smelt.models.layers import LowRankLinear
 
     assert statistics.input_width(nn.Linear(3, 5)) == statistics.input_width(LowRankLinear(3, 5, 2)) == 3

@@ -9,16 +9,17 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from smelt.compress.calibration import statistics, statistics_cache
+from smelt.compress.calibration import statistics
+from smelt.compress.calibration import statistics as statistics_cache
 from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.calibration.statistics_cache import batches_fingerprint, cached_statistics
+from smelt.compress.calibration.statistics import batches_fingerprint, cached_statistics
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.core.data import Columns
-from smelt.core.readers.examples import read_split
-from smelt.core.store.stage_cache import StageCache
+from smelt.core.store.caches import StageCache
 from smelt.core.store.store import Store
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import torch
 from every_family import TEXT_FAMILIES
 
 from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, capture_tensors
-from smelt.families.model_blocks import blocks_of, model_attentions
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of, model_attentions
 
 SCORED = [name for name in TEXT_FAMILIES if name != "mpnet"]  # which makes them inside of its forward
 

@@ -11,8 +11,8 @@ from smelt.compress.distill.check_config import STACK_NAMES, check_student
 from smelt.compress.distill.layer_selection import _find_stack, keep_layers
 from smelt.compress.distill.settings import StudentSettings
 from smelt.core.errors import InputError
-from smelt.families.registry import FAMILIES
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import FAMILIES
 
 
 @pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))

@@ -12,13 +12,13 @@ from expected_errors import raises_code, raises_setting_codes
 import smelt
 from smelt.compress.distill.settings import DistillSettings, StudentSettings
 from smelt.compress.distill.stage import Distill
-from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
-from smelt.core.data import Columns
+from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.core.errors import InputError
-from smelt.core.readers.examples import read_split
-from smelt.planning.load_plan import load_plan
-from smelt.runtime.generate.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.models.checkpoint import load_model
+from smelt.pipeline.plan.load_plan import load_plan
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 SMALL = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -12,15 +12,15 @@ from every_family import TEXT_FAMILIES
 from expected_errors import raises_code
 from torch.nn import functional as F
 
-from smelt.compress.distill.distill_objective import distill_objective, make_inner_losses
-from smelt.compress.distill.losses.relations import relation_loss
+from smelt.compress.distill.inner_losses import relation_loss
+from smelt.compress.distill.objective import distill_objective, make_inner_losses
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.encoded_samples import EncodedSample, collate
 from smelt.compress.train.extension import TrainingExtension
-from smelt.compress.train.planned_trainer import run_training
+from smelt.compress.train.samples import EncodedSample, collate
+from smelt.compress.train.trainer import run_training
 from smelt.core.errors import InputError
-from smelt.families.registry import FAMILIES
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import FAMILIES
 
 ALL = {"hidden_states": 1.0, "input_embeddings": 0.5, "attention": 0.7, "self_attention_relations": 0.3}
 TEXTS = [

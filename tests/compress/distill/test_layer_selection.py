@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 
 from smelt.compress.distill.layer_selection import keep_layers, layers_to_copy
 from smelt.core.errors import InputError
-from smelt.runtime.models.edits.apply_edits import apply_edits
+from smelt.models.edits import apply_edits
 
 
 def marian(decoder_layers=4):

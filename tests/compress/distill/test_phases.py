@@ -7,9 +7,9 @@ from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.readers.examples import read_split
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 

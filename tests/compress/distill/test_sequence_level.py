@@ -11,13 +11,13 @@ from smelt.compress.distill import sequence_level
 from smelt.compress.distill.sequence_level import closest_by_bleu, count_targets, generate_targets
 from smelt.compress.distill.settings import DistillSettings, SequenceSettings
 from smelt.compress.distill.stage import Distill
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.readers.examples import read_split
-from smelt.planning.load_plan import load_plan
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.predict_texts import generate_candidates
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.generation.config import GenerationSettings
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.runtimes.predict_texts import generate_candidates
+from smelt.runtimes.registry import open_runner
 
 
 @pytest.fixture

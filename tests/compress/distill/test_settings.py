@@ -8,9 +8,9 @@ import tiny
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.core.data import Columns
-from smelt.core.readers.examples import read_split
-from smelt.planning.load_plan import load_plan
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.pipeline.plan.load_plan import load_plan
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from expected_errors import raises_code, raises_setting_codes
 from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
-from smelt.compress.distill.distill_objective import distill_objective
+from smelt.compress.distill.objective import distill_objective
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.compress.train.loss_terms import total_loss
+from smelt.compress.train.extension import total_loss
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.splits import Example, Split
+from smelt.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
 

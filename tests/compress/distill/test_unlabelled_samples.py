@@ -7,8 +7,8 @@ import tiny
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.core.data import Example, Split
 from smelt.core.stage import stage_needs
+from smelt.data.splits import Example, Split
 
 TEXTS = Split("texts", tuple(Example(text) for text in tiny.SENTENCES * 4))
 LABELLED = Split("labelled", tuple(Example(text[::-1], label=i % 2) for i, text in enumerate(tiny.SENTENCES)))

@@ -4,15 +4,15 @@ import embedders
 import pytest
 import torch
 
-from smelt.compress.distill.distill_objective import distill_objective
+from smelt.compress.distill.objective import distill_objective
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.loss_terms import total_loss
-from smelt.compress.train.losses.sentence_vectors import (
+from smelt.compress.train.extension import (
     cosent_loss,
     pairwise_similarity_loss,
+    total_loss,
     vector_distance_loss,
 )
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 
 @pytest.mark.parametrize(

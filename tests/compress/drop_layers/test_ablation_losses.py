@@ -5,13 +5,12 @@ import harness
 import pytest
 import torch
 
-from smelt.compress.calibration.prefix_cache import PrefixCachedModel
-from smelt.compress.drop_layers.ablation_losses import ablation_losses
-from smelt.compress.drop_layers.block_influence import without_layers
+from smelt.compress.calibration.sequential import PrefixCachedModel
+from smelt.compress.drop_layers.select_layers import ablation_losses, without_layers
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
-from smelt.families.registry import family_of
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import family_of
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "modernbert", "llama"])

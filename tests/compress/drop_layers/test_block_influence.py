@@ -8,9 +8,9 @@ import torch
 from every_family import TEXT_FAMILIES
 from torch.nn.functional import normalize
 
-from smelt.compress.drop_layers.block_influence import block_influence, drop_units_by_loss, without_layers
-from smelt.families.registry import family_of
-from smelt.runtime.models.checkpoint import load_model
+from smelt.compress.drop_layers.select_layers import block_influence, drop_units_by_loss, without_layers
+from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import family_of
 
 
 def _inputs(model):

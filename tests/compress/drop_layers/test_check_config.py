@@ -3,8 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from smelt.compress.drop_layers.check_config import check_layer_counts, kept_layers
-from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.settings import DropLayersSettings, check_layer_counts, kept_layers
 
 MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
 BERT = {"model_type": "bert", "num_hidden_layers": 12}

@@ -8,12 +8,11 @@ import pytest
 import torch
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.drop_layers.check_config import check_layer_counts
-from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.settings import DropLayersSettings, check_layer_counts
 from smelt.compress.drop_layers.stage import DropLayers
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 
 def run(settings, out, family="llama", source=None):

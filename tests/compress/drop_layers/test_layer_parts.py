@@ -8,8 +8,8 @@ from every_family import TEXT_FAMILIES
 from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.layer_parts import layer_parts, part_influence, without_parts
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.edits.skip_sublayer import skip_sublayer
+from smelt.models.checkpoint import load_model
+from smelt.models.skip_sublayer import skip_sublayer
 
 
 def _loaded(family, layers=3):

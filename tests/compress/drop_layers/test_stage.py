@@ -15,13 +15,13 @@ from expected_errors import raises_code
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
-from smelt.core.data import Example, Split
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.families.model_blocks import blocks_of
-from smelt.families.registry import FAMILIES, family_of
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.data.splits import Example, Split
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import FAMILIES, family_of
 
 
 def _with_idle_layer(family, out):

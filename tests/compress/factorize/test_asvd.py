@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.factorize.asvd import asvd_metric
-from smelt.compress.factorize.svd import low_rank_layer
+from smelt.compress.factorize.svd import asvd_metric, low_rank_layer
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])

@@ -15,17 +15,16 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
-from smelt.core.data import Example, Split
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
+from smelt.data.splits import Example, Split
 from smelt.export.graph_files import iter_initializers, read_graph
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.layers.low_rank_linear import LowRankEmbedding, LowRankLinear
-from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.hidden_axes import hidden_axes
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.hidden_width import hidden_axes
+from smelt.models.layers import LowRankEmbedding, LowRankLinear
 
 EVERY = sorted(every_family.TEXT_FAMILIES)
 
@@ -132,9 +131,9 @@ def _counted_by_hand(model, space):
     """How often each token is read, or written, in the texts that every_family takes."""
     import tiny
 
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
-    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+    from smelt.models.checkpoint import load_tokenizer
 
     file = tiny.write_pairs(space / "again.jsonl")
     split = read_split(str(file), "translation", Columns(), space)

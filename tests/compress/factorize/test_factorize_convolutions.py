@@ -7,15 +7,14 @@ import torch
 from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
-from smelt.compress.factorize import macs
-from smelt.compress.factorize.factorize_convolutions import convolution_ranks, factorize_convolution
+from smelt.compress.factorize import ranks as macs
+from smelt.compress.factorize.convolutions import convolution_ranks, factorize_convolution
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.models.checkpoint import load_model
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
 
 WIDE = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1]}
 CONVS = {

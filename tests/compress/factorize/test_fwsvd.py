@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from smelt.compress.factorize.fwsvd import fwsvd_metric
-from smelt.compress.factorize.svd import low_rank_layer
+from smelt.compress.factorize.svd import fwsvd_metric, low_rank_layer
 
 
 def test_it_is_the_svd_of_the_rows_weighted_and_weighted_back_as_the_paper_writes_a_layer():

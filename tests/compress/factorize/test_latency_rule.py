@@ -3,8 +3,8 @@
 import every_family
 import pytest
 
-from smelt.compress.factorize.latency_rule import faster_below_rank, full_sequence_layers
-from smelt.runtime.models.checkpoint import load_model
+from smelt.compress.factorize.ranks import faster_below_rank, full_sequence_layers
+from smelt.models.checkpoint import load_model
 
 # outputs, inputs, share of the weights that a pair keeps, rows, its time in those of the whole matrix
 # (docs/measurements/techniques.md)

@@ -9,17 +9,16 @@ import torch
 from expected_errors import raises_code, raises_setting_codes
 from transformers import MarianConfig, MarianMTModel
 
-from smelt.compress.calibration.input_hooks import observe_inputs
-from smelt.compress.calibration.samples import load_calibration_samples, model_outputs
+from smelt.compress.calibration.samples import load_calibration_samples, model_outputs, observe_inputs
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.readers.examples import read_split
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+from smelt.models.layers import LowRankLinear
 
 
 @pytest.fixture

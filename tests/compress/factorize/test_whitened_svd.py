@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.factorize import whitened_svd as module
-from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer, weighted_singular_values
-from smelt.compress.factorize.whitened_svd import whitened_svd_metric
+from smelt.compress.factorize import svd as module
+from smelt.compress.factorize.svd import (
+    ErrorMetric,
+    low_rank_layer,
+    weighted_singular_values,
+    whitened_svd_metric,
+)
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 import torch
 from expected_errors import raises_code
 
-from smelt.compress.prune.importance.magnitude import magnitude_scores
+from smelt.compress.prune.importance import magnitude_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.prune.unit_groups import find_groups, linear_with_inputs
-from smelt.core.data import Columns
+from smelt.compress.prune.units import find_groups, linear_with_inputs
 from smelt.core.errors import InputError
-from smelt.core.readers.examples import read_split
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
 

@@ -16,10 +16,9 @@ from smelt.compress.prune.channels import filter_magnitudes, find_channels, gate
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.core.messages import message_codes
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.structure import read_edits
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.structure import read_edits
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}

@@ -4,9 +4,9 @@ import pytest
 from every_family import TEXT_FAMILIES
 from expected_errors import raises_code
 
-from smelt.compress.prune.check_config import check_units, fixed_heads_warnings
+from smelt.compress.prune.settings import check_units, fixed_heads_warnings
 from smelt.core.errors import InputError
-from smelt.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES
 
 
 @pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import tensor
 
-from smelt.compress.prune.global_scope import allocate_globally
-from smelt.compress.prune.importance.unit_scores import UnitScores
+from smelt.compress.prune.importance import UnitScores
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.compress.prune.units import allocate_globally
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.families.model_blocks import blocks_of
 
 
 def test_heads_go_wherever_they_say_least_and_one_stays_in_each_layer():
@@ -116,8 +116,8 @@ def test_the_ratio_of_one_target_leaves_the_other_as_it_is(tmp_path, target, oth
 
 
 def test_random_units_are_drawn_by_the_seed(tmp_path):
-    from smelt.compress.prune.importance.random_scores import random_scores
-    from smelt.compress.prune.unit_groups import find_groups
+    from smelt.compress.prune.importance import random_scores
+    from smelt.compress.prune.units import find_groups
 
     model, _ = load_model(every_family.model_with_layers("bert", 3))
     drawn = [random_scores(model, *find_groups(model), seed) for seed in (1, 1, 2)]

@@ -11,11 +11,11 @@ from smelt.compress.calibration.statistics import empty_statistics
 from smelt.compress.prune import reconstruct
 from smelt.compress.prune.reconstruct import refit_layer
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import message_codes
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.structure import mark_masked
+from smelt.models.checkpoint import load_model
+from smelt.models.layers import LowRankLinear
+from smelt.models.structure import mark_masked
 
 KEPT = torch.tensor([0, 2, 5])
 

@@ -11,17 +11,22 @@ from expected_errors import raises_code
 from pruning_models import bert_model, example_batch, example_loss, factorized_model, marian_model
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.prune.cut import cut_heads, cut_neurons, update_config
-from smelt.compress.prune.importance.magnitude import magnitude_scores
-from smelt.compress.prune.importance.taylor import taylor_scores
-from smelt.compress.prune.kept_counts import count_kept_heads, count_kept_neurons
+from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.prune.unit_groups import find_groups, linear_with_inputs
-from smelt.core.data import Example, Split
+from smelt.compress.prune.units import (
+    count_kept_heads,
+    count_kept_neurons,
+    cut_heads,
+    cut_neurons,
+    find_groups,
+    linear_with_inputs,
+    update_config,
+)
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.data.splits import Example, Split
+from smelt.models.checkpoint import load_model, save_model
 
 
 def outputs(model):
@@ -221,7 +226,7 @@ def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they
 def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "smelt.compress.prune.importance.score_units.torch_device",
+        "smelt.compress.prune.importance.torch_device",
         lambda wanted: asked.append(wanted) or "cpu",
     )
     source = tiny.write_bert(tmp_path / "m")
@@ -260,7 +265,7 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
 
 
 def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
-    from smelt.planning.load_plan import load_plan
+    from smelt.pipeline.plan.load_plan import load_plan
 
     tiny.write_marian(tmp_path / "model")
     tiny.write_pairs(tmp_path / "rows.jsonl")

@@ -10,10 +10,10 @@ from expected_errors import raises_code
 from smelt.compress.quantize.calibrate_layers import calibrate_layers
 from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
-from smelt.core.readers.examples import read_split
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
 
 ASLEEP = "bert.encoder.layer.0.intermediate.dense"
 

@@ -19,13 +19,12 @@ from smelt.compress.quantize.qat import QatConv2d, load_trainable
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.messages import message_codes
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.layers.quantized_conv import QuantizedActivation, QuantizedConv2d
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.edits.fold_batch_norms import fold_batch_norms
-from smelt.runtime.models.stored_dtype import weight_files_size
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
+from smelt.models.edits import fold_batch_norms
+from smelt.models.stored_dtype import weight_files_size
+from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d
+from smelt.runtimes.registry import open_folder
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 1]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}

@@ -21,18 +21,18 @@ from smelt.compress.quantize.low_rank_correction import (
     oversized_correction_warnings,
     quantize_with_correction,
 )
+from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.compress.quantize.qat import prepare_qat
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.quantize.weight_quantizer import round_to_nearest
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
-from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.models.checkpoint import copy_tokenizer, load_model
-from smelt.runtime.models.structure import read_edits
-from smelt.runtime.schemes.registry import default_options, find_scheme
+from smelt.models.checkpoint import copy_tokenizer, load_model
+from smelt.models.structure import read_edits
+from smelt.quantization.layers import LowRankCorrectedLinear
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.schemes.registry import default_options, find_scheme
 
 INT4 = {"scheme": "int4", "group_size": 16}
 # what else moves the outputs: codes of head and tables, activations in int8 blocks

@@ -5,7 +5,7 @@ import pytest
 import torch
 from onnxruntime.quantization.calibrate import HistogramCollector
 
-from smelt.compress.quantize.range_methods import Extremes, Histogram, entropy_range, mse_range
+from smelt.compress.quantize.ranges import Extremes, Histogram, entropy_range, mse_range
 
 NUMBERS = np.random.default_rng(0)
 VALUES = {

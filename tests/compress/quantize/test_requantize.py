@@ -6,21 +6,20 @@ import tiny
 import torch
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.cut import cut_neurons, update_config
 from smelt.compress.prune.reconstruct import refit_layer
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.prune.unit_groups import find_groups
+from smelt.compress.prune.units import cut_neurons, find_groups, update_config
 from smelt.compress.quantize.requantize import load_dequantized
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.readers.examples import read_split
-from smelt.runtime.layers.quantized import is_quantized
-from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.structure import is_masked, read_edits
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.structure import is_masked, read_edits
+from smelt.quantization.layers import is_quantized
 
 GROUP = 32
 GROUPED = {"group_size": GROUP}
@@ -101,7 +100,7 @@ def coded(model):
 
 
 def test_every_scheme_is_here():
-    from smelt.runtime.schemes.registry import SCHEMES
+    from smelt.quantization.schemes.registry import SCHEMES
 
     assert {settings["scheme"] for settings in CODES.values()} == set(SCHEMES)
 

@@ -4,7 +4,7 @@ import pytest
 from expected_errors import raises_setting_codes
 
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.runtime.schemes.registry import SCHEMES
+from smelt.quantization.schemes.registry import SCHEMES
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -12,8 +12,8 @@ from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import apply_smoothquant, smoothquant_scales
 from smelt.core.messages import message_codes
-from smelt.families.norm_consumers import norm_consumers
-from smelt.families.registry import FAMILIES
+from smelt.models.families.model_blocks import norm_consumers
+from smelt.models.families.registry import FAMILIES
 
 STATIC = {"scheme": "int8-static", "smoothquant_alpha": 0.5}
 READS = ("q_proj", "k_proj", "v_proj")
@@ -160,7 +160,7 @@ def test_products_that_stay_float_follow_and_do_not_count(tmp_path):
 
 
 def test_the_first_half_of_a_factorized_reader_is_what_reads(tmp_path):
-    from smelt.runtime.layers.low_rank_linear import LowRankLinear
+    from smelt.models.layers import LowRankLinear
 
     model = family_models.load("llama")
     torch.manual_seed(0)

@@ -8,11 +8,11 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.core.messages import message_codes
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.edits.apply_edits import apply_edits
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.edits import apply_edits
+from smelt.models.layers import LowRankLinear
+from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from smelt.quantization.matrix import QuantizedMatrix
 
 
 @pytest.fixture

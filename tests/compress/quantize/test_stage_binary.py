@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Example, Split
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.layers.quantized import layer_scheme
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.weights.count_parameters import count_parameters
-from smelt.runtime.schemes.common.packing import unpack_bits
+from smelt.data.splits import Example, Split
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.quantization.layers import layer_scheme
+from smelt.quantization.packing import unpack_bits
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 REAL = Path(__file__).resolve().parents[4] / "shared" / "models" / "marian-small-en-de"

@@ -7,9 +7,9 @@ import tiny
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.runtime.layers.quantized import QuantizedLinear, layer_scheme
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.weights.count_parameters import count_parameters
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.quantization.layers import QuantizedLinear, layer_scheme
 
 # bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512
 BITS = {

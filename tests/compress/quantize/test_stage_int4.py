@@ -5,13 +5,12 @@ import tiny
 from expected_errors import raises_code
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.layers.quantized import QuantizedLinear, layer_scheme
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.weights.count_parameters import count_parameters
+from smelt.data.splits import Example, Split
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.quantization.layers import QuantizedLinear, layer_scheme
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 

@@ -10,13 +10,13 @@ from usability_checks import check_save_and_load
 from smelt.compress.quantize.qat import convert_qat, load_trainable
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.readers.examples import read_split
 from smelt.core.stage import stage_needs
-from smelt.runtime.layers.quantized import is_quantized
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Split
+from smelt.models.checkpoint import load_model, save_model
+from smelt.quantization.layers import is_quantized
 
 TASK = "language-modeling"
 READERS = {
@@ -132,8 +132,7 @@ def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
 
     import onnx
 
-    from smelt.export.onnx_export.settings import OnnxSettings
-    from smelt.export.onnx_stage import Onnx
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
 
     found = []
     for word, more in (("plain", {}), ("smooth", {"smoothquant_alpha": 0.5})):

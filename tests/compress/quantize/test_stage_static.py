@@ -7,13 +7,13 @@ import tiny
 import torch
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.quantize.sensitivity.layer_sensitivity import select_sensitive
-from smelt.compress.quantize.sensitivity.settings import MaxExcluded
+from smelt.compress.quantize.layer_sensitivity import select_sensitive
+from smelt.compress.quantize.settings import MaxExcluded
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
-from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.data.splits import Example, Split
+from smelt.quantization.layers import QuantizedLinear
 
 ROWS = Split("made.jsonl", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES))
 
@@ -34,7 +34,7 @@ def linears(ctx):
 
 
 def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_path):
-    from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+    from smelt.models.checkpoint import load_model, load_tokenizer
 
     ctx = run(marian, tmp_path / "out", calibration_method="minmax", sensitivity_samples=0)
     model, tokenizer = load_model(marian)[0], load_tokenizer(marian)
@@ -164,8 +164,7 @@ def test_families_of_every_kind_are_calibrated(family, tmp_path):
 
 
 def test_half_precision_around_codes_is_refused(marian, tmp_path):
-    from smelt.export.onnx_export.settings import OnnxSettings
-    from smelt.export.onnx_stage import Onnx
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
 
     made = run(marian, tmp_path / "codes", sensitivity_samples=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")

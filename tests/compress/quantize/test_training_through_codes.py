@@ -10,6 +10,7 @@ from torch import nn
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.plan_layers import fake_quantize_activations, quantize_module
 from smelt.compress.quantize.qat import (
     QatEmbedding,
     QatLinear,
@@ -20,12 +21,11 @@ from smelt.compress.quantize.qat import (
     with_original_weights,
 )
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.quantize.weight_quantizer import fake_quantize_activations, quantize_module
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Example, Split
-from smelt.core.readers.examples import read_split
-from smelt.runtime.layers.quantized import QuantizedEmbedding, layer_scheme
-from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example, Split
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.quantization.layers import QuantizedEmbedding, layer_scheme
 
 SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "num_evals": 0, "dropout": 0.0}
 

@@ -5,14 +5,14 @@ import torch
 from expected_errors import raises_code
 from torch import nn
 
-from smelt.compress.quantize.weight_quantizer import (
+from smelt.compress.quantize.plan_layers import (
     fake_quantize,
     fake_quantize_activations,
     quantize_module,
     round_to_nearest,
 )
 from smelt.core.errors import InputError
-from smelt.runtime.schemes.common.int8_matmul import dynamic_quantize_linear
+from smelt.quantization.int8_matmul import dynamic_quantize_linear
 
 
 @pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)

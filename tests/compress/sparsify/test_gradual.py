@@ -11,16 +11,16 @@ from torch.nn import functional as F
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.gradual import GradualSparsifier, MaskedWeight
-from smelt.compress.sparsify.gradual_settings import GradualSparsitySettings
+from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.readers.examples import read_split
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.structure import read_edits
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+from smelt.models.structure import read_edits
 
 SHORT = {"max_steps": 12, "batch_size": 4, "learning_rate": 3e-3, "precision": "fp32", "num_evals": 2}
 

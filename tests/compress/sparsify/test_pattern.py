@@ -4,7 +4,7 @@ import pytest
 import torch
 from expected_errors import raises_code
 
-from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
+from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
 from smelt.core.errors import SettingError
 
 SCORES = torch.tensor([[8.0, 1.0, 2.0, 7.0], [5.0, 6.0, 3.0, 4.0]])

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from smelt.compress.calibration.statistics import empty_statistics
-from smelt.compress.sparsify import sparsegpt
-from smelt.compress.sparsify.pattern import SparsityPattern
-from smelt.compress.sparsify.sparsegpt import SparseGpt
-from smelt.compress.sparsify.wanda import Wanda
+from smelt.compress.sparsify import methods
+from smelt.compress.sparsify.methods import SparseGpt, Wanda
+from smelt.compress.sparsify.settings import SparsityPattern
 
 
 def made(method, weight, x, pattern):
@@ -55,7 +54,7 @@ def by_the_equations(weight, x, pattern, columns):
     "pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4), SparsityPattern(1 / 3, 2, 3)]
 )
 def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "_BLOCK_COLUMNS", 6)  # two blocks; of groups of 4 three
+    monkeypatch.setattr(methods, "_BLOCK_COLUMNS", 6)  # two blocks; of groups of 4 three
     weight, x = drawn()
     new = made(SparseGpt(), weight, x, pattern)
     wanted = by_the_equations(weight, x, pattern, columns=6)

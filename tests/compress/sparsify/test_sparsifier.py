@@ -5,8 +5,8 @@ import weakref
 import torch
 from torch import nn
 
-from smelt.compress.sparsify.pattern import SparsityPattern
-from smelt.compress.sparsify.sparsifier import Sparsifier
+from smelt.compress.sparsify.methods import Sparsifier
+from smelt.compress.sparsify.settings import SparsityPattern
 
 
 def test_a_second_moment_goes_when_its_layer_is_done():

@@ -12,15 +12,15 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.train.lora import LoraAdapters
 from smelt.compress.train.settings import LoraSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
-from smelt.families.model_blocks import blocks_of
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.structure import read_edits
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.structure import read_edits
 
 TRAIN = FinetuneSettings(
     max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1

@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from smelt.compress.calibration.statistics import empty_statistics
-from smelt.compress.sparsify.magnitude import MagnitudeSparsity
-from smelt.compress.sparsify.pattern import SparsityPattern
-from smelt.compress.sparsify.random_sparsity import RandomSparsity
-from smelt.compress.sparsify.wanda import Wanda
+from smelt.compress.sparsify.methods import MagnitudeSparsity, RandomSparsity, Wanda
+from smelt.compress.sparsify.settings import SparsityPattern
 
 
 @pytest.fixture

@@ -11,16 +11,15 @@ import tiny
 import torch
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train import planned_trainer as training_loop
+from smelt.compress.train import trainer as training_loop
 from smelt.compress.train.checkpoint_selector import CheckpointSelector, Validation
-from smelt.compress.train.encoded_samples import EncodedSample
-from smelt.compress.train.extension import TrainingExtension
-from smelt.compress.train.objective import label_objective
-from smelt.compress.train.planned_trainer import run_training
+from smelt.compress.train.extension import TrainingExtension, label_objective
+from smelt.compress.train.samples import EncodedSample
 from smelt.compress.train.train import _may_be_best_after_start, starts_random
+from smelt.compress.train.trainer import run_training
 from smelt.core.artifact import Artifact
 from smelt.core.messages import message_codes
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.marian.modeling_marian import shift_tokens_right
 
-from smelt.compress.train.encoded_samples import (
+from smelt.compress.train.samples import (
     EncodedSample,
     classifier_targets,
     collate,
@@ -26,8 +26,8 @@ from smelt.compress.train.encoded_samples import (
     plan_batches,
     spread_indices,
 )
-from smelt.core.data import Example
 from smelt.core.errors import InputError
+from smelt.data.splits import Example
 
 
 def rows_of(count, seed=0):

@@ -8,12 +8,11 @@ import tiny
 import torch
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train import planned_trainer as training_loop
-from smelt.compress.train.encoded_samples import EncodedSample
-from smelt.compress.train.extension import ParameterGroup, TrainingExtension
-from smelt.compress.train.objective import label_objective
-from smelt.compress.train.planned_trainer import run_training
-from smelt.runtime.models.checkpoint import load_model
+from smelt.compress.train import trainer as training_loop
+from smelt.compress.train.extension import ParameterGroup, TrainingExtension, label_objective
+from smelt.compress.train.samples import EncodedSample
+from smelt.compress.train.trainer import run_training
+from smelt.models.checkpoint import load_model
 
 ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 PLAIN = {

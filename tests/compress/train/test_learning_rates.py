@@ -18,10 +18,10 @@ from smelt.compress.train.learning_rates import (
     _SCALE_AND_MAXIMUM,
     default_learning_rate,
 )
-from smelt.core.data import Columns
 from smelt.core.files import json_hash
-from smelt.core.readers.examples import read_split
-from smelt.families.registry import FAMILIES
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.families.registry import FAMILIES
 
 SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
 

@@ -15,23 +15,23 @@ from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.plan_layers import quantized_weight_bits
 from smelt.compress.quantize.qat import prepare_qat
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.quantize.weight_quantizer import quantized_weight_bits
-from smelt.compress.share_weights.stage import ShareWeights, ShareWeightsSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.train.lora import LoraAdapters, find_lora_layers
 from smelt.compress.train.settings import LoraSettings
-from smelt.core import packages
-from smelt.core.data import Columns
+from smelt.core import system
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.core.readers.examples import read_split
-from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
-from smelt.runtime.layers.quantized_matrix import QuantizedMatrix
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.edits.apply_edits import apply_edits
-from smelt.runtime.models.structure import read_edits
-from smelt.runtime.models.weights.count_parameters import count_parameters
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.models.edits import apply_edits
+from smelt.models.structure import read_edits
+from smelt.quantization.layers import LowRankCorrectedLinear
+from smelt.quantization.matrix import QuantizedMatrix
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
 SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}
@@ -297,7 +297,7 @@ def test_a_layer_of_another_kind_and_an_unknown_model_have_no_adapters(tmp_path,
 
 
 def test_an_older_peft_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(packages, "version", lambda name: "0.17.9")
+    monkeypatch.setattr(system, "version", lambda name: "0.17.9")
     model, _ = load_model(tiny.write_bert(tmp_path / "model"))
     with raises_code("not-installed", MissingDependencyError) as caught:
         LoraAdapters(model, LoraSettings())

@@ -6,12 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train.encoded_samples import EncodedSample
-from smelt.compress.train.loss_terms import LossTerm, count_batch_items, term_values, total_loss
-from smelt.compress.train.losses.classification import multi_label_loss
-from smelt.compress.train.losses.tokens import token_loss
-from smelt.compress.train.objective import mean_loss
-from smelt.compress.train.planned_trainer import run_training
+from smelt.compress.train.extension import LossTerm, count_batch_items, mean_loss, term_values, total_loss
+from smelt.compress.train.losses import multi_label_loss, token_loss
+from smelt.compress.train.samples import EncodedSample
+from smelt.compress.train.trainer import run_training
 
 # Sources and targets of very different lengths: a share of the ones is no share of the others.
 ROWS = [
@@ -75,7 +73,7 @@ def test_each_part_is_a_mean_over_its_own_items_however_they_are_batched(tmp_pat
 
 
 def test_the_validation_loss_is_the_same_for_every_make_up_of_batches():
-    from smelt.compress.train.encoded_samples import collate
+    from smelt.compress.train.samples import collate
 
     model = Model()
     one = [collate(ROWS, model.config)]

@@ -12,17 +12,16 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from smelt.compress.distill.distill_objective import distill_objective
+from smelt.compress.distill.objective import distill_objective
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.train import planned_trainer as training_loop
-from smelt.compress.train.encoded_samples import EncodedSample, collate
-from smelt.compress.train.loss_terms import total_loss
-from smelt.compress.train.objective import label_objective
-from smelt.compress.train.planned_trainer import run_training
-from smelt.core.data import Example, Split
-from smelt.core.labels import MULTI_LABEL, REGRESSION
-from smelt.runtime.models.checkpoint import load_model
+from smelt.compress.train import trainer as training_loop
+from smelt.compress.train.extension import label_objective, total_loss
+from smelt.compress.train.samples import EncodedSample, collate
+from smelt.compress.train.trainer import run_training
+from smelt.data.labels import MULTI_LABEL, REGRESSION
+from smelt.data.splits import Example, Split
+from smelt.models.checkpoint import load_model
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0}
 MADE = {

@@ -8,8 +8,8 @@ import tiny
 from pydantic import ValidationError
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train import planned_trainer
-from smelt.core import packages
+from smelt.compress.train import trainer
+from smelt.core import system
 
 RECIPE = """
 model: m
@@ -24,10 +24,10 @@ score: {latency: false}
 def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work(tmp_path, monkeypatch):
     def installed(package):
         if package == "swanlab":
-            raise packages.PackageNotFoundError
+            raise system.PackageNotFoundError
         return "99.0"
 
-    monkeypatch.setattr(packages, "version", installed)
+    monkeypatch.setattr(system, "version", installed)
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "rows.jsonl")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -50,12 +50,12 @@ def test_trackers_are_no_part_of_what_a_step_is():
 
 @pytest.mark.parametrize("mine", [None, "elsewhere"])
 def test_tensorboard_writes_into_the_run_unless_told_otherwise(tmp_path, monkeypatch, mine):
-    monkeypatch.delenv(planned_trainer._TENSORBOARD_VARIABLE, raising=False)
+    monkeypatch.delenv(trainer._TENSORBOARD_VARIABLE, raising=False)
     if mine:
-        monkeypatch.setenv(planned_trainer._TENSORBOARD_VARIABLE, mine)
+        monkeypatch.setenv(trainer._TENSORBOARD_VARIABLE, mine)
     ctx = harness.make_context(tmp_path / "out", logs=tmp_path / "logs" / "step")
-    with planned_trainer._tensorboard_in_run(FinetuneSettings(report_to=["tensorboard"]), ctx):
-        assert os.environ[planned_trainer._TENSORBOARD_VARIABLE] == (mine or str(tmp_path / "logs" / "step"))
-    assert os.environ.get(planned_trainer._TENSORBOARD_VARIABLE) == mine
-    with planned_trainer._tensorboard_in_run(FinetuneSettings(), ctx):
-        assert os.environ.get(planned_trainer._TENSORBOARD_VARIABLE) == mine
+    with trainer._tensorboard_in_run(FinetuneSettings(report_to=["tensorboard"]), ctx):
+        assert os.environ[trainer._TENSORBOARD_VARIABLE] == (mine or str(tmp_path / "logs" / "step"))
+    assert os.environ.get(trainer._TENSORBOARD_VARIABLE) == mine
+    with trainer._tensorboard_in_run(FinetuneSettings(), ctx):
+        assert os.environ.get(trainer._TENSORBOARD_VARIABLE) == mine

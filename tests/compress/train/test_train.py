@@ -16,19 +16,19 @@ from expected_errors import raises_code
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.train import planned_trainer as training_loop
-from smelt.compress.train.encoded_samples import EncodedSample
-from smelt.compress.train.objective import label_objective
-from smelt.compress.train.planned_trainer import run_training
+from smelt.compress.train import trainer as training_loop
+from smelt.compress.train.extension import label_objective
+from smelt.compress.train.samples import EncodedSample
 from smelt.compress.train.train import train
+from smelt.compress.train.trainer import run_training
 from smelt.compress.train.training_state import pick_precision
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
-from smelt.core.readers.examples import read_split
-from smelt.evaluate.report.notes import sort_warnings
-from smelt.runtime.models.checkpoint import load_model
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example, Split
+from smelt.evaluate.report.headline import sort_warnings
+from smelt.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
 GERMAN = dict(zip(WORDS, ["gut", "schlecht", "rot", "blau", "hund", "katze"], strict=True))

@@ -11,14 +11,14 @@ import torch
 from expected_errors import raises_code
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train import planned_trainer as training_loop
-from smelt.compress.train import training_memory
-from smelt.compress.train.encoded_samples import EncodedSample
-from smelt.compress.train.objective import label_objective
-from smelt.compress.train.planned_trainer import run_training
-from smelt.compress.train.training_memory import require_training_memory
+from smelt.compress.train import trainer as training_loop
+from smelt.compress.train import training_state
+from smelt.compress.train.extension import label_objective
+from smelt.compress.train.samples import EncodedSample
+from smelt.compress.train.trainer import run_training
+from smelt.compress.train.training_state import require_training_memory
 from smelt.core.errors import RunError
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 ROWS = [EncodedSample([2, 5, 3], None, 1), EncodedSample([2, 6, 3], None, 0)]
 
@@ -39,7 +39,7 @@ def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
     weights = sum(p.numel() for p in model.parameters())
     asked = []
     monkeypatch.setattr(
-        training_memory, "require_memory", lambda need, what, remedy, free_bytes: asked.append(need)
+        training_state, "require_memory", lambda need, what, remedy, free_bytes: asked.append(need)
     )
     cpu = torch.device("cpu")
     require_training_memory(model, cpu, keeps_best=False, keeps_average=False)
@@ -50,7 +50,7 @@ def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
 
 
 def test_a_training_that_cannot_fit_is_refused_before_its_first_step(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(training_state, "available_bytes", lambda: 1000)
     with raises_code("out-of-memory", RunError):
         _train(model, tmp_path, lambda m, b: pytest.fail("it trained"), max_steps=1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smelt.compress.train.training_state import denormals_as_zero, training_state
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 CPU = torch.device("cpu")
 # each family with its own rates set apart, so that one which is left as it was is seen

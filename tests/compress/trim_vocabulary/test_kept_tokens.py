@@ -3,7 +3,7 @@
 import pytest
 from expected_errors import raises_code
 
-from smelt.compress.trim_vocabulary.kept_tokens import (
+from smelt.compress.trim_vocabulary.select_tokens import (
     VOCABULARY_FILE,
     KeptTokens,
     compose_kept_tokens,

@@ -19,18 +19,17 @@ from smelt.compress.distill.settings import TeacherSettings
 from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
-from smelt.compress.trim_vocabulary.kept_tokens import read_kept_tokens
-from smelt.compress.trim_vocabulary.settings import TrimVocabularySettings
+from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
+from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings, read_kept_tokens
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 from smelt.compress.trim_vocabulary.token_counts import tokenize_split
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.readers.examples import read_split
-from smelt.families.registry import FAMILIES
-from smelt.runtime.generate.shortlist import read_shortlist
-from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.generation.shortlist import read_shortlist
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.families.registry import FAMILIES
 
 ROWS = {
     "translation": tiny.write_pairs,
@@ -166,7 +165,7 @@ def test_other_texts_are_cut_into_shorter_tokens_and_told_of(tmp_path):
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_sentencepiece_models_cut_as_before(kind, tmp_path):
     """The models themselves, read by sentencepiece: texts of pieces that stay, and texts of others."""
-    from smelt.compress.trim_vocabulary.marian_vocabulary import open_marian_vocabulary
+    from smelt.compress.trim_vocabulary.tokenizers import open_marian_vocabulary
 
     source = tmp_path / "model"
     tiny.write_marian(source)
@@ -230,7 +229,7 @@ def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
 @pytest.mark.parametrize("family", ["marian", "llama", "bert"])
 def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_path):
     """A student that was only trimmed has the teacher's own distribution over the words that stayed."""
-    from smelt.compress.distill.teachers.token_mapping import map_teacher_tokens
+    from smelt.compress.distill.teachers import map_teacher_tokens
 
     source, ctx = _run(family, tmp_path, seen=[0, 1])
     teacher, student = load_model(source)[0], load_model(ctx.out)[0]

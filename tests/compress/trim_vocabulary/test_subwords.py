@@ -9,14 +9,15 @@ from expected_errors import raises_code
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from smelt.compress.trim_vocabulary.select_tokens import select_tokens
-from smelt.compress.trim_vocabulary.subwords import (
+from smelt.compress.trim_vocabulary.tokenizers import (
     apply_bpe,
     merge_ancestors,
+    open_json_vocabulary,
     rank_by_merges,
     rank_by_scores,
     required_wordpieces,
+    trim_tokenizer_json,
 )
-from smelt.compress.trim_vocabulary.tokenizer_json import open_json_vocabulary, trim_tokenizer_json
 from smelt.core.errors import InputError
 
 TEXTS = [*tiny.SENTENCES, "unbelievable bells label the able table", "abcdefghijklmnopqrstuvwxyz .,!?"]

@@ -10,14 +10,13 @@ import pytest
 from concurrent_processes import WITHOUT_LOCKS, disable_file_locks, start
 
 from smelt.core.files import seconds_since_written
-from smelt.core.store import heartbeat as heartbeats
-from smelt.core.store.heartbeat import STALE_AFTER_S, heartbeat, is_active
-from smelt.core.store.lock_owner import current_owner, read_owner, write_owner
+from smelt.core.store import locks as heartbeats
+from smelt.core.store.locks import STALE_AFTER_S, current_owner, heartbeat, is_active, read_owner, write_owner
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from smelt.core.store.heartbeat import heartbeat
+from smelt.core.store.locks import heartbeat
 with heartbeat(Path(sys.argv[1])):
     print("at work", flush=True)
     time.sleep(60)

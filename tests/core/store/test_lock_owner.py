@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from smelt.core.store import lock_owner
-from smelt.core.store.lock_owner import current_owner, read_owner, write_owner
+from smelt.core.store import locks
+from smelt.core.store.locks import current_owner, read_owner, write_owner
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def child():
 
 
 def _record(process):
-    return replace(current_owner(), process=process, started=lock_owner._process_start_time(process))
+    return replace(current_owner(), process=process, started=locks._process_start_time(process))
 
 
 def test_this_process_is_alive_and_has_a_beginning():
@@ -115,5 +115,5 @@ def test_without_linux_a_machine_is_known_by_its_name_and_its_network_card(monke
     def missing(*arguments, **settings):
         raise FileNotFoundError
 
-    monkeypatch.setattr(lock_owner.Path, "read_text", missing)
-    assert lock_owner._boot_id.__wrapped__() == f"{platform.node()} {uuid.getnode():012x}"
+    monkeypatch.setattr(locks.Path, "read_text", missing)
+    assert locks._boot_id.__wrapped__() == f"{platform.node()} {uuid.getnode():012x}"

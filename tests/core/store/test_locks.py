@@ -11,8 +11,14 @@ import pytest
 from concurrent_processes import WITHOUT_LOCKS, disable_file_locks, run_at_once, start
 
 from smelt.core.store import locks
-from smelt.core.store.lock_owner import current_owner, read_owner
-from smelt.core.store.locks import file_lock, is_locked, remove_stale_lock, try_lock
+from smelt.core.store.locks import (
+    current_owner,
+    file_lock,
+    is_locked,
+    read_owner,
+    remove_stale_lock,
+    try_lock,
+)
 
 HOLDER = """
 import sys, time

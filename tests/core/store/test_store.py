@@ -17,8 +17,7 @@ from expected_errors import raises_code
 
 from smelt.core.artifact import MANIFEST, Manifest, read_artifact
 from smelt.core.errors import InputError
-from smelt.core.store.heartbeat import STALE_AFTER_S
-from smelt.core.store.lock_owner import current_owner, read_owner, write_owner
+from smelt.core.store.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
 from smelt.core.store.store import Store
 
 KEY = "ab" * 32

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from smelt.evaluate.latency import machine_load
-from smelt.evaluate.latency.machine_load import CounterSnapshot, load_between, read_counters
+from smelt.evaluate.latency import summary
+from smelt.evaluate.latency.summary import CounterSnapshot, load_between, read_counters
 
 
 def test_between_gives_shares_of_the_time_that_went_by():
@@ -40,15 +40,15 @@ def test_waited_sums_the_threads_and_passes_over_what_has_ended(tmp_path):
         (tmp_path / name).mkdir()
         if text:
             (tmp_path / name / "schedstat").write_text(text)
-    assert machine_load._run_queue_seconds(tmp_path) == pytest.approx(2.5)
-    assert machine_load._run_queue_seconds(tmp_path / "none") is None
+    assert summary._run_queue_seconds(tmp_path) == pytest.approx(2.5)
+    assert summary._run_queue_seconds(tmp_path / "none") is None
 
 
 def test_pressure_is_what_some_task_waited(tmp_path):
     file = tmp_path / "cpu"
     file.write_text("some avg10=0.18 avg60=0.07 avg300=0.11 total=4837445\nfull avg10=0.00 total=0\n")
-    assert machine_load._cpu_pressure_seconds(file) == pytest.approx(4.837445)
-    assert machine_load._cpu_pressure_seconds(tmp_path / "none") is None
+    assert summary._cpu_pressure_seconds(file) == pytest.approx(4.837445)
+    assert summary._cpu_pressure_seconds(tmp_path / "none") is None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only Linux counts the run queue")

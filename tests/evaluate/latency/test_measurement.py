@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError
 from smelt.core.store.store import Store
-from smelt.evaluate.latency import LatencySettings, measure_latency, measurement, timing_job
+from smelt.evaluate.latency import LatencySettings, measure_latency, measurement, worker_process
 from smelt.evaluate.report.schema import LatencyReport
 
 TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
@@ -128,18 +128,18 @@ def test_a_true_double_speed_is_claimed_when_the_machine_is_calm(fake):
     ("given", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
 )
 def test_an_artifact_is_timed_with_the_threads_that_it_names(fake, monkeypatch, given, expected):
-    monkeypatch.setattr(timing_job, "_stored_threads", lambda path: 3 if path.name == "twice" else None)
+    monkeypatch.setattr(worker_process, "_stored_threads", lambda path: 3 if path.name == "twice" else None)
     settings = SETTINGS.model_copy(update={"threads": given})
     result = _measure("base", "twice", settings=settings)
     assert {name: rows[0]["threads"] for name, rows in result.rows.items()} == expected
 
 
 def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
-    assert timing_job._stored_threads(tmp_path) is None  # no manifest: its worker says so
+    assert worker_process._stored_threads(tmp_path) is None  # no manifest: its worker says so
     manifest = tiny.as_artifact(tmp_path, "translation").manifest
     manifest.details["threads"] = 2
     (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
-    assert timing_job._stored_threads(tmp_path) == 2
+    assert worker_process._stored_threads(tmp_path) == 2
 
 
 def test_rounds_alternate_and_who_is_first_changes(fake):

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from smelt.evaluate.latency.machine_load import MachineLoad
-from smelt.evaluate.latency.rounds import (
+from smelt.evaluate.latency.summary import (
     MAX_ROUND_LOST_SHARE,
     MIN_ROUNDS,
     ComputeResources,
+    MachineLoad,
     RoundPair,
     TimingRound,
     judge_rounds,

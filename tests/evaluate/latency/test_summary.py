@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 
-from smelt.evaluate.latency.machine_load import MachineLoad
-from smelt.evaluate.latency.rounds import ComputeResources, RoundPair, TimingRound
 from smelt.evaluate.latency.summary import (
     MEDIAN_TOLERANCE,
+    ComputeResources,
+    MachineLoad,
     MeanTokenCounts,
+    RoundPair,
+    TimingRound,
     median_call_parts,
     spread_over_lengths,
     summarize_rounds,

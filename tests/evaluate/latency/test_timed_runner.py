@@ -3,8 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from smelt.evaluate.latency.timed_runner import TimedRunner
-from smelt.runtime.batch import Batch
+from smelt.data.batch import Batch
+from smelt.evaluate.latency.worker import TimedRunner
 
 BATCH = Batch(np.ones((1, 3), np.int64), np.ones((1, 3), np.int64))
 

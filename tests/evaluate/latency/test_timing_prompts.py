@@ -4,8 +4,8 @@ import causal
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.evaluate.latency.timing_prompts import prompt_texts, truncate_prompts
-from smelt.runtime.text.text_tools import TextTools
+from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
+from smelt.models.text_tools import TextTools
 
 
 def test_prompts_are_stretches_of_the_text_when_rows_are_short():

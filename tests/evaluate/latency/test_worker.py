@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from smelt.core.data import Example
 from smelt.core.store.store import Store
+from smelt.data.splits import Example
 from smelt.evaluate.latency import worker as module
 from smelt.evaluate.latency.worker import TimingWorker, add_first_token_time, batch_by_length
 
@@ -44,7 +44,7 @@ def _prepare(worker, texts, size, pairs=None, limit_ms=60_000, generation=GENERA
 
 
 def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
-    from smelt.runtime import predict_texts
+    from smelt.runtimes import predict_texts
 
     folder = _artifact(tmp_path, "translation")
     worker = _load(folder, "translation")
@@ -70,11 +70,11 @@ def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
 
 def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.generate.generation_loop import generate
-    from smelt.runtime.generate.settings import GenerationSettings
-    from smelt.runtime.models.checkpoint import load_tokenizer
-    from smelt.runtime.predict_texts import make_batches
+    from smelt.generation.config import GenerationSettings
+    from smelt.generation.search import generate
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.runtimes.predict_texts import make_batches
+    from smelt.runtimes.registry import open_runner
 
     folder = _artifact(tmp_path, "translation")
     texts = tiny.SENTENCES[:4]
@@ -91,7 +91,7 @@ def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
 
 
 def test_a_classifier_is_timed_with_its_labels_and_pairs(tmp_path, monkeypatch):
-    import smelt.runtime.class_predictions as labels
+    import smelt.runtimes.runner as labels
 
     folder = _artifact(tmp_path, "text-classification")
     worker = _load(folder, "text-classification")

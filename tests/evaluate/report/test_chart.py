@@ -4,7 +4,7 @@ import pytest
 from sample_report import STEPS, HtmlOutline, ten_step_report
 
 from smelt.evaluate.report.chart import NARROW_CANVAS, WIDE_CANVAS, scatter_chart
-from smelt.evaluate.report.html import render_html
+from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import (
     validate_report,
 )

@@ -6,10 +6,8 @@ import pytest
 from sample_report import mark_disturbed, ten_step_report
 
 from smelt.evaluate.report.headline import headline, headline_lines
-from smelt.evaluate.report.html import render_html
-from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html, render_markdown, render_table
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.terminal_table import render_table
 
 
 @pytest.fixture

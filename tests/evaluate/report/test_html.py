@@ -6,7 +6,7 @@ import re
 import pytest
 from sample_report import HtmlOutline, make_message, ten_step_report
 
-from smelt.evaluate.report.html import render_html
+from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.view import significant_digits
 
 

@@ -5,8 +5,7 @@ import re
 import pytest
 from sample_report import HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.html import render_html
-from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html, render_markdown
 
 
 @pytest.fixture

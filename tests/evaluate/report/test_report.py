@@ -9,12 +9,10 @@ from sample_report import HtmlOutline, make_message, mark_disturbed, ten_step_re
 
 from smelt.evaluate.report.chart import scatter_chart
 from smelt.evaluate.report.headline import headline
-from smelt.evaluate.report.html import render_html
-from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html, render_markdown, render_table
 from smelt.evaluate.report.schema import (
     validate_report,
 )
-from smelt.evaluate.report.terminal_table import render_table
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import pytest
 from sample_report import make_message, ten_step_report
 
-from smelt.evaluate.report.markdown import render_markdown
-from smelt.evaluate.report.terminal_table import render_table
+from smelt.evaluate.report.render import render_markdown, render_table
 
 
 @pytest.fixture

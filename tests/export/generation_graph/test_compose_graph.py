@@ -12,12 +12,12 @@ import onnx
 import onnxruntime
 import pytest
 
-from smelt.export.expand_placeholders import expand_placeholders
-from smelt.export.generation_graph.write_generation_graphs import write_generation_graphs
+from smelt.export.generation_graph.write import write_generation_graphs
 from smelt.export.graphs.export_graph import export_graph, model_graphs
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.generate import graph_generation
-from smelt.runtime.models.checkpoint import load_model
+from smelt.export.simplify_graph import expand_placeholders
+from smelt.generation import graph_generation
+from smelt.models.checkpoint import load_model
+from smelt.runtimes.registry import open_folder
 
 KINDS = ("marian", "t5", "gpt2", "opt", "llama") if matrix.is_full_matrix() else ("marian", "gpt2", "llama")
 # Of each family; `make bench` draws more, of all eight.

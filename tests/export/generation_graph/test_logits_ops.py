@@ -5,8 +5,14 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
-from smelt.export.generation_graph.graph_builder import GraphBuilder, value_info
-from smelt.export.generation_graph.logits_ops import add_to_logits, argmax, blocked_argmax, use_blocks
+from smelt.export.generation_graph.graph_builder import (
+    GraphBuilder,
+    add_to_logits,
+    argmax,
+    blocked_argmax,
+    use_blocks,
+    value_info,
+)
 
 RANDOM = np.random.default_rng(0)
 

@@ -10,14 +10,15 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from smelt.export.generation_graph.graph_builder import GraphBuilder, value_info
-from smelt.export.generation_graph.rule_nodes import (
+from smelt.export.generation_graph.graph_builder import (
     GENERATION_INPUTS,
+    GraphBuilder,
     apply_history_rules,
     biases_with_forced_tokens,
     is_eos,
     prepare_rules,
     step_rule,
+    value_info,
 )
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL

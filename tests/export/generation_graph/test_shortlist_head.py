@@ -16,20 +16,17 @@ from shared_folders import make_once
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
+from smelt.data.batch import Batch
 from smelt.evaluate.footprint import onnx_parameters
-from smelt.export.generation_graph.graph_builder import GraphBuilder, value_info
-from smelt.export.generation_graph.hoist_nodes import GraphLevel, hoist_nodes
+from smelt.export.generation_graph.graph_builder import GraphBuilder, GraphLevel, hoist_nodes, value_info
 from smelt.export.generation_graph.shortlist_head import ShortlistHead
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.runtime.backends.onnx_session import session_options
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.batch import Batch
-from smelt.runtime.generate.generation_config import resolve_generation
-from smelt.runtime.generate.generation_loop import generate_resolved
-from smelt.runtime.generate.graph_generation import generate_in_graph
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.generate.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.generation.graph_generation import generate_in_graph
+from smelt.generation.search import generate_resolved
+from smelt.generation.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
+from smelt.runtimes.onnx_session import session_options
+from smelt.runtimes.registry import open_folder
 
 FORCED = 7  # on no list
 WISHES = (

@@ -9,11 +9,10 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import ParityError
-from smelt.export.generation_graph.write_generation_graphs import _equally_likely, verify_generation_graphs
-from smelt.runtime.batch import Batch
-from smelt.runtime.generate.generation_config import resolve_generation
-from smelt.runtime.generate.generation_loop import generate_resolved
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.data.batch import Batch
+from smelt.export.generation_graph.write import _equally_likely, verify_generation_graphs
+from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.generation.search import generate_resolved
 
 PAD, EOS, START, VOCABULARY = 0, 1, 3, 8
 BATCH = Batch(np.ones((2, 3), np.int64), np.ones((2, 3), np.int64))

@@ -10,16 +10,15 @@ import tiny
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.core.data import Columns, Example, Split
-from smelt.core.readers.examples import read_split
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example, Split
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
-from smelt.runtime.backends.open_runner import open_folder, open_runner
-from smelt.runtime.predict_texts import class_logits
+from smelt.runtimes.predict_texts import class_logits
+from smelt.runtimes.registry import open_folder, open_runner
 
 TASK = "text-classification"
 

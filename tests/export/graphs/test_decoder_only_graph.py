@@ -14,19 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.readers.examples import read_split
-from smelt.export.graphs.causal_attention import unfused_heads_warning
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
+from smelt.data.batch import Batch
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.export.graphs.decoder_only import unfused_heads_warning
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.precision.convert_to_half import convert_to_half
-from smelt.runtime.backends.open_runner import open_folder, open_runner
-from smelt.runtime.batch import Batch
-from smelt.runtime.causal import token_nll
-from smelt.runtime.generate.generation_loop import generate
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.generation.config import GenerationSettings
+from smelt.generation.runners import token_nll
+from smelt.generation.search import generate
+from smelt.runtimes.registry import open_folder, open_runner
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 MASK = np.ones_like(IDS)

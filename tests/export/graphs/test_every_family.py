@@ -12,13 +12,12 @@ from expected_errors import raises_code
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.export.graphs.export_graph import model_graphs
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.families.registry import FAMILIES
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.models.checkpoint import load_model, load_tokenizer
-from smelt.runtime.predict_texts import generate_texts
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.generation.config import GenerationSettings
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.families.registry import FAMILIES
+from smelt.runtimes.predict_texts import generate_texts
+from smelt.runtimes.registry import open_runner
 
 # of each kind one; the others go through all stages and the parity check in the matrix
 SOME = ["gemma", "m2m_100", "modernbert", "opt", "phi3"]
@@ -62,8 +61,8 @@ def _same_classes(model, tokenizer, source, graphs):
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
     with torch.no_grad():
         expected = model(batch.input_ids, attention_mask=batch.attention_mask).logits.numpy()
-    from smelt.core.data import Example
-    from smelt.runtime.predict_texts import class_logits
+    from smelt.data.splits import Example
+    from smelt.runtimes.predict_texts import class_logits
 
     for artifact in (source, graphs):
         with open_runner(artifact, threads=1) as runner:

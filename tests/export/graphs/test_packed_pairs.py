@@ -11,18 +11,16 @@ import torch
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.export.autotune.choose_operators import quantized_layers
-from smelt.export.graphs.attention_modules import pack_projections
-from smelt.export.graphs.attention_ops import PackedLinear
+from smelt.export.autotune import quantized_layers
+from smelt.export.graphs.attention import PackedLinear, pack_projections
 from smelt.export.graphs.export_graph import model_graphs
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.parity.operator_checks import _match_layer
-from smelt.runtime.backends.open_runner import open_folder, open_runner
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.layers.low_rank_linear import LowRankLinear
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.predict_texts import generate_texts
+from smelt.generation.config import GenerationSettings
+from smelt.models.checkpoint import load_model
+from smelt.models.layers import LowRankLinear
+from smelt.runtimes.predict_texts import generate_texts
+from smelt.runtimes.registry import open_folder, open_runner
 
 RANK = 6
 ENCODER = 2 * (1 + 2 + 2 * 3) + 1 + 4

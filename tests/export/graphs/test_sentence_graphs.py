@@ -11,18 +11,17 @@ from expected_errors import raises_code
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.core.data import Columns
 from smelt.core.errors import ParityError
-from smelt.core.readers.examples import read_split
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
+from smelt.data.batch import Batch
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
-from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.batch import Batch
-from smelt.runtime.predict_texts import embed_texts
+from smelt.runtimes.predict_texts import embed_texts
+from smelt.runtimes.registry import open_folder
 
 FAMILIES = embedders.FAMILIES if matrix.is_full_matrix() else ("distilbert", "modernbert")
 TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]
@@ -65,7 +64,7 @@ def test_padding_leaves_no_trace(tmp_path):
 
 
 def test_a_graph_that_pools_padding_too_is_not_let_through(tmp_path, monkeypatch):
-    from smelt.runtime.models import sentence_model
+    from smelt.models import sentence_model
 
     real = sentence_model.pool_hidden_states
     folder = embedders.write_embedder(tmp_path / "m")

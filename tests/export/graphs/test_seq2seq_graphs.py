@@ -15,22 +15,21 @@ from transformers import AutoModelForSeq2SeqLM
 
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.share_weights.stage import ShareWeightsSettings, share_layers
-from smelt.core.data import Example, Split
-from smelt.export.graphs.attention_modules import _relative_bias, attention_modules, pack_projections
+from smelt.compress.share_weights import ShareWeightsSettings, share_layers
+from smelt.data.splits import Example, Split
+from smelt.export.graphs.attention import _relative_bias, attention_modules, pack_projections
 from smelt.export.graphs.seq2seq_graphs import Seq2SeqEncoder
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
-from smelt.runtime.backends.open_runner import open_folder, open_runner
-from smelt.runtime.generate.generation_loop import generate
-from smelt.runtime.generate.settings import GenerationSettings
-from smelt.runtime.models.checkpoint import load_model, load_tokenizer
-from smelt.runtime.predict_texts import make_batches
-from smelt.runtime.text.text_preprocessing import TextRules
-from smelt.runtime.text.write_text_rules import write_text_rules
+from smelt.generation.config import GenerationSettings
+from smelt.generation.search import generate
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.text_rules import TextRules
+from smelt.models.write_text_rules import write_text_rules
+from smelt.runtimes.predict_texts import make_batches
+from smelt.runtimes.registry import open_folder, open_runner
 
 ROWS = Split("rows", tuple(Example(s, (s,)) for s in tiny.SENTENCES))
 EVERY = ["t5", "t5-gated", "bart", "mbart"]

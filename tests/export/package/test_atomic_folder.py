@@ -12,8 +12,8 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
-from smelt.export.package import atomic_folder as module
-from smelt.export.package.atomic_folder import atomic_folder, require_empty_destination
+from smelt.export.package import write_package as module
+from smelt.export.package.write_package import atomic_folder, require_empty_destination
 
 
 def mode(path):
@@ -172,7 +172,7 @@ def test_the_current_folder_is_not_replaced_under_its_users_feet(tmp_path, monke
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from smelt.export.package.atomic_folder import atomic_folder
+from smelt.export.package.write_package import atomic_folder
 with atomic_folder(Path(sys.argv[1])) as folder:
     (folder / "a").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

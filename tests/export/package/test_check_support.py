@@ -8,8 +8,8 @@ from expected_errors import raises_code
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
-from smelt.export.package.check_support import require_supported, unsupported_format
 from smelt.export.package.package_format import SupportedArtifacts
+from smelt.export.package.write_package import require_supported, unsupported_format
 
 
 class Made:

@@ -13,7 +13,7 @@ from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import read_artifact
-from smelt.export.package.hub.generate_arguments import generate_arguments
+from smelt.export.package.hub_files import generate_arguments
 from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.transformers_js import TransformersJsFormat

@@ -16,13 +16,13 @@ import onnx
 import pytest
 from expected_errors import raises_code
 
-from smelt.core.data import Columns
 from smelt.core.errors import ParityError
-from smelt.core.readers.examples import read_split
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
 from smelt.export.graph_files import read_graph
-from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.onnx_stage import OnnxSettings
 from smelt.export.parity.check_parity import check_exported_graphs
-from smelt.runtime.schemes import registry
+from smelt.quantization.schemes import registry
 
 REAL = Path(__file__).resolve().parents[4] / "shared"
 ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"

@@ -9,7 +9,7 @@ from smelt.export import graph_files
 from smelt.export.parity import dequantized_copy
 from smelt.export.parity.dequantized_copy import dequantize_graph, make_dequantized_copy, widen_to_float32
 from smelt.export.precision.convert_to_half import convert_to_half
-from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtimes.registry import open_folder
 
 NUMBERS = np.random.default_rng(0)
 

@@ -2,8 +2,8 @@ import graph_exports
 import numpy as np
 import pytest
 
-from smelt.export.parity.example_feeds import EXAMPLE_LENGTHS, example_feeds
-from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.export.parity.parity_samples import EXAMPLE_LENGTHS, example_feeds
+from smelt.runtimes.onnx_session import open_onnx_session
 
 TOKENS = np.array([7, 8, 9, 11, 13])
 

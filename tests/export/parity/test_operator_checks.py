@@ -7,13 +7,13 @@ import pytest
 import torch
 from expected_errors import raises_code
 
-from smelt.compress.quantize.weight_quantizer import quantize_into, quantize_module
+from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operator_checks
 from smelt.export.parity.operator_checks import check_operators
-from smelt.runtime.schemes.common.groupwise import fake_quantize_blocks
-from smelt.runtime.schemes.registry import default_options, find_scheme
+from smelt.quantization.groupwise import fake_quantize_blocks
+from smelt.quantization.schemes.registry import default_options, find_scheme
 
 
 def asked(scheme, graph=0):

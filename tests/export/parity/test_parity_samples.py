@@ -9,9 +9,9 @@ import pytest
 import seq2seq
 import tiny
 
-from smelt.core.data import Example, Split
+from smelt.data.splits import Example, Split
 from smelt.export.parity.parity_samples import PARITY_LENGTH, PARITY_ROWS, causal_batch, parity_batch
-from smelt.runtime.models.checkpoint import load_tokenizer
+from smelt.models.checkpoint import load_tokenizer
 
 WORDS = [w for s in tiny.SENTENCES for w in s.split()]
 

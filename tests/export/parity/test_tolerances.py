@@ -3,7 +3,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import ParityError
-from smelt.export.parity.tolerances import check_output
+from smelt.export.parity.torch_reference import check_output
 
 EXPECTED = np.array([[1.0, -1.0], [1.0, -1.0]])
 

@@ -9,10 +9,10 @@ import torch
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.parity.torch_reference import TorchReference, round_weights_, run_exact, run_reference
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.causal import position_ids
-from smelt.runtime.layers.quantized import QuantizedLinear
-from smelt.runtime.models.checkpoint import load_model
+from smelt.generation.runners import position_ids
+from smelt.models.checkpoint import load_model
+from smelt.quantization.layers import QuantizedLinear
+from smelt.runtimes.registry import open_runner
 
 SETTINGS = {"int8": {}, "int4": {"scheme": "int4", "symmetric": False}, "binary": {"scheme": "binary"}}
 
@@ -25,7 +25,7 @@ def quantized(folder, source, task, scheme):
 
 def plain(folder):
     """Return the model in `folder` with ordinary linear layers of the dequantized weights."""
-    from smelt.runtime.models.structure import replace_module
+    from smelt.models.structure import replace_module
 
     model, _ = load_model(folder)
     for name, layer in list(model.named_modules(remove_duplicate=False)):

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from smelt.core.errors import ParityError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.export.precision import half_graphs, select_fp32
-from smelt.export.precision.select_fp32 import Fp32Selection
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.precision import half_graphs
+from smelt.export.precision import half_graphs as select_fp32
+from smelt.export.precision.half_graphs import Fp32Selection
 from smelt.export.tensorrt.preflight import preflight
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.models.checkpoint import load_model, save_model
 
 # the product that is made too large, its graph, and the factor: its weights are still below 65,504
 PLANTED = {

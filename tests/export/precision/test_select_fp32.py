@@ -4,7 +4,7 @@ import pytest
 from onnx import TensorProto, helper
 from torch import nn
 
-from smelt.export.precision.select_fp32 import (
+from smelt.export.precision.half_graphs import (
     FP16_MAX,
     FP16_SAFE_MAX,
     is_norm_module,

@@ -6,9 +6,9 @@ import causal
 import harness
 import pytest
 
-from smelt.core.data import Columns
-from smelt.core.readers.examples import read_split
-from smelt.export.tensorrt.optimization_profile import SizeRange, causal_ranges, profile_shapes
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.profile_ranges import max_output_tokens, profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings

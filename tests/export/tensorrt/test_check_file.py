@@ -11,7 +11,7 @@ from onnx import helper
 
 from smelt.export.tensorrt import check_file as module
 from smelt.export.tensorrt.check_file import check_onnx_for_tensorrt, subprocess_main
-from smelt.runtime.third_party.isolated_process import ProcessLimits
+from smelt.runtimes.third_party.isolated_process import ProcessLimits
 
 
 def found(path: Path) -> list[tuple[str, str]]:

@@ -1,12 +1,7 @@
 import pytest
 
 from smelt.core.messages import warning
-from smelt.export.tensorrt.explain_messages import (
-    ParserError,
-    explain_log,
-    explain_parser_error,
-    explain_warning,
-)
+from smelt.export.tensorrt.messages import ParserError, explain_log, explain_parser_error, explain_warning
 
 # What TensorRT 11.4 said to graphs that were made to fail.
 SEEN = [

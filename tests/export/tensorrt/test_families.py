@@ -14,7 +14,7 @@ import pytest
 import tensorrt_graphs
 import tensorrt_rig
 
-from smelt.families import registry
+from smelt.models.families import registry
 
 
 def both(family: str) -> bool:

@@ -14,16 +14,16 @@ from expected_errors import raises_code
 from onnx import TensorProto
 from torch import nn
 
-from smelt.compress.quantize.weight_quantizer import quantize_module
+from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
-from smelt.export.expand_placeholders import expand_placeholders
+from smelt.export.check_export import tolerance_kind
 from smelt.export.graph_files import write_graph
 from smelt.export.graphs.export_graph import export_graph
 from smelt.export.graphs.graph_spec import GraphSpec
-from smelt.export.onnx_export.check_export import tolerance_kind
-from smelt.export.onnx_export.settings import OnnxSettings
+from smelt.export.onnx_stage import OnnxSettings
 from smelt.export.precision.convert_to_half import convert_to_half
-from smelt.runtime.schemes.registry import default_options, find_scheme
+from smelt.export.simplify_graph import expand_placeholders
+from smelt.quantization.schemes.registry import default_options, find_scheme
 
 WIDE = 1024
 

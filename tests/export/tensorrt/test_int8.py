@@ -12,10 +12,10 @@ import tensorrt_rig
 import torch
 from torch import nn
 
-from smelt.export.expand_placeholders import expand_placeholders
 from smelt.export.graph_files import write_graph
 from smelt.export.graphs.export_graph import export_graph
 from smelt.export.graphs.graph_spec import GraphSpec
+from smelt.export.simplify_graph import expand_placeholders
 
 WIDE = 1024
 

@@ -8,7 +8,7 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
-from smelt.export.tensorrt.optimization_profile import SizeRange, input_range, past_range, profile_shapes
+from smelt.export.tensorrt.build_engine import SizeRange, input_range, past_range, profile_shapes
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
 
 FLOAT, HALF, INT8, UINT8, INT32 = (

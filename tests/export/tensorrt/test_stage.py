@@ -11,19 +11,18 @@ from expected_errors import raises_code, raises_setting_codes
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import sha256_of
 from smelt.core.messages import Message, message_codes, warning
 from smelt.core.stage import Context
+from smelt.data.splits import Example, Split
 from smelt.export.tensorrt import stage as module
-from smelt.export.tensorrt.build_engine import BuildOptions
-from smelt.export.tensorrt.optimization_profile import ProfileShapes, SizeRange
+from smelt.export.tensorrt.build_engine import BuildOptions, ProfileShapes, SizeRange
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import TensorrtStage
-from smelt.runtime.backends import tensorrt_module
-from smelt.runtime.backends.tensorrt_sidecar import EngineSidecar, graph_hash, read_sidecar
+from smelt.runtimes import tensorrt_module
+from smelt.runtimes.tensorrt_sidecar import EngineSidecar, graph_hash, read_sidecar
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 

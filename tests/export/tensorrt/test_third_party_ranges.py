@@ -9,20 +9,20 @@ import tensorrt_rig
 import third_party_graphs as graphs
 from expected_errors import raises_code
 
-from smelt.core.data import split_from_arrays
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
-from smelt.core.readers.npz_arrays import SampleArrays
-from smelt.export.tensorrt.optimization_profile import SizeRange
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
+from smelt.export.tensorrt.build_engine import SizeRange
 from smelt.export.tensorrt.preflight import check_profile
+from smelt.export.tensorrt.profile_ranges import third_party_ranges, third_party_shapes
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
-from smelt.export.tensorrt.third_party_ranges import third_party_ranges, third_party_shapes
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
-from smelt.runtime.third_party.graph_io import graph_signature
-from smelt.runtime.third_party.signature import write_signature
+from smelt.runtimes.third_party.graph_files import graph_signature
+from smelt.runtimes.third_party.signature import write_signature
 
 
 def image_model() -> Any:

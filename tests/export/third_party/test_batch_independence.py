@@ -8,10 +8,10 @@ import pytest
 import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
-from smelt.core.readers.npz_arrays import SampleArrays
+from smelt.data.npz_arrays import SampleArrays
 from smelt.export.third_party.batch_independence import batch_dependence_warnings
-from smelt.runtime.third_party.signature import GraphSignature
-from smelt.runtime.third_party.validate_graph import subprocess_main
+from smelt.runtimes.third_party.signature import GraphSignature
+from smelt.runtimes.third_party.validate_graph import subprocess_main
 
 _X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
 

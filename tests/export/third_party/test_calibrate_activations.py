@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationMethod, create_calibrator
 
-from smelt.export.third_party.calibrate_activations import CalibrationMethodName, calibrate_activations
+from smelt.export.third_party.ort_quantizers import CalibrationMethodName, calibrate_activations
 
 METHODS: dict[CalibrationMethodName, Any] = {
     "minmax": CalibrationMethod.MinMax,

@@ -9,12 +9,16 @@ import pytest
 import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.core.data import split_from_arrays
-from smelt.core.readers.npz_arrays import SampleArrays
-from smelt.export.third_party.float_nodes import float_only_nodes, masked_values, unfused_activations
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
+from smelt.export.third_party.ort_quantizers import QuantizeOnnxSettings
+from smelt.export.third_party.prepare_for_quantizer import (
+    float_only_nodes,
+    masked_values,
+    unfused_activations,
+)
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
-from smelt.export.third_party.quantize_settings import QuantizeOnnxSettings
-from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 
 N = helper.make_node
 LOWEST = float(np.finfo(np.float32).min)

@@ -12,9 +12,9 @@ import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from smelt.core.data import split_from_arrays
 from smelt.core.messages import message_codes
-from smelt.core.readers.npz_arrays import SampleArrays
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
 from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings, float32_nodes
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers

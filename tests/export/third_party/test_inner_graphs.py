@@ -12,14 +12,14 @@ import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from smelt.core.data import split_from_arrays
-from smelt.core.readers.npz_arrays import SampleArrays
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
 from smelt.export.third_party import simplify_stage
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings
 from smelt.export.third_party.normalize_graph import normalize_graph
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
-from smelt.runtime.third_party.graph_structure import all_nodes
+from smelt.runtimes.third_party.graph_structure import all_nodes
 
 NODE, BOOL, INT64 = helper.make_node, TensorProto.BOOL, TensorProto.INT64
 STAGES = {

@@ -9,9 +9,9 @@ import pytest
 import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
-from smelt.export.third_party.normalize_gemm import fold_gemm_factors
+from smelt.export.third_party.prepare_for_quantizer import fold_gemm_factors
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 
 
 def model(constant: tuple[str, ...], alpha: float, beta: float) -> Any:

@@ -15,7 +15,7 @@ from smelt.core.messages import message_codes
 from smelt.export.third_party import quantize_onnx
 from smelt.export.third_party.output_comparison import OutputComparison
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.runtime.schemes.registry import GRAPH_SCHEMES, find_scheme
+from smelt.quantization.schemes.registry import GRAPH_SCHEMES, find_scheme
 
 RANDOM = np.random.default_rng(0)
 

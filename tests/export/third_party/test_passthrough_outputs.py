@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import third_party_graphs as graphs
 
-from smelt.export.third_party.passthrough_outputs import remove_passthrough_outputs
+from smelt.export.third_party.output_comparison import remove_passthrough_outputs
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 
 

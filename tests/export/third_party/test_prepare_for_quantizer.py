@@ -10,12 +10,12 @@ import pytest
 import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.core.data import split_from_arrays
 from smelt.core.errors import RunError
-from smelt.core.readers.npz_arrays import SampleArrays
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
 from smelt.export.third_party.prepare_for_quantizer import prepare_for_quantizer
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.runtime.backends.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_session import open_onnx_session
 
 
 def tied() -> Any:

@@ -15,7 +15,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes, warning
 from smelt.export.third_party import simplify_stage
 from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
-from smelt.runtime.third_party.isolated_process import IsolatedProcessError
+from smelt.runtimes.third_party.isolated_process import IsolatedProcessError
 
 
 def nodes_of(path: Path) -> list[str]:

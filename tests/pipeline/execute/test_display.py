@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.execute.display import Display
+from smelt.pipeline.execute.display import Display
 
 
 def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):

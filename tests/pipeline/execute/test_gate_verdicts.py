@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 
-from smelt.evaluate.perplexity import score_windows
-from smelt.evaluate.quality import score_labels, score_texts
+from smelt.evaluate.quality import score_labels, score_texts, score_windows
 from smelt.evaluate.significance import compare_steps, difference_interval, metric_interval
-from smelt.execute.gate_verdicts import GateStatistics, examples_needed, judge_gate, smallest_batch_row
-from smelt.planning.plan import PlannedGate
+from smelt.pipeline.execute.gate_verdicts import (
+    GateStatistics,
+    examples_needed,
+    judge_gate,
+    smallest_batch_row,
+)
+from smelt.pipeline.plan.plan import PlannedGate
 
 DRAW = np.random.default_rng(0)
 GOLD = DRAW.integers(0, 2, size=400)
@@ -129,7 +133,7 @@ def test_a_rise_is_bounded_from_above_where_less_is_better():
 
 
 def test_bound_of_a_speed_up_is_its_slow_end_over_the_rounds_that_count():
-    from smelt.evaluate.latency.rounds import mean_speedup
+    from smelt.evaluate.latency.summary import mean_speedup
 
     low = mean_speedup([1.9, 2.1, 2.0], 0.95)[1][0]
     found = judge_gate(gate("speedup", "min", 1.95, 0.95), step(), EVIDENCE)

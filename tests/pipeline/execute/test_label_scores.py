@@ -6,13 +6,13 @@ import tiny
 from expected_errors import raises_code
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.execute.label_scores import prediction_text, score_classifier
-from smelt.runtime.backends.open_runner import open_runner
-from smelt.runtime.class_predictions import predictions_from_logits
-from smelt.runtime.predict_texts import class_logits
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.data.splits import Example, Split
+from smelt.pipeline.execute.scoring import prediction_text, score_classifier
+from smelt.runtimes.predict_texts import class_logits
+from smelt.runtimes.registry import open_runner
+from smelt.runtimes.runner import predictions_from_logits
 
 NAMES = classifiers.CLASS_NAMES
 ID2LABEL = dict(enumerate(NAMES))

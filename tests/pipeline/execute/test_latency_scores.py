@@ -163,7 +163,7 @@ def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, mo
     assert given == [60.0]  # the stages took less
     _run(home, "--rebuild", "*", "--set", "score.latency.max_minutes=0.5")
     assert given[1:] == [30.0]
-    monkeypatch.setattr("smelt.execute.run._MIN_LATENCY_SECONDS", 0.0)
+    monkeypatch.setattr("smelt.pipeline.execute.run._MIN_LATENCY_SECONDS", 0.0)
     _, report, _ = _run(home, "--set", "score.latency.rounds=4")
     assert given[2] == pytest.approx(sum(step["seconds"] for step in report["steps"]))
     assert given[2] > 0
@@ -171,7 +171,7 @@ def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, mo
 
 def test_times_that_a_short_budget_cut_are_shown_and_kept_for_nobody(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
-    monkeypatch.setattr("smelt.execute.run._MIN_LATENCY_SECONDS", 1e-9)
+    monkeypatch.setattr("smelt.pipeline.execute.run._MIN_LATENCY_SECONDS", 1e-9)
     _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")
     assert len(steps["two"]["latency"][0]["rounds"]) == 3
     assert steps["two"]["latency"][0]["stable"]

@@ -10,17 +10,16 @@ import pytest
 import tiny
 from expected_errors import raises_code
 
-from smelt.commands.store_maintenance import find_unused, remove_unused
+from smelt.cli.store import find_unused, remove_unused
 from smelt.core.artifact import Artifact
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import no_progress
 from smelt.core.store.store import Store
-from smelt.evaluate.report.html import render_html
+from smelt.data.splits import Example, Split
+from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
-from smelt.execute.run_folder import require_run_folder
-from smelt.execute.store_runs import default_store
-from smelt.recipe.recipe import parse_recipe
+from smelt.pipeline.execute.run_folder import default_store, require_run_folder
+from smelt.pipeline.recipe.recipe import parse_recipe
 
 RECIPE = """
 model: m
@@ -158,7 +157,7 @@ def test_kept_step_is_neither_scored_nor_timed_anew(whole):
 def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkeypatch):
     """`measure` is stood in for: what is asked of it is what matters here."""
     from smelt.core.store.store import Store
-    from smelt.execute.latency_scores import LatencyScores
+    from smelt.pipeline.execute.latency_scores import LatencyScores
 
     asked = []
 

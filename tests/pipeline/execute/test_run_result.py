@@ -8,7 +8,12 @@ import pytest
 import sample_report
 
 from smelt.evaluate.frontier import pareto_front
-from smelt.execute.run_result import Result, deployment_notes, smallest_deployable_step, summary_lines
+from smelt.pipeline.execute.run_result import (
+    Result,
+    deployment_notes,
+    smallest_deployable_step,
+    summary_lines,
+)
 
 
 def step(name, size, format_="onnx", target="ort-cpu", artifact="a"):

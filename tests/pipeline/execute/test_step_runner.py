@@ -8,18 +8,17 @@ import pytest
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.stage import Prune
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
-from smelt.core.data import Example, Split
+from smelt.data.splits import Example, Split
 from smelt.evaluate.environment import machine_id
-from smelt.execute import step_runner
-from smelt.execute.scoring import Scorer
-from smelt.execute.step_runner import StepRunner
-from smelt.export.autotune.choose_threads import available_cores
-from smelt.export.onnx_export.settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
-from smelt.inspect import machine
-from smelt.inspect.machine import has_bf16_instructions, training_device
-from smelt.planning.plan import PlanStep
-from smelt.runtime.generate.settings import GenerationSettings
+from smelt.export.autotune import available_cores
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.generation.config import GenerationSettings
+from smelt.pipeline.execute import step_runner
+from smelt.pipeline.execute.scoring import Scorer
+from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.inspect import machine
+from smelt.pipeline.inspect.machine import has_bf16_instructions, training_device
+from smelt.pipeline.plan.plan import PlanStep
 
 ROWS = Split("made", (Example("a"), Example("b")))
 

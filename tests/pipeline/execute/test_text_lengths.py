@@ -3,11 +3,11 @@
 import tiny
 from expected_errors import raises_code
 
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.execute.text_lengths import require_texts_fit
-from smelt.runtime.models.checkpoint import load_tokenizer
-from smelt.runtime.predict_texts import encode_texts
+from smelt.data.splits import Example, Split
+from smelt.models.checkpoint import load_tokenizer
+from smelt.pipeline.execute.latency_scores import require_texts_fit
+from smelt.runtimes.predict_texts import encode_texts
 
 
 def test_pairs_count_together_and_every_split_is_named(tmp_path):

@@ -21,7 +21,7 @@ from smelt.compress.prune.stage import Prune
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import RunError
 from smelt.evaluate.report.schema import validate_report
-from smelt.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
+from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 
 RECIPE = """
 model: m
@@ -108,7 +108,7 @@ def test_a_bug_in_a_stage_loses_nothing_that_is_finished(home, tmp_path, monkeyp
 
 
 def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch):
-    from smelt.execute.scoring import Scorer
+    from smelt.pipeline.execute.scoring import Scorer
 
     score = Scorer.score
 
@@ -230,7 +230,7 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
-    from smelt.execute import run_result
+    from smelt.pipeline.execute import run_result
 
     def full(path, text):
         if path.name.startswith("report"):
@@ -252,9 +252,9 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
     It imports first: nobody may not be allowed to read this Python.
     """
     code = (
-        "import contextlib, os, sys; from smelt.cli import main\n"
-        "from smelt.planning.load_plan import load_plan\n"
-        "import smelt.execute.run, encodings.unicode_escape\n"
+        "import contextlib, os, sys; from smelt.cli.main import main\n"
+        "from smelt.pipeline.plan.load_plan import load_plan\n"
+        "import smelt.pipeline.execute.run, encodings.unicode_escape\n"
         "with contextlib.suppress(Exception): load_plan(sys.argv[2])\n"
         "os.geteuid() or os.setuid(65534)\n"
         "main(sys.argv[1:])"

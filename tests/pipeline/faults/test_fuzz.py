@@ -30,6 +30,6 @@ def test_what_must_not_happen_is_seen(tmp_path, monkeypatch):
         raise Panic
 
     for wrong in (panics, lambda *_: 1 / 0):
-        monkeypatch.setattr("smelt.planning.load_plan.load_plan", wrong)
+        monkeypatch.setattr("smelt.pipeline.plan.load_plan.load_plan", wrong)
         [found] = fuzz.fuzz("recipes", 1, tmp_path / "home")
         assert found.startswith("recipes 0: recipe.yaml: smelt plan recipe.yaml: ")

@@ -14,7 +14,7 @@ import pytest
 import tensorrt_rig
 import tiny
 
-from smelt.inspect.machine import has_cuda
+from smelt.pipeline.inspect.machine import has_cuda
 
 RECIPE = """
 model: m

@@ -53,7 +53,7 @@ COMMANDS = [
 # as the console script `smelt` begins: its own folder is first on sys.path
 DRIVE = """
 import json, sys
-from smelt.cli import main
+from smelt.cli.main import main
 codes = {}
 for command in json.loads(sys.argv[1]):
     try:

@@ -14,9 +14,9 @@ from expected_errors import command_error
 from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
-from smelt.core.store.lock_owner import read_owner
-from smelt.execute.run import RunOptions, run_plan
-from smelt.planning.load_plan import load_plan
+from smelt.core.store.locks import read_owner
+from smelt.pipeline.execute.run import RunOptions, run_plan
+from smelt.pipeline.plan.load_plan import load_plan
 
 RECIPE = """
 model: m
@@ -131,7 +131,7 @@ def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, server, tm
 
 
 def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
-    from smelt.execute.latency_scores import LatencyScores
+    from smelt.pipeline.execute.latency_scores import LatencyScores
 
     seen = []
 

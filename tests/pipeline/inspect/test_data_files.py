@@ -12,9 +12,9 @@ import tiny
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.inspect.data_files import inspect_data
-from smelt.inspect.init_recipe import init_recipe
-from smelt.inspect.model_info import inspect_model
+from smelt.pipeline.inspect.data_files import inspect_data
+from smelt.pipeline.inspect.init_recipe import init_recipe
+from smelt.pipeline.inspect.model_info import inspect_model
 
 
 @pytest.fixture(scope="module")

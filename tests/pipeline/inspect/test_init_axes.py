@@ -10,10 +10,9 @@ from expected_errors import raises_code
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
-from smelt.inspect.init_axes import infer_batch_axes
-from smelt.inspect.onnx_files import ThirdPartyModel
-from smelt.runtime.third_party.signature import GraphSignature
-from smelt.runtime.third_party.validate_graph import subprocess_main
+from smelt.pipeline.inspect.onnx_files import ThirdPartyModel, infer_batch_axes
+from smelt.runtimes.third_party.signature import GraphSignature
+from smelt.runtimes.third_party.validate_graph import subprocess_main
 
 
 def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None], list[str]]:

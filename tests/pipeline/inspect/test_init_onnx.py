@@ -11,7 +11,7 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import InputError
-from smelt.inspect.init_onnx import onnx_recipe_text
+from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
 
 
 def test_names_that_yaml_does_not_allow_are_written_as_escapes(tmp_path: Path) -> None:

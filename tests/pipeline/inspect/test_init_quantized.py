@@ -14,12 +14,11 @@ from expected_errors import raises_code
 
 import smelt
 from smelt.core.errors import InputError
-from smelt.inspect.init_quantized import quantized_model_steps
-from smelt.inspect.init_recipe import InitOptions, init_recipe
-from smelt.inspect.init_stages import MachineInfo
-from smelt.inspect.model_info import inspect_model
-from smelt.planning.load_plan import load_plan
-from smelt.runtime.models.weight_files import weight_tensors
+from smelt.models.weight_files import weight_tensors
+from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
+from smelt.pipeline.inspect.init_stages import MachineInfo, quantized_model_steps
+from smelt.pipeline.inspect.model_info import inspect_model
+from smelt.pipeline.plan.load_plan import load_plan
 
 CPU = MachineInfo(2, gpu=False, tensorrt=False)
 EVERYTHING = MachineInfo(2, gpu=True, tensorrt=True, openvino=True, ort_tensorrt=True)
@@ -53,7 +52,9 @@ def test_a_recipe_of_what_can_be_done_with_codes_plans(kind, fast, folder, tmp_p
     monkeypatch.chdir(tmp_path)
     path = Path("r.yaml")
     for machine in (CPU, EVERYTHING):
-        monkeypatch.setattr("smelt.inspect.init_recipe.inspect_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(
+            "smelt.pipeline.inspect.init_recipe.inspect_machine", lambda machine=machine: machine
+        )
         text = written(folder, kind, path, "train.txt", "test.txt", fast=fast)
         assert max(len(line) for line in text.splitlines() if not line.startswith("model:")) <= 80
         plan = load_plan(path)
@@ -103,7 +104,7 @@ def test_codes_are_counted_and_not_the_words_that_hold_them(folder):
 
 def test_of_a_hub_id_the_config_says_it(folder, tmp_path, monkeypatch):
     config = json.loads((folder / "gptq" / "config.json").read_text())
-    monkeypatch.setattr("smelt.inspect.model_info._config_from_hub", lambda model: tmp_path)
+    monkeypatch.setattr("smelt.pipeline.inspect.model_info._config_from_hub", lambda model: tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert inspect_model("some/gptq").quantization.description == "gptq"
     config["quantization_config"]["bits"] = 8

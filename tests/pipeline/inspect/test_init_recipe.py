@@ -12,13 +12,13 @@ import tiny
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.messages import message_codes
-from smelt.families.registry import FAMILIES
-from smelt.inspect import machine
-from smelt.inspect.data_files import inspect_data
-from smelt.inspect.init_recipe import MachineInfo, _yaml_scalar, init_recipe, recipe_text
-from smelt.inspect.model_info import inspect_model
-from smelt.planning.load_plan import load_plan
-from smelt.recipe.yaml_file import parse_yaml
+from smelt.models.families.registry import FAMILIES
+from smelt.pipeline.inspect import machine
+from smelt.pipeline.inspect.data_files import inspect_data
+from smelt.pipeline.inspect.init_recipe import MachineInfo, _yaml_scalar, init_recipe, recipe_text
+from smelt.pipeline.inspect.model_info import inspect_model
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe.yaml_file import parse_yaml
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
     "machine", [MachineInfo(2, False, False), MachineInfo(2, True, False), _GPU], ids=str
 )
 def test_what_init_writes_plans_on_every_machine(tmp_path, models, monkeypatch, machine):
-    monkeypatch.setattr("smelt.inspect.init_recipe.inspect_machine", lambda: machine)
+    monkeypatch.setattr("smelt.pipeline.inspect.init_recipe.inspect_machine", lambda: machine)
     plan = init_models.plan_recipe(
         models["bert"], [_data(tmp_path / "rows", "text-classification")], tmp_path / "r.yaml"
     )
@@ -218,7 +218,7 @@ def test_any_name_is_written_so_that_it_reads_as_itself(text):
 
 
 def test_machine_is_looked_at_without_torch(monkeypatch):
-    from smelt.inspect.init_recipe import inspect_machine
+    from smelt.pipeline.inspect.init_recipe import inspect_machine
 
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     assert inspect_machine().gpu
@@ -230,7 +230,7 @@ def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
     import smelt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("smelt.inspect.init_stages._MIN_DISTILL_ROWS", 1)
+    monkeypatch.setattr("smelt.pipeline.inspect.init_stages._MIN_DISTILL_ROWS", 1)
     init_recipe(str(models["bert"]), [_data(tmp_path / "rows", "text-classification")], "r.yaml")
     changes = {"score.latency": False, "small.max_steps": 1, "threads": 1}  # only to be quick
     result = smelt.run("r.yaml", overrides=changes, until="onnx-int8", out="run", quiet=True)

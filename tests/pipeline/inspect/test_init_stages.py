@@ -9,11 +9,11 @@ import pytest
 import tiny
 
 import smelt
-from smelt.core.data import TEXT_TO_TEXT_TASKS
-from smelt.inspect import init_recipe as init_recipe_module
-from smelt.inspect import init_stages
-from smelt.inspect.init_recipe import InitOptions, init_recipe
-from smelt.inspect.init_stages import (
+from smelt.data.splits import TEXT_TO_TEXT_TASKS
+from smelt.pipeline.inspect import init_recipe as init_recipe_module
+from smelt.pipeline.inspect import init_stages
+from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
+from smelt.pipeline.inspect.init_stages import (
     MIN_SHORTLIST_ROWS,
     MachineInfo,
     ProposedStep,
@@ -21,9 +21,9 @@ from smelt.inspect.init_stages import (
     propose_steps,
     step_lines,
 )
-from smelt.inspect.model_info import inspect_model
-from smelt.planning.load_plan import load_plan
-from smelt.recipe.yaml_file import parse_yaml
+from smelt.pipeline.inspect.model_info import inspect_model
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe.yaml_file import parse_yaml
 
 # half of the layers, half of the neurons, one training
 NARROW = ["drop-layers", "prune", "distill", "onnx", "quantize", "onnx"]

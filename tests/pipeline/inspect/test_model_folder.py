@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.inspect.model_folder import check_model_folder, fetch_model, local_model_folder
+from smelt.pipeline.inspect.model_folder import check_model_folder, fetch_model, local_model_folder
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: p
         return str(bert)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr("smelt.inspect.model_folder.hub_unreachable_reason", lambda: None)
+    monkeypatch.setattr("smelt.pipeline.inspect.model_folder.hub_unreachable_reason", lambda: None)
     assert fetch_model("a/b", bert.parent, "text-classification") == bert
     assert asked[0] == "a/b"
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked)
@@ -246,10 +246,10 @@ def test_hub_ids_fail_in_seconds_when_there_is_no_network(tmp_path: Path, monkey
     from huggingface_hub import constants
 
     from smelt.core import hub
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
-    from smelt.inspect.model_folder import fetch_model
-    from smelt.inspect.model_info import inspect_model
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+    from smelt.pipeline.inspect.model_folder import fetch_model
+    from smelt.pipeline.inspect.model_info import inspect_model
 
     never = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(20))

@@ -12,9 +12,8 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.inspect.model_info import inspect_model
-from smelt.inspect.quantized_model import inspect_quantization
-from smelt.planning.load_plan import load_plan
+from smelt.pipeline.inspect.model_info import inspect_model, inspect_quantization
+from smelt.pipeline.plan.load_plan import load_plan
 
 RECIPE = """\
 model: artifact

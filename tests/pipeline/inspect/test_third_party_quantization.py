@@ -9,8 +9,7 @@ import pytest
 import quantized_checkpoints
 import tiny
 
-from smelt.inspect.model_folder import check_model_folder
-from smelt.inspect.third_party_quantization import quantization_problems
+from smelt.pipeline.inspect.model_folder import check_model_folder, quantization_problems
 
 TASK = "language-modeling"
 
@@ -94,7 +93,7 @@ def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
 def test_codes_are_looked_at_without_torch(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=24)
     code = (
-        "import sys; from pathlib import Path; from smelt.inspect.model_folder import check_model_folder;"
+        "import sys; from pathlib import Path; from smelt.pipeline.inspect.model_folder import check_model_folder;"
         f"[found] = check_model_folder(Path({str(folder)!r}), {TASK!r})[0]; print(found.code, found);"
         "assert 'torch' not in sys.modules"
     )

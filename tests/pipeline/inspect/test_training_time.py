@@ -6,19 +6,16 @@ import causal
 import pytest
 import tiny
 
-from smelt.inspect import training_time
-from smelt.inspect.data_files import DataInfo, inspect_data
-from smelt.inspect.init_stages import ProposedStep
-from smelt.inspect.model_info import inspect_model
-from smelt.inspect.training_time import training_time_text
+from smelt.pipeline.inspect import init_stages
+from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
+from smelt.pipeline.inspect.init_stages import ProposedStep, training_time_text
+from smelt.pipeline.inspect.model_info import inspect_model
 
 
 @pytest.fixture
 def slow(monkeypatch):
     """A processor of which the reckoning is easy."""
-    monkeypatch.setattr(
-        training_time, "_operations_per_second", lambda: 1e6 / training_time._COMPUTE_EFFICIENCY
-    )
+    monkeypatch.setattr(init_stages, "_operations_per_second", lambda: 1e6 / init_stages._COMPUTE_EFFICIENCY)
 
 
 def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
@@ -37,12 +34,12 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
     seconds = (2 * 6 + 0.5 * 8) * seen.parameters * 1000 * kept * tokens / 1e6
     said = training_time_text(seen, data, steps)
     assert "2.5 passes over 800 rows" in said
-    assert f"roughly {training_time._duration_text(seconds)}" in said
+    assert f"roughly {init_stages._duration_text(seconds)}" in said
     # people's texts stand beside what the teacher writes, with as many beams
     written = [ProposedStep("distill", "{epochs: 2, sequence_level: {num_beams: 5, original_ratio: 0.5}}")]
     seconds = (4 * 8 + 5 * 2) * seen.parameters * 1000 * kept * tokens / 1e6
     assert (
-        f"4 passes over 800 rows: on this processor roughly {training_time._duration_text(seconds)}"
+        f"4 passes over 800 rows: on this processor roughly {init_stages._duration_text(seconds)}"
         in training_time_text(seen, data, written)
     )
     # one that says no epochs takes the default
@@ -52,7 +49,7 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
 def test_lookups_of_a_classifier_are_no_work(tmp_path, slow):
     seen = inspect_model(str(tiny.write_bert(tmp_path / "m")), "text-classification")
     looked_up = seen.config["vocab_size"] * seen.config["hidden_size"]
-    assert training_time._embedding_parameters(seen) == looked_up < seen.parameters
+    assert init_stages._embedding_parameters(seen) == looked_up < seen.parameters
 
 
 def test_running_text_is_told_by_its_lines(tmp_path, slow):
@@ -60,7 +57,7 @@ def test_running_text_is_told_by_its_lines(tmp_path, slow):
     (tmp_path / "train.txt").write_text("\n".join(["some forty letters of a text, all of it."] * 100))
     data = inspect_data([tmp_path / "train.txt"], "language-modeling")
     seconds = 6 * seen.parameters * 4099 * (1 - sum(data.fractions.values())) / 4 / 1e6
-    assert training_time._duration_text(seconds) in training_time_text(
+    assert init_stages._duration_text(seconds) in training_time_text(
         seen, data, [ProposedStep("finetune", "{epochs: 1}")]
     )
 
@@ -80,4 +77,4 @@ def test_nothing_is_said_where_nothing_trains(tmp_path, slow):
     [(20, "a minute"), (100, "1.7 minutes"), (3000, "50 minutes"), (9000, "2.5 hours"), (2e5, "2.3 days")],
 )
 def test_times_are_told_to_two_digits(seconds, said):
-    assert training_time._duration_text(seconds) == said
+    assert init_stages._duration_text(seconds) == said

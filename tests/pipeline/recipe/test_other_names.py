@@ -4,9 +4,9 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.stage import Settings
-from smelt.recipe.mistakes import Mistakes, validate_settings
-from smelt.recipe.stage_table import load_stage
-from smelt.recipe.yaml_file import parse_yaml
+from smelt.pipeline.recipe.mistakes import Mistakes, validate_settings
+from smelt.pipeline.recipe.stages import load_stage
+from smelt.pipeline.recipe.yaml_file import parse_yaml
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from smelt.core.data import Example, Split
-from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.recipe.problem_type import label_mistakes, new_class_names
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.data.splits import Example, Split
+from smelt.pipeline.recipe.model_and_data import label_mistakes, new_class_names
 
 NEW = {"architectures": ["BertModel"]}
 

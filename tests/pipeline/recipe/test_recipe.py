@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from smelt.core.data import ALL_TASKS
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.recipe import mistakes as mistake_texts
-from smelt.recipe.recipe import (
+from smelt.data.splits import ALL_TASKS
+from smelt.pipeline.recipe import mistakes as mistake_texts
+from smelt.pipeline.recipe.recipe import (
     METRICS_BY_TASK,
     DataSettings,
     GateSettings,

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
-from smelt.planning.load_plan import load_plan
-from smelt.recipe.stage_table import STAGE_CLASSES
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe.stages import STAGE_CLASSES
 
 PIECES = [
     *(

@@ -10,10 +10,10 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.artifact import Format
-from smelt.core.data import Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Need, Settings
-from smelt.recipe.stage_table import STAGE_CLASSES, all_stages, load_stage
+from smelt.data.splits import Task
+from smelt.pipeline.recipe.stages import STAGE_CLASSES, all_stages, load_stage
 
 
 @pytest.mark.parametrize("word", STAGE_CLASSES)
@@ -45,7 +45,7 @@ def test_unknown_stage_names_the_nearest() -> None:
 
 def test_loading_the_stages_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from smelt.recipe.stage_table import all_stages; all_stages();"
+        "import sys; from smelt.pipeline.recipe.stages import all_stages; all_stages();"
         "sys.exit(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime', 'tensorrt'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

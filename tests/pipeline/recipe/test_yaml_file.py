@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
-from smelt.recipe.yaml_file import MAX_BYTES, parse_yaml, read_yaml
+from smelt.pipeline.recipe.yaml_file import MAX_BYTES, parse_yaml, read_yaml
 
 
 def test_parse_yaml_knows_the_line_of_every_part() -> None:

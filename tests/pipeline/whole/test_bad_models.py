@@ -10,7 +10,7 @@ import pytest
 from expected_errors import message_locations
 from invalid_recipes import RECIPE, TRANSLATION_RECIPE, assert_refused
 
-from smelt.planning.load_plan import load_plan
+from smelt.pipeline.plan.load_plan import load_plan
 
 pytest_plugins = ["invalid_recipes"]
 

@@ -10,7 +10,7 @@ from invalid_recipes import RECIPE_HEAD
 
 from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.core import packages
+from smelt.core import system
 
 pytest_plugins = ["invalid_recipes"]
 
@@ -64,8 +64,8 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
     ],
 )
 def test_an_older_package_is_named_before_any_work(home, monkeypatch, stage, package, there):
-    found = packages.version
-    monkeypatch.setattr(packages, "version", lambda name: there if name == package else found(name))
+    found = system.version
+    monkeypatch.setattr(system, "version", lambda name: there if name == package else found(name))
     (home / "recipe.yaml").write_text(f"{RECIPE_HEAD}stages: [{{{stage}}}]\n")
     error = command_error(harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=2))
     assert error.code == "step-unavailable"

@@ -9,8 +9,8 @@ import tiny
 from expected_errors import command_error
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from smelt.core.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.recipe.problem_type import METRICS_BY_PROBLEM
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM
 
 CHAIN = """
 model: m
@@ -88,9 +88,9 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
     import onnxruntime
 
     from smelt.core.artifact import read_artifact
-    from smelt.core.data import Example
-    from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.predict_texts import class_logits
+    from smelt.data.splits import Example
+    from smelt.runtimes.predict_texts import class_logits
+    from smelt.runtimes.registry import open_runner
 
     folder, _ = chain
     texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES)]  # the last one is as long as the model takes
@@ -268,7 +268,7 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
 
 def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_path, monkeypatch):
     """Large files are read only by the run; its labels and metrics are checked before the first step."""
-    monkeypatch.setattr("smelt.planning.input_checks._EAGER_READ_BYTES", 10)
+    monkeypatch.setattr("smelt.pipeline.plan.load_plan._EAGER_READ_BYTES", 10)
     folder = home(
         tmp_path, "bert", MULTI_LABEL, SHORT.replace("latency: false", "latency: false, quality: [f1]")
     )

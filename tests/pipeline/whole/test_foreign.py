@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import smelt
 from smelt import InputError
-from smelt.planning.load_plan import load_plan
+from smelt.pipeline.plan.load_plan import load_plan
 
 RECIPE = """
 model: m.onnx

@@ -11,7 +11,7 @@ import third_party_graphs as graphs
 
 import smelt
 from smelt import InputError
-from smelt.planning.load_plan import load_plan
+from smelt.pipeline.plan.load_plan import load_plan
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 NAMELESS = ([None, None, 4], [1, None, 8], [1, None, 8])

@@ -10,9 +10,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from smelt.core.errors import RunError
 from smelt.evaluate import frontier
+from smelt.evaluate.report.render import render_table
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.terminal_table import render_table
-from smelt.execute import run
+from smelt.pipeline.execute import run
 
 RECIPE = """
 model: m

@@ -21,10 +21,10 @@ import tiny
 from ort_sessions import HAS_NO_VNNI
 
 import smelt
-from smelt.core.data import TEXT_TO_TEXT_TASKS
-from smelt.families.registry import FAMILIES
-from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, missing_requirement
-from smelt.runtime.backends.ort_tensorrt.provider_options import read_provider_options
+from smelt.data.splits import TEXT_TO_TEXT_TASKS
+from smelt.models.families.registry import FAMILIES
+from smelt.runtimes.ort_tensorrt_options import read_provider_options
+from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, missing_requirement
 
 MODELS = {
     "marian": ("translation", tiny.write_marian),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import smelt
 from smelt.core.files import read_json_object
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 HEAD = """model: m
 task: language-modeling

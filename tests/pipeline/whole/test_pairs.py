@@ -13,9 +13,9 @@ from paired_techniques import MODELS, TECHNIQUES, with_prerequisite
 
 from smelt.core.errors import DEFAULT_CODE
 from smelt.core.messages import message_codes
-from smelt.families.registry import FAMILIES
-from smelt.recipe.stage_table import all_stages
-from smelt.runtime.schemes.registry import SCHEMES
+from smelt.models.families.registry import FAMILIES
+from smelt.pipeline.recipe.stages import all_stages
+from smelt.quantization.schemes.registry import SCHEMES
 
 SMALL = "bert"
 
@@ -70,7 +70,7 @@ def test_each_stage_each_family_and_each_scheme_has_its_line():
 
 def test_what_is_lost_on_the_way_is_seen(bench, monkeypatch):
     """A later stage that forgets what lies beside the weights, or what a layer keeps, does not pass."""
-    from smelt.runtime.models import checkpoint
+    from smelt.models import checkpoint
 
     model = bench("marian")
     copy = checkpoint.copy_tokenizer

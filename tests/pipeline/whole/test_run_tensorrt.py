@@ -15,7 +15,7 @@ from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.report.schema import validate_report
-from smelt.inspect.machine import has_cuda
+from smelt.pipeline.inspect.machine import has_cuda
 
 RECIPE = """
 model: m

@@ -12,7 +12,7 @@ import tiny
 from expected_errors import command_error, raises_code
 
 import smelt
-from smelt.planning.load_plan import load_plan
+from smelt.pipeline.plan.load_plan import load_plan
 
 CHAIN = """
 model: m

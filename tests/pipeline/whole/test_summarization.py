@@ -68,11 +68,11 @@ def test_the_plan_says_which_prefix_is_taken(home):
 def test_predict_puts_the_prefix_before_the_words(home):
     """The same words with the prefix written out, on a copy that has none, give the same."""
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.backends.open_runner import open_runner
-    from smelt.runtime.generate.settings import GenerationSettings
-    from smelt.runtime.predict_texts import generate_texts
-    from smelt.runtime.text.text_preprocessing import TextRules
-    from smelt.runtime.text.write_text_rules import write_text_rules
+    from smelt.generation.config import GenerationSettings
+    from smelt.models.text_rules import TextRules
+    from smelt.models.write_text_rules import write_text_rules
+    from smelt.runtimes.predict_texts import generate_texts
+    from smelt.runtimes.registry import open_runner
 
     folder = home / "run" / "artifacts" / "onnx"
     said = harness.smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
@@ -90,7 +90,7 @@ def test_predict_puts_the_prefix_before_the_words(home):
 
 def test_what_is_timed_is_read_behind_the_prefix(home):
     from smelt.evaluate.latency.worker import TimingWorker
-    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.models.checkpoint import load_tokenizer
 
     folder = home / "run" / "artifacts" / "onnx"
     worker, text = TimingWorker(), tiny.SENTENCES[0]

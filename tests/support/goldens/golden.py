@@ -39,7 +39,7 @@ def libraries() -> str:
 
 def stage_version(case: Case) -> str:
     """Return the versions of the stages that make the case's result, the first one first."""
-    from smelt.recipe.stage_table import load_stage
+    from smelt.pipeline.recipe.stages import load_stage
 
     words = [*(word for word, _ in case.preceding_stages), case.stage]
     return " + ".join(f"{word} {load_stage(word).version}" for word in words)
@@ -70,7 +70,7 @@ def _set_integer_weights(folder: Path, seed: int) -> None:
     """Give the model in `folder` weights that are made of integers alone."""
     import torch
 
-    from smelt.runtime.models.checkpoint import load_model, save_model
+    from smelt.models.checkpoint import load_model, save_model
 
     model, edits = load_model(folder)
     with torch.no_grad():
@@ -101,10 +101,10 @@ def _random_bits(count: int, seed: int) -> Any:
 
 def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
     """Run a stage as the pipeline does; return its folder."""
-    from smelt.core.data import Columns, Split
-    from smelt.core.readers.examples import read_split
     from smelt.core.stage import Context
-    from smelt.recipe.stage_table import load_stage
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns, Split
+    from smelt.pipeline.recipe.stages import load_stage
 
     out.mkdir()
     rows = out.parent / "rows"
@@ -130,7 +130,7 @@ def _run_on_graph(case: Case, folder: Path) -> Path:
     import harness
     import third_party_graphs
 
-    from smelt.recipe.stage_table import load_stage
+    from smelt.pipeline.recipe.stages import load_stage
 
     stage = load_stage(case.stage)
     source = third_party_graphs.make_artifact(folder / "source", third_party_graphs.two_layer_classifier())

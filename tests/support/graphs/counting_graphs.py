@@ -12,7 +12,7 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper, save
 
 from smelt.core.errors import InputError
-from smelt.runtime.batch import Batch
+from smelt.data.batch import Batch
 
 
 def write(path: Path, nodes: Any, inputs: Any, outputs: Any) -> None:

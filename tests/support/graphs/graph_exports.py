@@ -23,8 +23,8 @@ import seq2seq
 import tiny
 from shared_folders import make_once
 
-from smelt.core.data import Example, Split
 from smelt.core.stage import Context
+from smelt.data.splits import Example, Split
 
 ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
 ONE_LAYER_PER_STACK: dict[str, Any] = dict.fromkeys(every_family.ENCODER_DECODER_LAYERS, 1)
@@ -107,7 +107,7 @@ def export_graphs(
 ) -> ExportedGraphs:
     """Make the model of a family, code it and trace its graphs, all in the new folder `folder`."""
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-    from smelt.export.onnx_export.settings import OnnxSettings
+    from smelt.export.onnx_stage import OnnxSettings
 
     make, task = FAMILIES[family]
     source = make(folder / "model")
@@ -133,9 +133,9 @@ def drop_exact_reference(reference: Any, dtype: str) -> Any:
 
 def reopen_graphs(folder: Path, family: str, target: str, dtype: str) -> ExportedGraphs:
     """Return what `export` left in `folder`: the stage runs again, and takes the graphs as they are."""
+    from smelt.export import onnx_stage
     from smelt.export.graphs.export_graph import _prepare_layers
-    from smelt.export.onnx_export import write_graphs
-    from smelt.export.onnx_export.settings import OnnxSettings
+    from smelt.export.onnx_stage import OnnxSettings
     from smelt.export.parity import check_parity
     from smelt.export.precision import half_graphs
 
@@ -148,7 +148,7 @@ def reopen_graphs(folder: Path, family: str, target: str, dtype: str) -> Exporte
 
     settings = OnnxSettings(target=target, dtype=dtype, generation_graph=False)
     with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_graphs, "_write_graph", take)
+        patch.setattr(onnx_stage, "_write_graph", take)
         kept = json.loads((folder / "float32.json").read_text())
         patch.setattr(half_graphs, "convert_graphs_to_half", lambda *_: kept)
         patch.setattr(check_parity, "check_exported_graphs", lambda *_: details["parity"])
@@ -181,7 +181,7 @@ def randomize_biases(folder: Path) -> None:
     """Draw all biases and norms of the model in `folder`: a bias of zeros is missed by nobody."""
     import torch
 
-    from smelt.runtime.models.checkpoint import load_model, save_model
+    from smelt.models.checkpoint import load_model, save_model
 
     model, edits = load_model(folder)
     torch.manual_seed(1)

@@ -23,9 +23,9 @@ def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **sai
     """
     from transformers import AutoModel
 
-    from smelt.runtime.models.import_model import configure_embedder
-    from smelt.runtime.models.silence_transformers import silence_transformers
-    from smelt.runtime.text.sentence_files import SentenceRules
+    from smelt.models.import_model import configure_embedder
+    from smelt.models.silence_transformers import silence_transformers
+    from smelt.models.text_rules import SentenceRules
 
     own = {name: said.pop(name) for name in list(said) if name in SentenceRules.model_fields}
     whole = folder.with_name(f"{folder.name}-whole")
@@ -63,8 +63,8 @@ def expected_vectors(folder: Path, texts: list[str], pooling: str = "mean", norm
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from smelt.runtime.models.silence_transformers import silence_transformers
-    from smelt.runtime.text.length_limits import max_input_length
+    from smelt.models.length_limits import max_input_length
+    from smelt.models.silence_transformers import silence_transformers
 
     with silence_transformers():
         tokenizer = AutoTokenizer.from_pretrained(folder)

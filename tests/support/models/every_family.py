@@ -20,10 +20,10 @@ import seq2seq
 import tiny
 from shared_folders import make_once
 
-from smelt.core.data import Columns, Task
-from smelt.core.readers.examples import read_split
 from smelt.core.stage import Context
-from smelt.families.registry import FAMILIES
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Task
+from smelt.models.families.registry import FAMILIES
 
 TEXT_FAMILIES = {name: known for name, known in FAMILIES.items() if known.input_kind == "texts"}
 """The families that these models are of; those of images are in images.py."""
@@ -122,8 +122,8 @@ def write_model(folder: Path, family: str, task: Task | None = None, **config: A
 def _write_model(folder: Path, family: str, task: Task | None, **config: Any) -> Path:
     import torch
 
-    from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
-    from smelt.runtime.models.create.new_model import create_model
+    from smelt.models.checkpoint import load_model, load_tokenizer, save_model
+    from smelt.models.new_model import create_model
 
     known = FAMILIES[family]
     words = folder / "tokenizer"
@@ -154,7 +154,7 @@ def _write_model(folder: Path, family: str, task: Task | None, **config: Any) ->
 
 
 def _write_tokenizer(folder: Path, family: str) -> None:
-    from smelt.runtime.text.train_tokenizer import train_tokenizer
+    from smelt.models.train_tokenizer import train_tokenizer
 
     form = FAMILIES[family].tokenizer_spec
     if form is None:

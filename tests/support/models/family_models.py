@@ -17,7 +17,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from smelt.runtime.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model
 
 NAMES = sorted(every_family.TEXT_FAMILIES)
 MAKERS = {

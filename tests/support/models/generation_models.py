@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from smelt.runtime.batch import Batch
-from smelt.runtime.generate.generation_loop import generate_resolved
+from smelt.data.batch import Batch
+from smelt.generation.search import generate_resolved
 
 VOCABULARY, PAD, EOS = 24, 0, 1
 _SHARED = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}
@@ -239,8 +239,7 @@ def compare_tokens(
         settings: settings of a recipe's generation.
         config: what the model's generation config says beside it.
     """
-    from smelt.runtime.generate.generation_config import resolve_generation
-    from smelt.runtime.generate.settings import GenerationSettings
+    from smelt.generation.config import GenerationSettings, resolve_generation
 
     before = dict(runner.generation_config)
     runner.generation_config.update(config)

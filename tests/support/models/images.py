@@ -28,9 +28,9 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
     import torch
 
     from smelt.core.files import write_json
-    from smelt.runtime.images.image_processor import PROCESSOR_FILE, default_processor_config
-    from smelt.runtime.models.checkpoint import load_model, save_model
-    from smelt.runtime.models.create.new_model import create_model
+    from smelt.models.checkpoint import load_model, save_model
+    from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config
+    from smelt.models.new_model import create_model
 
     drawn = folder.with_name(f"{folder.name}-drawn")
     for new in (folder, drawn):
@@ -101,7 +101,7 @@ def write_archive(path: Path, count: int = 8) -> Path:
 
 def read_rows(path: Path) -> Any:
     """Return the rows that `path` holds."""
-    from smelt.core.data import Columns
-    from smelt.core.readers.examples import read_split
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
 
     return read_split(str(path), TASK, Columns(), path.parent)

@@ -13,9 +13,9 @@ import seq2seq
 import untrained_models
 from shared_folders import make_once
 
-from smelt.families.registry import FAMILIES, FAMILIES_BY_TASK
-from smelt.inspect.init_recipe import init_recipe
-from smelt.planning.load_plan import load_plan
+from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
+from smelt.pipeline.inspect.init_recipe import init_recipe
+from smelt.pipeline.plan.load_plan import load_plan
 
 # those that have to be told their languages have a test of their own
 FAMILY_TASKS = [

@@ -9,10 +9,10 @@ from typing import Any
 import every_family
 import torch
 
-from smelt.compress.prune.learned.learned_masks import LearnedMasks
-from smelt.compress.prune.learned.settings import LearnedMasksSettings
-from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.models.structure import Edit
+from smelt.compress.prune.learned_masks import LearnedMasks
+from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.models.checkpoint import load_model
+from smelt.models.structure import Edit
 
 MASK_TARGETS = ("heads", "ffn", "width")
 

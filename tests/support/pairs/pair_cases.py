@@ -10,13 +10,13 @@ from zlib import crc32
 
 from paired_techniques import MODELS, TECHNIQUES, Technique, TinyModel
 
+from smelt.compress.model_input import QuantizedInput
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantized_input import QuantizedInput
-from smelt.core.data import SENTENCE_SIMILARITY
 from smelt.core.stage import Settings
-from smelt.recipe.stage_table import load_stage
-from smelt.runtime.schemes.registry import SCHEMES
-from smelt.runtime.schemes.scheme import Scheme
+from smelt.data.splits import SENTENCE_SIMILARITY
+from smelt.pipeline.recipe.stages import load_stage
+from smelt.quantization.scheme import Scheme
+from smelt.quantization.schemes.registry import SCHEMES
 
 PairCase = tuple[str, str, str]
 """A model, what goes first, and what follows it."""

@@ -22,7 +22,7 @@ from paired_techniques import MODELS, TECHNIQUES, with_prerequisite, write_recip
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, message_codes
-from smelt.planning.plan import Plan, PlanStep
+from smelt.pipeline.plan.plan import Plan, PlanStep
 
 
 class PairRunner:
@@ -42,7 +42,7 @@ class PairRunner:
         Raises:
             InputError: the plan refuses them.
         """
-        from smelt.planning.load_plan import load_plan
+        from smelt.pipeline.plan.load_plan import load_plan
 
         return load_plan(write_recipe(self.folder, self.model, list(with_prerequisite(*stages)), target))
 
@@ -77,11 +77,10 @@ class PairRunner:
     def _import_model(self, plan: Plan) -> Artifact:
         if self._model_artifact is None:
             from smelt.core.store.store import Store
-            from smelt.execute.display import Display
-            from smelt.execute.scoring import Scorer
-            from smelt.execute.sources.user_model import import_user_model
-            from smelt.execute.step_runner import StepRunner
-            from smelt.execute.task_setup import resolve_task
+            from smelt.pipeline.execute.display import Display
+            from smelt.pipeline.execute.scoring import Scorer
+            from smelt.pipeline.execute.sources import import_user_model
+            from smelt.pipeline.execute.step_runner import StepRunner, resolve_task
 
             recipe, data = plan.recipe, plan.read_data()
             store, score = Store(self.folder / ".store"), recipe.score

@@ -21,8 +21,8 @@ import images
 import seq2seq
 import tiny
 
-from smelt.core.data import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
-from smelt.families.registry import FAMILIES
+from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
+from smelt.models.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)

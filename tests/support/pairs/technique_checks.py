@@ -78,19 +78,15 @@ def outputs_of(model: Any) -> Any:
 
 def count_model(folder: Path) -> ModelCounts:
     """Read and count what lies in `folder`."""
-    from smelt.families.model_blocks import blocks_of
-    from smelt.families.registry import family_of
-    from smelt.runtime.generate.shortlist import read_shortlist
-    from smelt.runtime.layers.corrected_linear import LowRankCorrectedLinear
-    from smelt.runtime.layers.low_rank_linear import LowRankLinear
-    from smelt.runtime.layers.quantized import is_quantized
-    from smelt.runtime.layers.scaled_linear import ScaledLinear
-    from smelt.runtime.layers.shared_linear import component_layers
-    from smelt.runtime.layers.split_linear import SplitLinear
-    from smelt.runtime.models.checkpoint import load_model
-    from smelt.runtime.models.stored_dtype import weight_files_size
-    from smelt.runtime.models.structure import is_masked
-    from smelt.runtime.models.weights.count_parameters import count_parameters
+    from smelt.generation.shortlist import read_shortlist
+    from smelt.models.checkpoint import load_model
+    from smelt.models.count_parameters import count_parameters
+    from smelt.models.families.model_blocks import blocks_of
+    from smelt.models.families.registry import family_of
+    from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
+    from smelt.models.stored_dtype import weight_files_size
+    from smelt.models.structure import is_masked
+    from smelt.quantization.layers import LowRankCorrectedLinear, SplitLinear, is_quantized
 
     model, _ = load_model(folder)
     config, blocks = model.config, blocks_of(model)
@@ -140,7 +136,7 @@ _TOKENIZER_SIZES: dict[str, int] = {}
 def _tokenizer_size(folder: Path) -> int:
     """Return how many words the tokenizer in `folder` knows; files that were read before are not again."""
     from smelt.core.files import json_hash, sha256_of
-    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.models.checkpoint import load_tokenizer
 
     changing = {"config.json", "generation_config.json", "structure.json", "manifest.json", "vocabulary.json"}
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in changing]

@@ -25,21 +25,21 @@ _RUN_IMPORTS = [
         "accelerate",
         "sklearn.metrics",
         "transformers.trainer",
-        "smelt.execute.run",
-        "smelt.planning.order.plan_checker",
+        "smelt.pipeline.execute.run",
+        "smelt.pipeline.plan.plan_checker",
     ),
     *("smelt.compress.finetune", "smelt.compress.distill.stage", "smelt.compress.factorize.stage"),
     *(
         "smelt.compress.prune.stage",
-        "smelt.compress.prune.importance.score_units",
-        "smelt.compress.train.planned_trainer",
+        "smelt.compress.prune.importance",
+        "smelt.compress.train.trainer",
     ),
-    *("smelt.compress.quantize.weight_quantizer", "smelt.evaluate.environment", "smelt.evaluate.quality"),
-    *("smelt.evaluate.report.html", "smelt.evaluate.report.markdown", "smelt.evaluate.report.terminal_table"),
+    *("smelt.compress.quantize.plan_layers", "smelt.evaluate.environment", "smelt.evaluate.quality"),
+    *("smelt.evaluate.report.render", "smelt.evaluate.report.render", "smelt.evaluate.report.render"),
     *(
-        "smelt.runtime.predict_texts",
-        "smelt.runtime.layers.quantized",
-        "smelt.runtime.backends.torch_backend",
+        "smelt.runtimes.predict_texts",
+        "smelt.quantization.layers",
+        "smelt.runtimes.torch_backend",
     ),
 ]
 
@@ -106,13 +106,13 @@ class ForkServer:
 def _serve() -> None:
     import torch
 
-    import smelt.cli
+    import smelt.cli.main
 
     for name in _RUN_IMPORTS:
         import_module(name)
     for name in ("BertForSequenceClassification", "BertTokenizer"):
         getattr(import_module("transformers"), name)  # imported when it is asked for
-    import_module("smelt.evaluate.report.html")._template()  # compiled once, as in any process
+    import_module("smelt.evaluate.report.render")._template()  # compiled once, as in any process
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there now stays: a child's collections need not look at it, or copy its pages

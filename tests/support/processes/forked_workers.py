@@ -24,10 +24,10 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 _WORKER_IMPORTS = [
-    *("smelt.runtime.class_predictions", "smelt.runtime.predict_texts", "smelt.runtime.backends.open_runner"),
-    *("smelt.runtime.backends.torch_backend", "smelt.runtime.backends.onnx_backend"),
+    *("smelt.runtimes.runner", "smelt.runtimes.predict_texts", "smelt.runtimes.registry"),
+    *("smelt.runtimes.torch_backend", "smelt.runtimes.onnx_backend"),
     *(
-        "smelt.evaluate.latency.timed_runner",
+        "smelt.evaluate.latency.worker",
         "transformers.modeling_utils",
         "transformers.tokenization_utils_base",
     ),

@@ -157,7 +157,7 @@ def _run_command(words: tuple[str, ...], work: Path) -> str | None:
 
     from click.testing import CliRunner
 
-    from smelt.cli import main
+    from smelt.cli.main import main
 
     def too_long(*_: Any) -> None:
         raise DrawTimeout

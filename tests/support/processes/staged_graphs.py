@@ -122,8 +122,8 @@ def _run_stages(
     """Tell of each stage (stage, how it ended, what is wrong or None)."""
     import third_party_graphs
 
-    from smelt.core.data import split_from_arrays
-    from smelt.core.readers.npz_arrays import SampleArrays
+    from smelt.data.npz_arrays import SampleArrays
+    from smelt.data.splits import split_from_arrays
 
     if here:
         _run_requests_inline()
@@ -143,7 +143,7 @@ def _run_requests_inline() -> None:
     def ask(module: str, arguments: Any, limits: Any) -> Any:
         return json.loads(json.dumps(importlib.import_module(module).answer(list(arguments))))
 
-    for name in ("smelt.export.third_party.simplify_stage", "smelt.runtime.third_party.trial_run"):
+    for name in ("smelt.export.third_party.simplify_stage", "smelt.runtimes.third_party.trial_run"):
         importlib.import_module(name).ask = ask  # type: ignore[attr-defined]
 
 

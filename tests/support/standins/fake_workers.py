@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from smelt.core.errors import RunError
 from smelt.evaluate import frontier
-from smelt.evaluate.latency import rounds, timing_job
+from smelt.evaluate.latency import summary, worker_process
 
 
 class FakeWorker:
@@ -55,8 +55,8 @@ class FakeWorker:
 def install(monkeypatch: Any) -> Any:
     """Use made-up workers until the test ends; return their class, to set what they do."""
     kind = type("Worker", (FakeWorker,), {"asked": []})
-    monkeypatch.setattr(timing_job, "WorkerProcess", kind)
-    monkeypatch.setattr(timing_job, "_SETTLE_SECONDS", 0)
+    monkeypatch.setattr(worker_process, "WorkerProcess", kind)
+    monkeypatch.setattr(worker_process, "_SETTLE_SECONDS", 0)
     # the times are made up, and so is whether random tiny models are worth having
     monkeypatch.setattr(frontier, "is_chance_level", lambda *score: False)
     return kind
@@ -64,5 +64,5 @@ def install(monkeypatch: Any) -> Any:
 
 def ignore_disturbance(monkeypatch: Any) -> None:
     """Take every round for undisturbed: most tests must not depend on what else the machine does."""
-    monkeypatch.setattr(rounds, "MAX_ROUND_LOST_SHARE", 2.0)
-    monkeypatch.setattr(rounds, "MAX_INTERVAL_SHARE", 1e9)
+    monkeypatch.setattr(summary, "MAX_ROUND_LOST_SHARE", 2.0)
+    monkeypatch.setattr(summary, "MAX_INTERVAL_SHARE", 1e9)

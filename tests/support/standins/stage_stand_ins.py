@@ -18,10 +18,10 @@ from safetensors.numpy import save_file
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
 from smelt.core.stage import Settings, StepName
-from smelt.inspect import machine
-from smelt.planning.load_plan import load_plan
-from smelt.planning.plan import Plan
-from smelt.recipe import stage_table
+from smelt.pipeline.inspect import machine
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.plan.plan import Plan
+from smelt.pipeline.recipe import stages as stage_table
 
 TASKS = frozenset({"translation", "text-classification"})
 

@@ -23,7 +23,7 @@ from shared_folders import make_once
 import smelt
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError
-from smelt.export.package.one_file import self_contained_graph, verify_tokenizer
+from smelt.export.package.one_file import one_file_format, text_graph
 from smelt.export.package.one_file.one_file_format import OneFileFormat
 from smelt.export.package.package_format import PackageOrigin, UsageNotes
 
@@ -33,14 +33,14 @@ PROMPTS = ["she sings", "the old house stands near", "a"]
 
 
 def written(artifact: Artifact, folder: Path, monkeypatch: Any, **generation: Any) -> UsageNotes:
-    monkeypatch.setattr(verify_tokenizer, "COMPARED_TEXTS", FEW)
+    monkeypatch.setattr(text_graph, "COMPARED_TEXTS", FEW)
     folder.mkdir(exist_ok=True)
     OneFileFormat().check(artifact)
     return OneFileFormat().write(artifact, PackageOrigin(generation=generation), folder)
 
 
 def answers(folder: Path, texts: list[str], output: str) -> list[Any]:
-    session = verify_tokenizer.open_extensions_session(str(folder / "model_text.onnx"))
+    session = text_graph.open_extensions_session(str(folder / "model_text.onnx"))
     return session.run([output], {"texts": np.array(texts, dtype=object)})[0].tolist()
 
 
@@ -150,7 +150,7 @@ def test_without_extensions_there_are_numbers_and_how_to_install_them(
 
 
 def test_what_protobuf_cannot_hold_is_refused_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_contained_graph, "MAX_GRAPH_BYTES", 1000)
+    monkeypatch.setattr(one_file_format, "MAX_GRAPH_BYTES", 1000)
     with raises_code("graph-too-large", InputError) as caught:
         OneFileFormat().check(read_artifact(exported_artifacts.exported_artifact("translator")))
     assert caught.value.file == "generate.onnx"

@@ -14,31 +14,30 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.export.package.one_file import verify_tokenizer
-from smelt.export.package.one_file.detokenize_nodes import TokenTexts
-from smelt.export.package.one_file.one_file_format import make_text_plan
-from smelt.export.package.one_file.self_contained_graph import generation_config_of
-from smelt.export.package.one_file.synthetic_texts import (
+from smelt.export.package.one_file import text_graph
+from smelt.export.package.one_file.one_file_format import generation_config_of, make_text_plan
+from smelt.export.package.one_file.text_graph import (
     _ENDINGS,
     _EXTRA_WORDS,
     _SEPARATORS,
     SCRIPT_SAMPLES,
+    detokenizer_graph,
     synthetic_texts,
 )
-from smelt.export.package.one_file.text_graph import detokenizer_graph
-from smelt.runtime.text.open_tokenizer import open_tokenizer
+from smelt.export.package.one_file.text_nodes import TokenTexts
+from smelt.models.open_tokenizer import open_tokenizer
 
 pytest.importorskip("onnxruntime_extensions", reason="pip install onnxruntime-extensions")
 
 
 def compared(folder: Path, plan: Any, eos: list[int] | None, causal: bool = False) -> list[str]:
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    return verify_tokenizer.require_equal_tokens(plan, open_tokenizer(folder), 40, vocabulary, eos, causal)
+    return text_graph.require_equal_tokens(plan, open_tokenizer(folder), 40, vocabulary, eos, causal)
 
 
 @pytest.fixture
 def translator(monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any, list[int]]:
-    monkeypatch.setattr(verify_tokenizer, "COMPARED_TEXTS", 100)
+    monkeypatch.setattr(text_graph, "COMPARED_TEXTS", 100)
     folder = exported_artifacts.exported_artifact("translator")
     decoding = generation_config_of(folder, {})
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -83,9 +82,9 @@ def test_bert_s_letters_of_any_script_are_prepared_as_by_its_tokenizer(
     """Letters of all scripts, and what they become, are in the vocabulary also as continuations."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-    from smelt.runtime.text.tokenizer_info import TokenizerInfo, write_tokenizer_info
+    from smelt.models.tokenizer import TokenizerInfo, write_tokenizer_info
 
-    monkeypatch.setattr(verify_tokenizer, "COMPARED_TEXTS", 300)
+    monkeypatch.setattr(text_graph, "COMPARED_TEXTS", 300)
     bert = normalizers.BertNormalizer(lowercase=not cased)
     texts = [
         text
@@ -119,7 +118,7 @@ def test_bert_s_letters_of_any_script_are_prepared_as_by_its_tokenizer(
 def test_bytes_that_are_no_letters_become_the_sign_for_it() -> None:
     """As `bytes.decode` has it, but for how many signs stand for several bytes in a row."""
     surfaces = TokenTexts((*(bytes([byte]) for byte in range(256)), b""), strip=False)
-    session = verify_tokenizer.open_extensions_session(detokenizer_graph(surfaces, []).SerializeToString())
+    session = text_graph.open_extensions_session(detokenizer_graph(surfaces, []).SerializeToString())
     random = np.random.default_rng(0)
     rows = [*random.integers(1, 256, (200, 12)), *random.integers(0x80, 256, (200, 12))]
     rows += [

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from smelt.export.package.standalone.assemble import PARTS_FOLDER, assemble_script
-from smelt.export.package.standalone.standalone_format import TASK_SCRIPTS
+from smelt.export.package.standalone.standalone_format import PARTS_FOLDER, TASK_SCRIPTS, assemble_script
 
 MAINS = sorted({part for part, _, _ in TASK_SCRIPTS.values()})
 VARIANTS = [(main, {}) for main in MAINS]

@@ -21,12 +21,12 @@ from standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
 import smelt
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
-from smelt.execute import label_scores
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
 from smelt.export.package.standalone.standalone_format import StandaloneFormat
 from smelt.export.package.write_package import write_package
-from smelt.runtime.class_predictions import ClassPrediction
+from smelt.pipeline.execute import scoring
+from smelt.runtimes.runner import ClassPrediction
 
 FORBIDDEN = ("torch", "transformers", "smelt", "onnx", "safetensors", "huggingface_hub", "pydantic")
 CLASSES = {
@@ -183,7 +183,7 @@ def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
 )
 def test_names_of_labels_move_no_cursor(name, shown):
     assert prediction_line(name, {name: 0.5}) == f"{shown}\t0.500"
-    assert label_scores.prediction_text(ClassPrediction(name, {name: 0.5})) == f"{shown}\t0.500"
+    assert scoring.prediction_text(ClassPrediction(name, {name: 0.5})) == f"{shown}\t0.500"
 
 
 def test_vectors_are_those_of_smelt(request):

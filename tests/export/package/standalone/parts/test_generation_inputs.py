@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from smelt.export.package.standalone import infer_settings
+from smelt.export.package.standalone import standalone_format
 from smelt.export.package.standalone.parts.generation_inputs import generation_inputs, new_tokens
 from smelt.export.package.standalone.parts.language_modeling import Writer
-from smelt.runtime.generate.generation_config import GenerationConfig
-from smelt.runtime.generate.graph_generation import generation_feeds, trim_at_eos
+from smelt.generation.config import GenerationConfig
+from smelt.generation.graph_generation import generation_feeds, trim_at_eos
 
 VOCABULARY = 11
 CASES = {
@@ -50,7 +50,7 @@ CASES = {
 def test_what_is_fed_does_what_smelt_feeds(case, prompt):
     decoding = GenerationConfig(**({"eos": [2], "pad": 1, "start": 0 if prompt == 1 else None} | CASES[case]))
     expected = generation_feeds(decoding, prompt, VOCABULARY)
-    said = infer_settings.search_settings(decoding, VOCABULARY)
+    said = standalone_format.search_settings(decoding, VOCABULARY)
     got = generation_inputs(said, prompt, decoding.max_total_length(prompt) - prompt)
     assert {name for name in got if name in expected} == set(expected)
     for name in set(expected) - {"step_rules", "rule_biases", "forced_tokens"}:
@@ -64,13 +64,14 @@ def test_what_is_fed_does_what_smelt_feeds(case, prompt):
 
 
 def test_an_encoder_decoder_knows_its_longest_output():
-    said = infer_settings.search_settings(
+    said = standalone_format.search_settings(
         GenerationConfig(max_new_tokens=50, positions=8, start=0, eos=[2]), VOCABULARY
     )
     assert said["max_new_tokens"] == 8
-    assert infer_settings.search_settings(GenerationConfig(start=0), VOCABULARY)["max_new_tokens"] == 128
+    assert standalone_format.search_settings(GenerationConfig(start=0), VOCABULARY)["max_new_tokens"] == 128
     assert (
-        infer_settings.search_settings(GenerationConfig(max_length=9), VOCABULARY)["max_new_tokens"] is None
+        standalone_format.search_settings(GenerationConfig(max_length=9), VOCABULARY)["max_new_tokens"]
+        is None
     )
 
 
@@ -85,7 +86,7 @@ def test_a_text_ends_with_the_first_token_that_ends_it():
 def test_a_shipped_writer_has_the_limits_of_smelt(case, prompt):
     decoding = GenerationConfig(**({"eos": [2], "pad": 1} | CASES[case]))
     writer = object.__new__(Writer)
-    writer.generation = infer_settings.search_settings(decoding, VOCABULARY)
+    writer.generation = standalone_format.search_settings(decoding, VOCABULARY)
     most, least, forced = decoding.prompt_limits(prompt)
     if writer.generation["min_new_tokens"] is not None:  # the same for all prompts
         least = writer.limits(prompt)[1]

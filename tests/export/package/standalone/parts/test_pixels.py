@@ -11,8 +11,8 @@ from PIL import Image
 
 from smelt.export.package.standalone.parts import pixels
 from smelt.export.package.standalone.parts.pixels import preprocess_image
-from smelt.runtime.images.image_processor import parse_processor
-from smelt.runtime.images.predict_images import load_pixels as pixels_in_smelt
+from smelt.models.image_processor import parse_processor
+from smelt.runtimes.images import load_pixels as pixels_in_smelt
 
 SIDES = {"height": 24, "width": 20}
 PROCESSORS = {

@@ -1,0 +1,201 @@
+"""The distillation objective: compares outputs and inner states of the student with the teacher's.
+
+Distillation losses on sentence embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.distill.inner_losses import InnerLosses
+from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.train.extension import LossTerm, Objective, batch_sentence_vectors, model_logits
+from smelt.compress.train.losses import classification_loss
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.core.text import with_article
+from smelt.models.sentence_model import is_sentence_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from smelt.compress.distill.settings import LossWeights
+    from smelt.compress.train.extension import LossTerm
+
+
+def vector_loss_terms(
+    vectors: Tensor, teacher_vectors: Tensor | None, scores: Tensor, weights: Mapping[str, float]
+) -> dict[str, LossTerm]:
+    """Return the terms of the losses with a weight: squared distance, pairwise similarity, CoSENT.
+
+    Args:
+        vectors: the student's vectors, float [T, D].
+        teacher_vectors: the teacher's, float [T, any width]; None if they are not compared.
+        scores: float [B, 1], of pairs.
+        weights: the weights.
+    """
+    from smelt.compress.train.extension import (
+        LossTerm,
+        cosent_loss,
+        pairwise_similarity_loss,
+        vector_distance_loss,
+    )
+
+    terms = {}
+    if teacher_vectors is not None and weights["sentence_embedding"]:
+        terms["sentence_embedding"] = LossTerm(
+            weights["sentence_embedding"] * vector_distance_loss(vectors, teacher_vectors)
+        )
+    if teacher_vectors is not None and weights["pairwise_similarity"]:
+        terms["pairwise_similarity"] = LossTerm(
+            weights["pairwise_similarity"] * pairwise_similarity_loss(vectors, teacher_vectors)
+        )
+    if weights["cosent"]:
+        terms["cosent"] = LossTerm(weights["cosent"] * cosent_loss(vectors, scores))
+    return terms
+
+
+def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -> None:
+    """Require that the embeddings of student and teacher can be compared by the losses in `weights`.
+
+    Raises:
+        InputError: the teacher makes no embeddings, or embeddings of another width.
+    """
+    from smelt.models.sentence_model import is_sentence_model
+
+    if not is_sentence_model(teacher):
+        raise InputError(
+            f"distill: the teacher, {with_article(type(teacher).__name__)}, is not a sentence"
+            " embedder. Use a sentence embedder as teacher.",
+            code="different-kind",
+            setting="teacher",
+        )
+    own, other = model.config.hidden_size, teacher.config.hidden_size
+    if own != other and weights.vector_weights()["sentence_embedding"]:
+        raise InputError(
+            f"distill: the teacher's embeddings have width {other}, but the student's have {own}, so"
+            " their distance is not defined. Compare only similarities: losses:"
+            f" {{sentence_embedding: 0, pairwise_similarity: 1.0}}.",
+            code="width-mismatch",
+            setting="losses.sentence_embedding",
+        )
+
+
+def make_inner_losses(student: Any, teacher: Any, settings: DistillSettings, seed: int) -> InnerLosses | None:
+    """Return the losses on inner states of the two models, None if the settings have none.
+
+    Raises:
+        InputError: the two models do not have what the losses compare.
+    """
+    if not settings.losses.inner_weights():
+        return None
+    return InnerLosses(student, teacher, settings.losses, settings.layer_map, settings.relation_heads, seed)
+
+
+def make_cached_teacher(
+    teacher: Any, identity: Mapping[str, Any], student: Any, settings: DistillSettings, ctx: Context
+) -> CachedTeacher:
+    """Return the cache of the outputs of `teacher` if `cache_logits` is set, else None.
+
+    Args:
+        teacher: in eval mode, on the CPU.
+        identity: identifies the teacher (`teacher_identity`).
+        student: for the form of its inputs.
+        settings: of the step.
+        ctx: the store, device, threads.
+    """
+    config = student.config
+    of_words = not is_sentence_model(student) and student.can_generate()
+    words = (getattr(config, "decoder_vocab_size", None) or config.vocab_size) if of_words else None
+    return CachedTeacher(teacher, config, _teacher_call(teacher), settings, identity, words, ctx)
+
+
+def _teacher_call(teacher: Any) -> TeacherCall:
+    """Return the function that runs `teacher` on a batch."""
+    return batch_sentence_vectors if is_sentence_model(teacher) else model_logits
+
+
+def distill_objective(
+    teacher: Any,
+    settings: DistillSettings,
+    inner: InnerLosses | None = None,
+    cached_teacher: CachedTeacher | None = None,
+) -> Objective:
+    """Return the weighted losses of `settings` with `teacher` (eval mode) run on the same batch.
+
+    Args:
+        teacher: has no gradient.
+        settings: the weights, T, label smoothing.
+        inner: captures tensors of both models (`InnerLosses.capture`).
+        cached_teacher: provides the teacher's outputs; the teacher itself is not run.
+    """
+    weights = settings.losses
+    embeds = is_sentence_model(teacher)
+    reverse = weights.reverse_kl or 0.0
+    parts = weights.vector_weights()
+    compares = bool(
+        parts["sentence_embedding"] or parts["pairwise_similarity"] if embeds else weights.logits or reverse
+    )
+    ask = _teacher_call(teacher)
+
+    def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Any, Any]:
+        """Run both models; the teacher only if a loss uses its outputs and they are not cached."""
+        if inner is not None:
+            inner.clear()
+        found, wanted = ask(model, batch), None
+        if cached_teacher is not None:
+            return found, cached_teacher.outputs(batch) if compares else None
+        if compares or inner is not None:
+            with torch.no_grad():
+                wanted = ask(teacher.to(batch["labels"].device), batch)
+        return found, wanted if compares else None
+
+    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
+        found, wanted = outputs(model, batch)
+        terms: dict[str, LossTerm] = {}
+        if embeds:
+            terms |= vector_loss_terms(found, wanted, batch["labels"], parts)
+        elif weights.logits or weights.labels or reverse:
+            told: dict[str, Tensor] = {}
+            loss = _output_loss(model, found, wanted, batch["labels"], settings, told)
+            terms["outputs"] = LossTerm(loss, components=told)
+        if inner is not None:
+            terms |= inner.loss_terms(batch)
+        return terms
+
+    return objective
+
+
+def _output_loss(
+    model: Any,
+    found: Tensor,
+    wanted: Any,
+    labels: Tensor,
+    settings: DistillSettings,
+    terms: dict[str, Tensor],
+) -> Tensor:
+    """Return the loss of the logits `found` against the teacher's (all or the top k) and the labels."""
+    weights = settings.losses
+    reverse = weights.reverse_kl or 0.0
+    buckets, whole = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
+    loss: Tensor | None = None
+    if buckets is None or weights.labels:
+        loss = classification_loss(
+            getattr(model, "module", model).config, found, labels, whole, temperature=settings.temperature,
+            logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels or 0.0,
+            reverse_weight=0.0 if buckets else reverse,
+            smoothing=settings.label_smoothing if model.training else 0.0, told=terms,
+        )  # fmt: skip
+    if buckets is None:
+        assert loss is not None
+        return loss
+    more = top_k_loss(
+        found, labels, buckets, temperature=settings.temperature,
+        logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
+    )  # fmt: skip
+    return more if loss is None else loss + more

@@ -1,0 +1,488 @@
+"""Load the teachers: one step, several steps, or models in folders.
+
+Combine several teachers into one: average their probabilities, label by label if labels differ.
+
+Hinton et al. 2015, arXiv:1503.02531, use the (arithmetic) mean of an ensemble's probabilities as soft
+targets. Probabilities at temperature T are averaged; the result is logits whose softmax (or sigmoids) at T
+are that mean, so that every loss with one teacher also works with several.
+
+Shapes: C = labels of one teacher, U = labels of all teachers, V = vocabulary.
+
+Map a teacher with more tokens than its student to the student's tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.distill.check_config import require_same_tokens
+from smelt.compress.distill.settings import DistillSettings, TeacherSettings
+from smelt.compress.train.losses import model_problem_type
+from smelt.compress.trim_vocabulary.select_tokens import map_to_teacher_tokens
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash, sha256_of
+from smelt.core.stage import Context
+from smelt.core.text import with_article
+from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
+from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY
+
+
+class Ensemble(nn.Module):
+    """Runs several models of one task on the same inputs and combines their logits.
+
+    config: the first model's config, with the labels of all.
+    """
+
+    def __init__(self, models: Sequence[Any], join: Callable[[list[Tensor]], Tensor], config: Any) -> None:
+        super().__init__()
+        self.models: Any = nn.ModuleList(models)
+        self.join, self.config = join, config
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the combined `logits`."""
+        return SimpleNamespace(logits=self.join([model(**inputs).logits for model in self.models]))
+
+    def can_generate(self) -> bool:
+        """Return whether the models generate text."""
+        found: bool = self.models[0].can_generate()
+        return found
+
+
+def average_logits(logits: Sequence[Tensor], temperature: float) -> Tensor:
+    """Return float32 [..., V], whose softmax at T is the mean of the softmaxes of `logits` at T."""
+    each = torch.stack([(z.float() / temperature).log_softmax(dim=-1) for z in logits])
+    return temperature * (each.logsumexp(dim=0) - math.log(len(logits)))
+
+
+def combine_label_logits(
+    logits: Sequence[Tensor],
+    label_indices: Sequence[Sequence[int]],
+    num_labels: int,
+    problem_types: Sequence[ProblemType],
+    temperature: float,
+) -> Tensor:
+    """Return float32 [B, U], whose sigmoids at T are the probabilities of the labels.
+
+    The probability of a label is the mean over the teachers that have it.
+
+    Args:
+        logits: of each teacher, float [B, C].
+        label_indices: of each teacher's labels among all.
+        num_labels: U.
+        problem_types: of each teacher: softmax for single-label, sigmoid for multi-label classifiers.
+        temperature: T.
+    """
+    chances = logits[0].new_zeros(len(logits[0]), num_labels, dtype=torch.float64)
+    others, known = torch.zeros_like(chances), chances.new_zeros(num_labels)
+    for z, mine, kind in zip(logits, label_indices, problem_types, strict=True):
+        scaled = z.double() / temperature
+        if kind == MULTI_LABEL:
+            yes, no = scaled.sigmoid(), (-scaled).sigmoid()
+        else:
+            yes = scaled.softmax(dim=-1)
+            no = _sum_of_others(yes)
+        at = torch.tensor(list(mine), device=z.device)
+        chances.index_add_(1, at, yes)
+        others.index_add_(1, at, no)
+        known[at] += 1
+    odds = (chances.log() - others.log()).clamp(-_MAX_LOGIT, _MAX_LOGIT)  # the number of teachers cancels
+    return (temperature * odds).float()
+
+
+_MAX_LOGIT = 80.0  # e^-80 is near the smallest float32 above 0
+
+
+def _sum_of_others(p: Tensor) -> Tensor:
+    """Return the sum of the other classes' probabilities for each class, [B, C], exact near 0."""
+    left = torch.cat([torch.zeros_like(p[:, :1]), p.cumsum(dim=1)[:, :-1]], dim=1)
+    right = torch.cat([p.flip(1).cumsum(dim=1).flip(1)[:, 1:], torch.zeros_like(p[:, :1])], dim=1)
+    return left + right
+
+
+def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, temperature: float) -> Ensemble:
+    """Return `models` combined into one teacher of `student`.
+
+    Args:
+        models: in eval mode.
+        names: of each, for messages.
+        student: sets the order of labels; None if there is no student yet.
+        temperature: of the loss.
+
+    Raises:
+        InputError: their tasks differ, or their labels do not match each other or the student's.
+    """
+    config = models[0].config
+    if any(model.can_generate() for model in models):
+        return Ensemble(models, lambda found: average_logits(found, temperature), config)
+    labels = [_label_names(model.config) for model in models]
+    kinds = [model_problem_type(model.config) for model in models]
+    union = list(dict.fromkeys(label for own in labels for label in own))
+    order = union if student is None else _ordered_labels(student, union, kinds, labels)
+    places = [[order.index(label) for label in own] for own in labels]
+    if REGRESSION in kinds:
+        if set(kinds) != {REGRESSION}:
+            raise InputError(
+                f"distill: some of the teachers {', '.join(names)} are regression models and some are"
+                " classifiers. Use teachers of one kind.",
+                code="problem-type-mismatch",
+                setting="teacher",
+            )
+        return Ensemble(models, lambda found: torch.stack([z.float() for z in found]).mean(dim=0), config)
+    same = all(set(own) == set(union) for own in labels) and len(set(kinds)) == 1
+    if same and kinds[0] != MULTI_LABEL:
+        columns = [[own.index(label) for label in order] for own in labels]
+        return Ensemble(
+            models,
+            lambda found: average_logits([z[:, c] for z, c in zip(found, columns, strict=True)], temperature),
+            _config_with_labels(config, order, kinds[0]),
+        )
+    return Ensemble(
+        models,
+        lambda found: combine_label_logits(found, places, len(order), kinds, temperature),
+        _config_with_labels(config, order, MULTI_LABEL),
+    )
+
+
+def _label_names(config: Any) -> list[str]:
+    return [str(config.id2label[i]) for i in range(len(config.id2label))]
+
+
+def _config_with_labels(config: Any, labels: Sequence[str], kind: ProblemType) -> Any:
+    """Return a copy of `config` with these labels."""
+    values: Mapping[str, Any] = config.to_dict() | {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: i for i, label in enumerate(labels)},
+        "problem_type": kind,
+    }
+    return type(config).from_dict(values)
+
+
+def _ordered_labels(
+    student: Any, union: Sequence[str], kinds: Sequence[ProblemType], labels: Sequence[Sequence[str]]
+) -> list[str]:
+    """Return the labels in the student's order.
+
+    Raises:
+        InputError: the student lacks a label, has one without a teacher, or is not multi-label.
+    """
+    mine = _label_names(student.config)
+    lacking = [label for label in union if label not in mine]
+    untaught = [label for label in mine if label not in union]
+    if lacking or untaught:
+        what = (
+            f"the student lacks {_first_labels(lacking)}"
+            if lacking
+            else f"no teacher has {_first_labels(untaught)}"
+        )
+        raise InputError(
+            f"distill: the teachers' labels are {_first_labels(union)}, but the student's are"
+            f" {_first_labels(mine)}: {what}. With several teachers, the student must have all"
+            " their labels and no others. Start from an encoder without classifier and"
+            f" samples with all labels, or set student: {{config: FILE}}.",
+            code="labels-mismatch" if lacking else "untaught-labels",
+            setting="teacher",
+        )
+    apart = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
+    if apart and model_problem_type(student.config) != MULTI_LABEL:
+        raise InputError(
+            "distill: the teachers have different labels, so a sample can have several, but the student"
+            f" predicts only one ({model_problem_type(student.config)}). Use samples with lists of labels:"
+            f' ["{union[0]}", "{union[-1]}"].',
+            code="single-label-student",
+            setting="teacher",
+        )
+    return mine
+
+
+def _first_labels(labels: Sequence[str]) -> str:
+    return ", ".join(f"'{label}'" for label in labels[:6]) + (
+        f" and {len(labels) - 6} more" if len(labels) > 6 else ""
+    )
+
+
+_TOKEN_ID_INPUTS = ("input_ids", "decoder_input_ids")
+
+
+def map_teacher_tokens(
+    teacher: Any, teacher_folder: Path, student: Any, student_folder: Path
+) -> list[int] | None:
+    """Make `teacher` take the student's token ids, and return logits of the student's tokens only.
+
+    The softmax of these logits is the teacher's distribution over the student's tokens.
+
+    Args:
+        teacher: changed in place if its vocabulary differs; usable for nothing else afterwards.
+        teacher_folder: where it was loaded from.
+        student: the student model.
+        student_folder: where it was loaded from; its `vocabulary.json` lists the kept tokens.
+
+    Returns:
+        The teacher's token id for each of the student's tokens; None if the vocabularies are the same.
+
+    Raises:
+        InputError: the student has tokens that the teacher lacks.
+    """
+    words, known = (_vocabulary_size(model.config) for model in (student, teacher))
+    places = map_to_teacher_tokens(student_folder, teacher_folder, words, known)
+    if places is None:
+        return None
+    table = torch.tensor(places)
+
+    def read(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
+        return given, {n: _map_ids(v, table) if n in _TOKEN_ID_INPUTS else v for n, v in named.items()}
+
+    def say(module: Any, given: tuple[Any, ...], result: Any) -> Any:
+        result.logits = result.logits.index_select(-1, table.to(result.logits.device))
+        return result
+
+    teacher.register_forward_pre_hook(read, with_kwargs=True)
+    if teacher.can_generate():
+        teacher.register_forward_hook(say)
+    teacher.config.vocab_size = words
+    if getattr(teacher.config, "decoder_vocab_size", None) is not None:
+        teacher.config.decoder_vocab_size = words
+    return places
+
+
+def _map_ids(ids: Tensor, table: Tensor) -> Tensor:
+    return table.to(ids.device)[ids]
+
+
+def _vocabulary_size(config: Any) -> int:
+    return int(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher model, in eval mode, on the CPU.
+
+    name: of its step, or its folder. folder: where it was loaded from. key: of its artifact; None for a
+    folder, which `identity` identifies.
+    """
+
+    name: str
+    model: Any
+    folder: Path
+    key: str | None
+    identity: str
+
+
+def load_teachers(settings: DistillSettings, src: Artifact, workspace: Path, ctx: Context) -> list[Teacher]:
+    """Return all teachers that the settings name.
+
+    Args:
+        settings: of the step.
+        src: the step's input; the tokenizer of a teacher in a folder must be the same.
+        workspace: an empty folder for converted models.
+        ctx: the earlier steps; collects warnings.
+
+    Raises:
+        InputError: unknown step, wrong format, random weights or another tokenizer.
+    """
+    return [
+        _teacher_of_step(one, ctx)
+        if isinstance(one, str)
+        else _teacher_of_folder(one, src, workspace / str(number), ctx)
+        for number, one in enumerate(settings.all_teachers())
+    ]
+
+
+def _teacher_of_step(name: str, ctx: Context) -> Teacher:
+    from smelt.models.checkpoint import load_model
+
+    artifact = ctx.ancestors.get(name)
+    if artifact is None:
+        known = ", ".join(ctx.ancestors)
+        raise InputError(
+            f"distill: the teacher '{name}' is not an earlier step. Available: {known}."
+            f"{did_you_mean(name, ctx.ancestors)}",
+            code="unknown-step",
+            setting="teacher",
+        )
+    if artifact.format != "torch":
+        raise InputError(
+            f"distill: the teacher '{name}' is stored as {artifact.format}. Use a step with a torch model.",
+            code="wrong-format",
+            setting="teacher",
+        )
+    details = artifact.manifest.details
+    if details.get("untrained") or details.get("new_head"):
+        what = "weights" if details.get("untrained") else "classifier"
+        trained = [n for n, a in ctx.ancestors.items() if a.manifest.stage in ("finetune", "distill")]
+        how = f"set teacher: {trained[0]}" if trained else "add a finetune step and set it as teacher"
+        raise InputError(
+            f"distill: the {what} of the teacher '{name}' is not trained. Use a trained teacher: {how}.",
+            code="untrained-teacher",
+            setting="teacher",
+        )
+    model, _ = load_model(artifact.path)
+    return Teacher(name, model.requires_grad_(False), artifact.path, artifact.key, artifact.key)
+
+
+def _teacher_of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
+    from smelt.models.checkpoint import load_model
+    from smelt.models.import_model import import_model, source_files
+    from smelt.models.text_rules import read_sentence_rules
+
+    folder = Path(said.model)
+    if ctx.task != IMAGE_CLASSIFICATION:
+        require_same_tokens(folder, src.path, "teacher")
+    space.mkdir(parents=True)
+    rules = (
+        read_sentence_rules(folder) or read_sentence_rules(src.path)
+        if ctx.task == SENTENCE_SIMILARITY
+        else None
+    )
+    notes = import_model(folder, space, sentences=rules)
+    ctx.warnings.extend(note.with_prefix(f"distill: teacher {folder.name}: ") for note in notes)
+    try:
+        model, _ = load_model(space)
+    except InputError as error:  # report the folder that the settings name
+        raise InputError(str(error).replace(str(space), str(folder)), code=error.code) from error
+    if ctx.task == "text-classification" and not hasattr(model, "num_labels"):
+        raise InputError(
+            f"distill: the teacher {folder} is {with_article(type(model).__name__)}, not a classifier."
+            " Use a classifier as teacher.",
+            code="different-kind",
+            setting="teacher",
+        )
+    identity = json_hash({path.name: sha256_of(path) for path in source_files(folder)})
+    return Teacher(str(folder), model.requires_grad_(False), space, None, identity)
+
+
+def combine_teachers(teachers: Sequence[Teacher], student: Any, settings: DistillSettings) -> Any:
+    """Return the only teacher, or all combined into one (`student`: None if there is none yet).
+
+    Raises:
+        InputError: they cannot be combined.
+    """
+    if len(teachers) == 1:
+        return teachers[0].model
+    names = [teacher.name for teacher in teachers]
+    return make_ensemble([teacher.model for teacher in teachers], names, student, settings.temperature)
+
+
+def align_vocabularies(
+    teachers: Sequence[Teacher], student: Any, student_folder: Path, ctx: Context
+) -> list[list[int] | None]:
+    """Map each teacher's tokens to those of `student`, loaded from `student_folder`, and return the maps.
+
+    The report gets the number of common tokens if a teacher has more.
+    """
+    if ctx.task == IMAGE_CLASSIFICATION:
+        return [None] * len(teachers)
+    found = [
+        map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers
+    ]
+    common = [len(words) for words in found if words is not None]
+    if common:
+        ctx.details["words_of_teacher"] = max(common)
+    return found
+
+
+def teacher_identity(
+    teachers: Sequence[Teacher],
+    token_maps: Sequence[Sequence[int] | None],
+    student: Any,
+    settings: DistillSettings,
+    ctx: Context,
+) -> dict[str, Any]:
+    """Return everything that the cached outputs of the teachers depend on, for the cache key."""
+    keys = [teacher.key for teacher in teachers if teacher.key is not None]
+    found: dict[str, Any] = {
+        # outputs of teachers in folders are removed together with the original model
+        "artifacts": keys or [artifact.key for artifact in list(ctx.ancestors.values())[:1]],
+        "teachers": [teacher.identity for teacher in teachers],
+        "words": [None if own is None else json_hash(list(own)) for own in token_maps],
+    }
+    if len(teachers) > 1:
+        labels = getattr(student.config, "id2label", None)
+        found |= {"averaged_at": settings.temperature, "labels": labels and list(labels.values())}
+    return found
+
+
+def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: bool) -> None:
+    """Require that outputs of `teacher` can be compared with those of the student, `model`.
+
+    several: it is one of several teachers; their labels are checked together.
+
+    Raises:
+        InputError: vocabulary, labels or kind of model differ.
+    """
+    from smelt.generation.runners import is_causal
+    from smelt.models.families.registry import family_of
+    from smelt.models.sentence_model import is_sentence_model
+
+    ours, theirs = model.config, teacher.config
+    reads = [family.input_kind if (family := family_of(one)) else "texts" for one in (model, teacher)]
+    if reads[0] != reads[1]:
+        raise InputError(
+            f"distill: the teacher's inputs are {reads[1]}, but the student's are {reads[0]}. Use a"
+            " teacher with the same inputs.",
+            code="different-kind",
+            setting="teacher",
+        )
+    if reads[0] == "texts" and ours.vocab_size != theirs.vocab_size:
+        raise InputError(
+            f"distill: the teacher's vocabulary has {theirs.vocab_size} tokens, but the student's has"
+            f" {ours.vocab_size}. Both models read the same tokens; use a teacher with the same"
+            " vocabulary.",
+            code="vocabulary-mismatch",
+            setting="teacher",
+        )
+    if is_sentence_model(model):
+        from smelt.compress.distill.objective import require_comparable_vectors
+
+        for training in settings.phase_settings():
+            require_comparable_vectors(model, teacher, training.losses)
+        return
+    if ours.is_encoder_decoder != theirs.is_encoder_decoder:
+        raise InputError(
+            f"distill: {with_article(theirs.model_type)} model cannot be the teacher of"
+            f" {with_article(ours.model_type)} model: only one of them is an encoder-decoder. Use"
+            " a teacher of the same kind.",
+            code="different-kind",
+            setting="teacher",
+        )
+    words, known = (
+        getattr(c, "decoder_vocab_size", None) or getattr(c, "vocab_size", None) for c in (ours, theirs)
+    )
+    generates = ours.is_encoder_decoder or is_causal(ours.to_dict())
+    if generates and words != known:
+        raise InputError(
+            f"distill: the teacher's vocabulary has {known} tokens, but the student's has {words}."
+            " Logits can be compared only over the same vocabulary; use a teacher with the same"
+            " vocabulary.",
+            code="vocabulary-mismatch",
+            setting="teacher",
+        )
+    if not ours.is_encoder_decoder and not several:
+        _require_same_labels(ours, theirs)
+
+
+def _require_same_labels(ours: Any, theirs: Any) -> None:
+    from smelt.compress.train.losses import model_problem_type
+
+    if ours.id2label != theirs.id2label:
+        raise InputError(
+            f"distill: the teacher's labels are {theirs.id2label}, but the student's are"
+            f" {ours.id2label}. Use a teacher with the same labels.",
+            code="labels-mismatch",
+            setting="teacher",
+        )
+    if model_problem_type(ours) != model_problem_type(theirs):
+        raise InputError(
+            f"distill: the teacher's problem type is {model_problem_type(theirs)}, but the student's"
+            f" is {model_problem_type(ours)}. Use a teacher with the same problem type.",
+            code="problem-type-mismatch",
+            setting="teacher",
+        )

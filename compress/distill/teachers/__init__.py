@@ -1,1 +1,0 @@
-"""Load teachers, combine several into one, cache their outputs."""

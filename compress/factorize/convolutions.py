@@ -1,0 +1,431 @@
+"""Factorize convolutions: select them, choose ranks, and replace them.
+
+Names: T, S = channels out and in of a convolution.
+
+CP: a convolution's kernel as a sum of products of one vector for each of its four axes.
+
+The best such sum of a rank need not exist: terms can grow without bound and cancel. So each least squares
+problem has a small ridge, which falls, and the terms' sizes are spread evenly over their vectors.
+
+Source: Lebedev et al. 2015, Speeding-up Convolutional Neural Networks Using Fine-tuned CP-Decomposition,
+arXiv:1412.6553; alternating least squares: Kolda & Bader 2009, SIAM Review 51(3), figure 3.3.
+
+Shapes: kernel [T, S, D, E]; R = rank.
+
+Tucker-2: a convolution's kernel as a smaller kernel between two 1 x 1 convolutions.
+
+Source: Kim et al. 2016, Compression of Deep Convolutional Neural Networks for Fast and Low Power Mobile
+Applications, arXiv:1511.06530; iteration: De Lathauwer, De Moor & Vandewalle 2000, SIAM J. Matrix Anal. 21(4)
+(HOOI).
+
+Shapes: K = kernel [T, S, D, E], T channels out, S in; R, Q = ranks of the channels in and out.
+
+Rank of a matrix with noise by variational Bayesian matrix factorization (VBMF), in closed form.
+
+Empirical variational Bayesian matrix factorization has a global solution: singular values above a threshold
+that the noise's variance determines are kept; the variance minimizes the free energy. Neither a rank nor a
+tolerance is needed.
+
+Source: Nakajima, Sugiyama, Babacan & Tomioka 2013, Global Analytic Solution of Fully-observed Variational
+Bayesian Matrix Factorization, JMLR 14, theorems 2 and 4 and section 5.
+
+Names: L <= M, sides of the matrix; a = L / M; g, its singular values; v, the variance of the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from smelt.compress.factorize.ranks import (
+    convolution_macs,
+    count_factorized_weights,
+    count_macs,
+    cp_macs,
+    rank_of_energy,
+    tucker2_macs,
+)
+from smelt.compress.factorize.settings import DEFAULT_ENERGY, VBMF, FactorizeSettings
+from smelt.compress.model_input import count_stored_parameters
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, ImageProcessor
+from smelt.models.layers import LowRankConv, make_conv_steps
+from smelt.models.structure import module_names, replace_layer
+
+_MAX_ITERATIONS = 200  # iterations
+_TOLERANCE = 1e-8  # of an iteration, relative to the kernel's norm
+_RIDGE = 1e-6  # relative to the mean of a problem's diagonal
+_AXIS_LETTERS = "tsde"
+
+
+def cp_decompose(kernel: Tensor, rank: int, seed: int) -> list[Tensor]:
+    """Return the vectors of the axes, float64 [T, R], [S, R], [D, R], [E, R].
+
+    Args:
+        kernel: float.
+        rank: R.
+        seed: of random directions, if the kernel has fewer than R.
+    """
+    whole = kernel.double()
+    draw = torch.Generator().manual_seed(seed)
+    factors = [_initial_factor(whole, axis, rank, draw) for axis in range(4)]
+    norm, before = float(whole.norm()), float("inf")
+    for _ in range(_MAX_ITERATIONS):
+        for axis in range(4):
+            others = [factors[other] for other in range(4) if other != axis]
+            factors[axis] = _solve(_project(whole, factors, axis), others)
+        off = float((whole - cp_kernel(factors)).norm())
+        if before - off <= _TOLERANCE * norm:
+            break
+        before = off
+    return _balance_norms(factors)
+
+
+def cp_kernel(factors: list[Tensor]) -> Tensor:
+    """Return the kernel [T, S, D, E] that the vectors represent."""
+    return torch.einsum("tr,sr,dr,er->tsde", *factors)
+
+
+def _initial_factor(whole: Tensor, axis: int, rank: int, draw: torch.Generator) -> Tensor:
+    """Return initial vectors: the leading ones of the axis, then random ones."""
+    matrix = whole.transpose(0, axis).flatten(1)
+    vectors = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
+    missing = rank - vectors.shape[1]
+    more = torch.randn(len(matrix), missing, generator=draw, dtype=whole.dtype)
+    return torch.cat([vectors, more / len(matrix) ** 0.5], dim=1)
+
+
+def _project(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
+    """Return the kernel times the vectors of all other axes, [n, R]."""
+    letters = [f"{letter}r" for place, letter in enumerate(_AXIS_LETTERS) if place != axis]
+    others = [factor for place, factor in enumerate(factors) if place != axis]
+    return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *others)
+
+
+def _solve(wanted: Tensor, others: list[Tensor]) -> Tensor:
+    """Return the vectors [n, R] of one axis that fit best with those of the other axes."""
+    grams = [factor.T @ factor for factor in others]
+    gram = grams[0] * grams[1] * grams[2]
+    ridge = _RIDGE * float(gram.diagonal().mean().clamp(min=1e-300))
+    gram = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
+    solution: Tensor = torch.linalg.solve(gram, wanted.T).T
+    return solution
+
+
+def _balance_norms(factors: list[Tensor]) -> list[Tensor]:
+    """Return the same sum of products, with equal norms of the vectors in each term."""
+    norms = [factor.norm(dim=0).clamp(min=1e-300) for factor in factors]
+    each = (norms[0] * norms[1] * norms[2] * norms[3]) ** 0.25
+    return [factor / norm * each for factor, norm in zip(factors, norms, strict=True)]
+
+
+_TUCKER_MAX_ITERATIONS = 100  # iterations
+_TUCKER_TOLERANCE = 1e-9  # of an iteration, relative to the kernel's squared norm
+
+
+def unfold(kernel: Tensor, mode: int) -> Tensor:
+    """Return the kernel as a matrix whose rows are the output (mode 0) or input channels (mode 1)."""
+    return kernel.transpose(0, mode).flatten(1)
+
+
+def tucker2_decompose(
+    kernel: Tensor, input_rank: int | None, output_rank: int
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return U_in [S, R], the core [Q, R, D, E] and U_out [T, Q], float64.
+
+    Args:
+        kernel: float.
+        input_rank: R; None if input channels are not reduced; U_in is None then.
+        output_rank: Q.
+    """
+    whole = kernel.double()
+    out = _leading_vectors(unfold(whole, 0), output_rank)
+    if input_rank is None:
+        return None, torch.einsum("tsde,tq->qsde", whole, out), out
+    before, norm = -1.0, float(whole.square().sum())
+    into = _leading_vectors(unfold(whole, 1), input_rank)
+    core = whole
+    for _ in range(_TUCKER_MAX_ITERATIONS):
+        into = _leading_vectors(unfold(torch.einsum("tsde,tq->qsde", whole, out), 1), input_rank)
+        out = _leading_vectors(unfold(torch.einsum("tsde,sr->trde", whole, into), 0), output_rank)
+        core = torch.einsum("tsde,tq,sr->qrde", whole, out, into)
+        kept = float(core.square().sum())  # the factors are orthonormal, so this is the kept energy
+        if kept - before <= _TUCKER_TOLERANCE * norm:
+            break
+        before = kept
+    return into, core, out
+
+
+def tucker2_kernel(input_factor: Tensor | None, core: Tensor, output_factor: Tensor) -> Tensor:
+    """Return the kernel [T, S, D, E] that the three factors represent."""
+    whole = torch.einsum("qrde,tq->trde", core, output_factor)
+    return whole if input_factor is None else torch.einsum("trde,sr->tsde", whole, input_factor)
+
+
+def _leading_vectors(matrix: Tensor, rank: int) -> Tensor:
+    """Return the first `rank` left singular vectors of [n, m], [n, rank]."""
+    vectors: Tensor = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
+    if vectors.shape[1] < rank:  # fewer columns than the rank: further directions are arbitrary
+        vectors = torch.linalg.qr(torch.cat([vectors, torch.eye(len(matrix), dtype=matrix.dtype)], 1)).Q
+    return vectors[:, :rank]
+
+
+# theorem 4: the threshold's zero is close to this times the root of a, for every a
+_TAU_ZERO = 2.5129
+
+
+@dataclass(frozen=True)
+class VbmfRank:
+    """rank: number of singular values above `threshold`. variance: of the noise."""
+
+    rank: int
+    variance: float
+    threshold: float
+
+
+def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> VbmfRank:
+    """Return the rank of a matrix by its singular values, with noise of unknown variance.
+
+    Args:
+        values: all singular values, falling, float64 [min(rows, columns)].
+        rows: of the matrix.
+        columns: of the matrix.
+    """
+    from scipy.optimize import minimize_scalar
+
+    short, long = sorted((rows, columns))
+    alpha = short / long
+    squares = np.square(values[:short])
+    if not squares.sum() > 0:
+        return VbmfRank(0, 0.0, 0.0)
+    limit = _threshold(alpha)
+    # section 5: at least the values beyond the largest rank that can be told from noise are noise
+    most = min(short - 1, max(0, math.ceil(short / (1 + alpha)) - 1))
+    high = float(squares.sum()) / (short * long)
+    rest = squares[most:]
+    low = max(float(rest[0]) / (long * limit), float(rest.mean()) / long, high * 1e-12)
+    if low < high:
+        found = minimize_scalar(
+            lambda log: free_energy(math.exp(log), squares, long, alpha),
+            bounds=(math.log(low), math.log(high)), method="bounded", options={"xatol": 1e-10},
+        )  # fmt: skip
+        variance = math.exp(float(found.x))
+    else:
+        variance = high
+    threshold = math.sqrt(long * variance * limit)
+    return VbmfRank(int((np.sqrt(squares) > threshold).sum()), variance, threshold)
+
+
+def free_energy(variance: float, squares: NDArray[np.float64], long: int, alpha: float) -> float:
+    """Return the free energy of a variance, up to a constant and a factor.
+
+    Args:
+        variance: of the noise.
+        squares: of all singular values.
+        long: M.
+        alpha: L / M.
+    """
+    x = squares / (long * variance)
+    kept = x[x > _threshold(alpha)]
+    noise = x[x <= _threshold(alpha)]
+    tau = _tau(kept, alpha)
+    of_noise = float(noise.sum() - np.log(np.maximum(noise, 1e-300)).sum())
+    of_kept = float(
+        (kept - tau).sum() + np.log((tau + 1) / kept).sum() + alpha * np.log(tau / alpha + 1).sum()
+    )
+    return of_noise + of_kept
+
+
+def _threshold(alpha: float) -> float:
+    """Return the threshold of g^2 / (M v): theorem 4."""
+    zero = _TAU_ZERO * math.sqrt(alpha)
+    return (1 + zero) * (1 + alpha / zero)
+
+
+def _tau(x: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
+    """Return the larger root t of x = (1 + t) (1 + a / t)."""
+    middle = x - (1 + alpha)
+    found: NDArray[np.float64] = 0.5 * (middle + np.sqrt(np.square(middle) - 4 * alpha))
+    return found
+
+
+_COLOUR_CHANNELS = 3
+
+ConvolutionRanks = tuple[int, ...]
+
+
+def factorize_convolutions(
+    model: Any, edits: list[Any], processor: ImageProcessor, settings: FactorizeSettings, ctx: Context
+) -> None:
+    """Factorize the convolutions of `model` that gain by it; report in `ctx.details`.
+
+    Args:
+        model: changed in place.
+        edits: its edits; the new ones are appended.
+        processor: defines the image size for counting operations.
+        settings: method, ranks, patterns and optimize_for.
+        ctx: seed, progress; collects details and warnings.
+
+    Raises:
+        InputError: the patterns select no convolution.
+    """
+    layers = dict(convolution_candidates(model, settings))
+    if not layers and (thin := sum(isinstance(module, LowRankConv) for module in model.modules())):
+        ctx.warn(
+            "already-factorized",
+            f"No convolution is factorized: include {settings.include} and exclude {settings.exclude}"
+            f" select only convolutions that are already factorized ({thin} in the model). Change"
+            " the patterns, or remove the step.",
+        )
+        return
+    if not layers:
+        raise InputError(
+            f"factorize: include {settings.include} and exclude {settings.exclude} select no"
+            " convolution. Change the patterns.",
+            code="no-layer-selected",
+        )
+    size = processor.shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
+    ctx.details["flops_before"] = count_macs(model, size)
+    ctx.details["parameters_before"] = count_stored_parameters(model)
+    ranks: dict[str, list[int]] = {}
+    errors: dict[str, float] = {}
+    alone: dict[str, str] = {}
+    for at, (name, conv) in enumerate(layers.items(), start=1):
+        chosen = convolution_ranks(conv, settings)
+        if (reason := _no_gain_reason(conv, chosen, settings)) is not None:
+            alone[name] = reason
+            continue
+        new, error = factorize_convolution(conv, settings.method, chosen, ctx.seed)
+        edit = {"op": "low_rank_conv", "module": name, "kind": settings.method, "ranks": list(chosen)}
+        replace_layer(model, edits, name, new, edit)
+        ranks[name], errors[name] = list(chosen), round(error, 4)
+        ctx.progress(at, len(layers), name)
+    ctx.details.update(ranks=ranks, relative_error=errors, left_alone=alone)
+    ctx.details["flops_after"] = count_macs(model, size)
+    ctx.details["parameters_after"] = count_stored_parameters(model)
+    if not ranks:
+        ctx.warn(
+            "no-rank-saves",
+            f"None of the {len(layers)} convolutions is factorized: no rank saves"
+            f" {_SAVED_QUANTITY[settings.optimize_for]} with these settings. Lower energy, rank or"
+            " keep_ratio.",
+        )
+
+
+def convolution_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[str, nn.Conv2d]]:
+    """Yield the convolutions that the patterns select, by their first names; no factorized ones."""
+    parts = {id(step) for m in model.modules() if isinstance(m, LowRankConv) for step in m.steps}
+    for module, names in module_names(model).items():
+        if not isinstance(module, nn.Conv2d) or id(module) in parts or isinstance(module.padding, str):
+            continue
+        if module.groups != 1 or module.padding_mode != "zeros":
+            continue
+        wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
+        if wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
+            yield names[0], module
+
+
+def convolution_ranks(conv: nn.Conv2d, settings: FactorizeSettings) -> ConvolutionRanks:
+    """Return the ranks of `conv` by the settings.
+
+    Tucker-2 has one for input and one for output channels. A layer with colour inputs, or a 1 x 1 kernel,
+    has only that of the output channels: three channels cannot be reduced with gain, and a matrix has one
+    rank. CP has one, at least the larger of the two.
+    """
+    if settings.method == "cp":
+        return (_cp_rank(conv, settings),)
+    single = conv.in_channels <= _COLOUR_CHANNELS or max(conv.kernel_size) == 1
+    if settings.keep_ratio is not None:
+        return _ranks_for_ratio(conv, settings.keep_ratio, single)
+    out, into = (_channel_rank(conv, mode, settings) for mode in (0, 1))
+    return (out,) if single else (into, out)
+
+
+def _cp_rank(conv: nn.Conv2d, settings: FactorizeSettings) -> int:
+    if settings.keep_ratio is not None:
+        return max(1, int(settings.keep_ratio * convolution_macs(conv) / cp_macs(conv, 1)))
+    if isinstance(settings.rank, int):
+        return min(settings.rank, _exact_rank(conv))
+    return max(_channel_rank(conv, mode, settings) for mode in (0, 1))
+
+
+def _exact_rank(conv: nn.Conv2d) -> int:
+    """Return a rank for which CP is exact."""
+    high, wide = conv.kernel_size
+    return min(conv.in_channels, conv.out_channels) * high * wide
+
+
+def _channel_rank(conv: nn.Conv2d, mode: int, settings: FactorizeSettings) -> int:
+    """Return the rank of the output (mode 0) or input channels (mode 1)."""
+    matrix = unfold(conv.weight.detach().double(), mode)
+    if isinstance(settings.rank, int):
+        return min(settings.rank, len(matrix))
+    values = torch.linalg.svdvals(matrix)
+    if settings.rank == VBMF:
+        return max(1, vbmf(values.numpy(), *matrix.shape).rank)
+    return rank_of_energy(values, settings.energy or DEFAULT_ENERGY)
+
+
+def _ranks_for_ratio(conv: nn.Conv2d, ratio: float, single: bool) -> ConvolutionRanks:
+    """Return the largest ranks, each the same fraction of its channels, within `ratio` of the operations."""
+    best: ConvolutionRanks = (1,) if single else (1, 1)
+    whole = convolution_macs(conv)
+    for out in range(1, conv.out_channels + 1):
+        into = None if single else max(1, round(out * conv.in_channels / conv.out_channels))
+        if tucker2_macs(conv, into, out) > ratio * whole:
+            break
+        best = (out,) if into is None else (into, out)
+    return best
+
+
+_SAVED_QUANTITY = {"latency": "operations", "size": "weights"}
+
+
+def _no_gain_reason(conv: nn.Conv2d, ranks: ConvolutionRanks, settings: FactorizeSettings) -> str | None:
+    """Return why factors of these ranks save nothing, or None if they save."""
+    if settings.optimize_for == "latency":
+        whole = convolution_macs(conv)
+        inner = ranks[0] if len(ranks) == 2 else None
+        thin = cp_macs(conv, ranks[0]) if settings.method == "cp" else tucker2_macs(conv, inner, ranks[-1])
+    else:
+        whole, thin = conv.weight.numel(), count_factorized_weights(conv, settings.method, ranks)
+    if thin < whole:
+        return None
+    said = " and ".join(map(str, ranks))
+    kernel = " x ".join(map(str, conv.weight.shape))
+    return f"rank {said} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {thin:,} of {whole:,}"
+
+
+def factorize_convolution(
+    conv: nn.Conv2d, method: str, ranks: Sequence[int], seed: int
+) -> tuple[LowRankConv, float]:
+    """Return what takes the place of `conv`, and the norm of its kernel's error over that of the kernel."""
+    new = LowRankConv(make_conv_steps(method, conv, ranks))
+    kernel = conv.weight.detach().double()
+    if method == "cp":
+        out, into, down, across = cp_decompose(kernel, ranks[0], seed)
+        whole = cp_kernel([out, into, down, across])
+        tensors = [into.T[:, :, None, None], down.T[:, None, :, None], across.T[:, None, None, :]]
+        tensors.append(out[:, :, None, None])
+    else:
+        inner = ranks[0] if len(ranks) == 2 else None
+        before, core, out = tucker2_decompose(kernel, inner, ranks[-1])
+        whole = tucker2_kernel(before, core, out)
+        tensors = [core, out[:, :, None, None]]
+        tensors = tensors if before is None else [before.T[:, :, None, None], *tensors]
+    with torch.no_grad():
+        for step, tensor in zip(new.steps, tensors, strict=True):
+            step.weight.copy_(tensor)  # type: ignore[operator]
+        if conv.bias is not None:
+            new.steps[-1].bias.copy_(conv.bias)  # type: ignore[operator]
+    norm = float(kernel.norm())
+    return new.eval(), float((whole - kernel).norm()) / norm if norm else 0.0

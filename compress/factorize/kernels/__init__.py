@@ -1,1 +1,0 @@
-"""Decompositions of convolution kernels: Tucker-2, CP, and rank estimation by VBMF."""

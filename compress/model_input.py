@@ -1,0 +1,127 @@
+"""Loading of unquantized models, kept indices of pruned layers, and stored parameter counts.
+
+Restrictions on changing a quantized model, and the recipes that avoid them; without torch.
+
+The plan checks a recipe, and a stage checks its input model; both use the message code `behind-quantize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.quantization.schemes.registry import SCHEMES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from smelt.models.structure import Edit
+
+
+AFTER_QUANTIZE = "behind-quantize"
+# Training settings that need float weights, each with a recipe that works
+TRAINING_BEFORE_QUANTIZE = {
+    "learned_masks": "masks are learned on float weights and folded into them at the end, so quantized"
+    " weights would be rounded again. Learn the masks first: `- WORD: {learned_masks: {keep_ratio: 0.5}}`,"
+    " `- quantize: {}`; or prune the quantized model and train it: `- quantize: {}`,"
+    " `- prune: {targets: [heads, ffn]}`, `- WORD: {}`.",
+    "sparsify": "gradual sparsification needs float weights. Sparsify first: `- WORD:"
+    " {sparsify: {sparsity: 0.5}}`, `- quantize: {}`; or sparsify the quantized weights and train the"
+    " remaining ones: `- quantize: {}`, `- sparsify: {}`, `- WORD: {}`.",
+}
+
+
+@dataclass(frozen=True)
+class QuantizedInput:
+    """The quantized linear layers of a step's input model.
+
+    schemes: their schemes. has_corrections: whether they have low-rank corrections. is_split: whether they
+    are halves of split layers. has_binary_inputs: whether their inputs are binary.
+    """
+
+    schemes: tuple[str, ...]
+    has_corrections: bool = False
+    is_split: bool = False
+    has_binary_inputs: bool = False
+
+    def unit_pruning_error(self, stage: str) -> str | None:
+        """Return why `stage` cannot remove units of these layers, and what to do; None where it can."""
+        if self.is_split:
+            what = (
+                "layers that were split in two (qat: {weight_splitting: true}), whose units can only be"
+                " removed from both halves"
+            )
+            training, fit = (
+                "weight_splitting: true",
+                [name for name, one in SCHEMES.items() if one.split_scheme],
+            )
+        elif self.has_binary_inputs:
+            what = "layers with one-bit inputs (activations: one-bit), which have one shift per input"
+            training, fit = "activations: one-bit", [n for n, one in SCHEMES.items() if one.binary_inputs]
+        else:
+            return None
+        return (
+            f"the input model has {what}. Put this step before that training:"
+            f" `- quantize: {{scheme: {fit[0]}}}`, `- {stage}: {{}}`, `- distill: {{qat: {{{training}}}}}`."
+        )
+
+    def sparsity_error(self) -> str | None:
+        """Return why these quantized weights cannot be set to zero, and what to do; None where they can."""
+        without = sorted(
+            name for name in self.schemes if name in SCHEMES and not SCHEMES[name].represents_zero
+        )
+        if without:
+            own = [name for name, one in SCHEMES.items() if one.represents_zero]
+            return (
+                f"{' and '.join(without)} weights have no exact zero. Quantize with a scheme that has one"
+                f" ({', '.join(own)}): `- quantize: {{scheme: {own[0]}}}`, `- sparsify: {{}}`."
+            )
+        if self.has_corrections:
+            return (
+                "the input model has low-rank corrections (low_rank_correction, lora), which fill the zeros."
+                " Remove them from the earlier steps: `- quantize: {}`, `- sparsify: {}`, `- finetune: {}`."
+            )
+        return None
+
+
+_KEPT_INDICES_ATTRIBUTE = "smelt_places_left"
+
+
+def load_float_model(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
+    """Return the model of `src` (float32, CPU, eval mode) and its edits.
+
+    Raises:
+        InputError: the model is quantized; its integer weights have no gradient and no spectrum.
+    """
+    from smelt.models.checkpoint import load_model
+    from smelt.models.structure import read_edits
+
+    if any(edit.get("op") == "quantize" for edit in read_edits(src.path)):
+        raise InputError(
+            f"{stage}: the input model is quantized, and integer weights cannot be changed."
+            f" Put '{stage}' before 'quantize' in the recipe.",
+            code=AFTER_QUANTIZE,
+        )
+    return load_model(src.path)
+
+
+def record_kept_indices(old: nn.Module, new: nn.Module, indices: Tensor, dim: int) -> None:
+    """Record that `new` has only the `indices` of the rows (dim 0) or columns (dim 1) of the Linear `old`."""
+    left = list(kept_indices(old))
+    before = left[dim]
+    left[dim] = indices if before is None else before[indices]
+    setattr(new, _KEPT_INDICES_ATTRIBUTE, tuple(left))
+
+
+def kept_indices(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return the rows and columns kept of the original layer, int64, ascending; None where all are kept."""
+    found: tuple[Tensor | None, Tensor | None] = getattr(module, _KEPT_INDICES_ATTRIBUTE, (None, None))
+    return found
+
+
+def count_stored_parameters(model: Any) -> int:
+    """Return the number of stored parameters of `model`; fixed position tables are not stored."""
+    fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return sum(p.numel() for n, p in model.named_parameters() if n not in fixed)

@@ -1,0 +1,255 @@
+"""Number of kept units per group with the highest total importance within one budget.
+
+The units of each group are removed in the order of importance, so keeping n of them has a value and a cost.
+For a given price per cost, each group has its own best n. The price is found by bisection so that the total
+is within the budget (Lagrange multipliers for a knapsack: Everett 1963, Operations Research 11(3); for units
+by latency: HALP, Shen et al. 2021, arXiv:2110.10811). The rest of the budget is filled greedily by value per
+cost.
+
+Allocation of a recipe's budget to the units of a model, with the requested and reached values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.model_input import count_stored_parameters
+from smelt.compress.prune.costs import (
+    UnitCosts,
+    UnitGroup,
+    count_multiplications,
+    flop_costs,
+    parameter_costs,
+)
+from smelt.compress.prune.importance import UnitScores, magnitude_scores
+from smelt.compress.prune.latency_costs import latency_costs
+from smelt.compress.prune.settings import Budget, PruneSettings
+from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.data.splits import IMAGE_CLASSIFICATION
+
+
+@dataclass(frozen=True)
+class _GroupChoices:
+    """Choices of one group: the possible numbers of kept units, with the value and cost of each."""
+
+    counts: list[int]
+    scores: Tensor
+    costs: Tensor
+
+    def best_index(self, price: float) -> int:
+        """Return the index of the best choice at a price; of equal ones the smallest."""
+        return int((self.scores - price * self.costs).argmax())
+
+
+def allocate_units(
+    scores: Mapping[str, Tensor], costs: UnitCosts, budget: float, multiples: Mapping[str, int], measure: str
+) -> dict[str, int]:
+    """Return the number of kept units by group.
+
+    Args:
+        scores: by group, float64 [units], not negative, comparable between all groups.
+        costs: the costs of the same groups.
+        budget: the kept fraction of `costs.total`.
+        multiples: by group, the kept units are a multiple of this; at least one multiple is kept.
+        measure: the name of the budget in the recipe, for messages.
+
+    Raises:
+        InputError: one multiple in each group exceeds the budget.
+    """
+    choices = {
+        name: _group_choices(found, costs.by_group[name], multiples[name]) for name, found in scores.items()
+    }
+    room = budget * costs.total - costs.fixed
+    least = sum(float(c.costs[0]) for c in choices.values())
+    if least > room:
+        raise InputError(
+            _budget_too_small_text(costs, least, budget, measure),
+            code="budget-too-small",
+            setting=f"budget.{measure}",
+        )
+    at = _choose_at_price(choices, room)
+    _fill_budget(choices, at, room)
+    return {name: choice.counts[at[name]] for name, choice in choices.items()}
+
+
+def _group_choices(scores: Tensor, cost: Tensor, step: int) -> _GroupChoices:
+    counts = [*range(step, len(scores), step), len(scores)]
+    sums = scores.double().sort(descending=True).values.cumsum(0)
+    places = torch.tensor(counts)
+    return _GroupChoices(counts, sums[places - 1], cost[places])
+
+
+def _choose_at_price(choices: Mapping[str, _GroupChoices], room: float) -> dict[str, int]:
+    """Return the index of each group's choice at the lowest price at which all fit into `room`."""
+
+    def spent(at: Mapping[str, int]) -> float:
+        return sum(float(choice.costs[at[name]]) for name, choice in choices.items())
+
+    low, high = 0.0, 1.0
+    best = dict.fromkeys(choices, 0)
+    while spent(found := {name: c.best_index(high) for name, c in choices.items()}) > room:
+        low, high = high, 2 * high
+    best = found
+    for _ in range(200):
+        price = (low + high) / 2
+        found = {name: choice.best_index(price) for name, choice in choices.items()}
+        if spent(found) > room:
+            low = price
+        else:
+            high, best = price, found
+    return best
+
+
+def _fill_budget(choices: Mapping[str, _GroupChoices], at: dict[str, int], room: float) -> None:
+    """Keep more units while they fit into `room`, best value per cost first; changes `at`."""
+    left = room - sum(float(choice.costs[at[name]]) for name, choice in choices.items())
+    while True:
+        found: list[tuple[float, str, int, float]] = []
+        for name, choice in choices.items():
+            for place in range(at[name] + 1, len(choice.counts)):
+                more = float(choice.costs[place] - choice.costs[at[name]])
+                gain = float(choice.scores[place] - choice.scores[at[name]])
+                if more > left:
+                    break
+                if gain > 0:
+                    found.append((gain / more if more > 0 else math.inf, name, place, more))
+        if not found:
+            return
+        _, name, place, more = max(found)
+        at[name] = place
+        left -= more
+
+
+def _budget_too_small_text(costs: UnitCosts, least: float, share: float, word: str) -> str:
+    needed = math.ceil(1000 * (costs.fixed + least) / costs.total) / 1000
+    other = 100 * costs.fixed / costs.total
+    return (
+        f"prune: budget: {word}: {share:g} of the model's {costs.unit} cannot be reached: with one head and"
+        f" one multiple of neurons in each layer, {needed:g} of them remain ({other:.0f} % are in parts"
+        f" that are not pruned). Set at least {needed:g}, or remove more: targets, layers (drop-layers)"
+        " or tokens (trim-vocabulary)."
+    )
+
+
+# Number of samples for the mean length.
+_LENGTH_SAMPLES = 256
+
+
+class BudgetAllocation:
+    """The number of units of each group that are kept within a budget.
+
+    kept: by group name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        groups: Sequence[UnitGroup],
+        scores: UnitScores | None,
+        src: Artifact,
+        settings: PruneSettings,
+        ctx: Context,
+    ) -> None:
+        """Determine the costs of units, and choose the kept ones.
+
+        Args:
+            model: float, on the CPU, before pruning.
+            groups: groups that may lose units.
+            scores: scores of all groups; None to use weight magnitudes.
+            src: the artifact with the tokenizer.
+            settings: settings with a budget.
+            ctx: data, threads, progress.
+
+        Raises:
+            InputError: the minimum that is always kept exceeds the budget.
+        """
+        assert settings.budget is not None
+        self._budget: Budget = settings.budget
+        steps = {g.name: 1 if isinstance(g, AttentionGroup) else settings.multiple_of for g in groups}
+        steps = {g.name: min(steps[g.name], g.count(model)) for g in groups}
+        self.costs = _unit_costs(model, groups, src, self._budget, steps, ctx)
+        found = _comparable_scores(model, groups, scores, settings, self.costs)
+        self.kept = allocate_units(found, self.costs, self._budget.keep_ratio, steps, self._budget.measure)
+
+    def details(self, model: Any) -> dict[str, Any]:
+        """Return the requested and reached values for the pruned `model`.
+
+        Parameters and multiplications are counted in the model; latency is the sum of the timings.
+        """
+        costs, measure = self.costs, self._budget.measure
+        reached = costs.fixed + sum(float(cost[self.kept[name]]) for name, cost in costs.by_group.items())
+        if measure == "parameters":
+            reached = float(count_stored_parameters(model))
+        elif measure == "flops":
+            reached = float(count_multiplications(model, costs.details["sequence_length"]))
+        found = {"before": _round_value(costs.total), "reached": _round_value(reached), "unit": costs.unit}
+        share = {"asked": self._budget.keep_ratio, "left": round(reached / costs.total, 4)}
+        return {"measure": measure, **share, **found, **costs.details}
+
+
+def _unit_costs(
+    model: Any,
+    groups: Sequence[UnitGroup],
+    src: Artifact,
+    budget: Budget,
+    steps: dict[str, int],
+    ctx: Context,
+) -> UnitCosts:
+    if budget.measure == "parameters":
+        return parameter_costs(model, groups)
+    length = budget.sequence_length or _mean_length(model, src, ctx)
+    if budget.measure == "flops":
+        return flop_costs(model, groups, length)
+    return latency_costs(model, groups, length, budget.measure_on or "ort-cpu", steps, ctx)
+
+
+def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
+    """Return the mean number of tokens per sample, for translation the mean of both sides.
+
+    None for images, running text, or without data.
+    """
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if ctx.task in (IMAGE_CLASSIFICATION, "language-modeling") or not split:
+        return None
+    rows = load_calibration_samples(model, src, _LENGTH_SAMPLES, ctx, "prune", padded=True)
+    texts = sum(len(batch["attention_mask"]) for batch in rows.batches)
+    return max(1, round(rows.tokens / (texts * (2 if model.config.is_encoder_decoder else 1))))
+
+
+def _comparable_scores(
+    model: Any,
+    groups: Sequence[UnitGroup],
+    scores: UnitScores | None,
+    settings: PruneSettings,
+    costs: UnitCosts,
+) -> Mapping[str, Tensor]:
+    """Return scores of heads and neurons on one scale: the change of the loss without the unit.
+
+    Taylor counts a neuron once per linear layer, and a head once. Random scores are scaled by the cost of a
+    unit. Magnitudes are only compared within one kind, as in `scope: global`.
+    """
+    heads = [group for group in groups if isinstance(group, AttentionGroup)]
+    blocks = [group for group in groups if isinstance(group, FeedForwardGroup)]
+    if scores is None or settings.importance == "magnitude":
+        among = (scores or magnitude_scores(model, heads, blocks)).normalized()
+        return among.heads | among.neurons
+    found = dict(scores.heads | scores.neurons)
+    if settings.importance == "taylor":
+        found |= {b.name: found[b.name] / (3 if b.structure.gate else 2) for b in blocks}
+    if settings.importance == "random":
+        found = {name: score * float(costs.by_group[name][-1]) / len(score) for name, score in found.items()}
+    return found
+
+
+def _round_value(value: float) -> float | int:
+    return int(value) if value == int(value) else round(value, 3)

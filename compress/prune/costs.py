@@ -1,0 +1,235 @@
+"""Cost of a model in parameters or flops, and of each group for every number of units.
+
+Shapes of a group's linear layers for a number of kept units, and how often they are used.
+
+Shapes: K = inputs, N = outputs of a linear layer, r = rank of a factorized layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from smelt.compress.model_input import count_stored_parameters
+from smelt.compress.prune.units import (
+    AttentionGroup,
+    FeedForwardGroup,
+    linear_with_inputs,
+    linear_with_outputs,
+)
+from smelt.core.errors import InputError
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import family_of
+from smelt.models.layers import LowRankLinear
+from smelt.models.length_limits import position_limit
+
+UnitGroup = AttentionGroup | FeedForwardGroup
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer [K] -> [N], through `rank` if it is factorized; bias: whether it has one."""
+
+    inputs: int
+    outputs: int
+    rank: int | None = None
+    bias: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        """Number of matrix values, equal to the multiplications for one token."""
+        if self.rank is None:
+            return self.inputs * self.outputs
+        return self.rank * (self.inputs + self.outputs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of stored values."""
+        return self.num_weights + (self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True)
+class GroupShapes:
+    """A group with `units` units. input_layers: layers that read hidden states, by name; last: the output."""
+
+    units: int
+    input_layers: tuple[tuple[str, LinearShape], ...]
+    output_layer: LinearShape
+
+    @property
+    def linear_layers(self) -> tuple[LinearShape, ...]:
+        """All linear layers, the output layer last."""
+        return (*(product for _, product in self.input_layers), self.output_layer)
+
+    @property
+    def inner_width(self) -> int:
+        """The inner width per token: of all heads together, or the neurons."""
+        return self.output_layer.inputs
+
+
+def group_shapes(model: Any, group: UnitGroup, units: int) -> GroupShapes:
+    """Return the shapes of `group` of `model` with `units` kept units."""
+    there = group.count(model)
+    first = []
+    for name in group.structure.linear_layers[:-1]:
+        whole = linear_shape(model, name)
+        outputs = whole.outputs * units // there
+        first.append((name, LinearShape(whole.inputs, outputs, whole.rank, whole.bias)))
+    last = linear_shape(model, group.structure.linear_layers[-1])
+    inputs = last.inputs * units // there
+    return GroupShapes(units, tuple(first), LinearShape(inputs, last.outputs, last.rank, last.bias))
+
+
+def linear_shape(model: Any, name: str) -> LinearShape:
+    """Return the present shape of the linear layer `name`."""
+    module = model.get_submodule(name)
+    rows, columns = linear_with_outputs(model, name), linear_with_inputs(model, name)
+    rank = module.rank if isinstance(module, LowRankLinear) else None
+    return LinearShape(columns.in_features, rows.out_features, rank, rows.bias is not None)
+
+
+def blocks_using_groups(model: Any, groups: Sequence[UnitGroup]) -> dict[str, list[tuple[Block, int]]]:
+    """Return the blocks that use each group, by group name, each with its number of uses."""
+    owners = {model.get_submodule(group.structure.linear_layers[-1]): group.name for group in groups}
+    found: dict[str, Counter[Block]] = {group.name: Counter() for group in groups}
+    for block in blocks_of(model):
+        for part in block.parts:
+            name = owners.get(model.get_submodule(part.linear_layers[-1]))
+            if name is not None:
+                found[name][block] += 1 + len(block.aliases)
+    return {name: list(uses.items()) for name, uses in found.items()}
+
+
+# Sequence length if none is set, limited by the model's positions.
+DEFAULT_SEQUENCE_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Costs of a model: `total` is the present cost, `fixed` the part that pruning cannot change.
+
+    by_group: by group name, the cost with 0, 1, ... all of its units, float64 [units + 1], non-decreasing.
+    details: how the costs were determined, for the report.
+    """
+
+    unit: str
+    total: float
+    fixed: float
+    by_group: Mapping[str, Tensor]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parameter_costs(model: Any, groups: Sequence[UnitGroup]) -> UnitCosts:
+    """Return costs in stored parameters.
+
+    A relative position bias that all blocks of a stack share counts as one row for each head of every block,
+    as it is stored after heads are removed.
+    """
+    table = _bias_values_per_head(model, groups)
+    of, now = {}, _count_bias_values(model) if table else 0
+    for group in groups:
+        each = _units_total(model, group, "num_parameters")
+        now += each
+        each += group.count(model) * sum(table.get(name, 0) for name in _modules(group))
+        of[group.name] = _linear_costs(each, group.count(model))
+    whole = count_stored_parameters(model)
+    return UnitCosts("parameters", whole, whole - now, of)
+
+
+def flop_costs(model: Any, groups: Sequence[UnitGroup], sequence_length: int | None) -> UnitCosts:
+    """Return costs in multiplications of one forward pass over `sequence_length` input (and output) tokens.
+
+    Args:
+        model: float, on the CPU.
+        groups: the groups of its units.
+        sequence_length: tokens; None for 128, limited by the model's positions.
+    """
+    tokens = resolve_sequence_length(model, sequence_length)
+    uses = blocks_using_groups(model, groups)
+    of = {}
+    for group in groups:
+        each = _units_total(model, group, "num_weights")
+        if isinstance(group, AttentionGroup):  # attention scores and the weighted sum of values
+            each += 2 * group_shapes(model, group, group.count(model)).inner_width * tokens
+        times = sum(places for _, places in uses[group.name])
+        of[group.name] = _linear_costs(each * tokens * times, group.count(model))
+    whole_model = float(count_multiplications(model, tokens))
+    fixed = whole_model - sum(float(cost[-1]) for cost in of.values())
+    return UnitCosts("multiplications", whole_model, fixed, of, {"sequence_length": tokens})
+
+
+@torch.no_grad()
+def count_multiplications(model: Any, tokens: int) -> int:
+    """Return the matrix multiply-adds of one forward pass over `tokens` tokens, as torch counts them.
+
+    An encoder-decoder gets `tokens` source and `tokens` target tokens. `torch.utils.flop_counter` counts a
+    multiplication and an addition as two operations. Masked attention scores count like others.
+    """
+    ids = torch.ones(1, tokens, dtype=torch.long)
+    more: dict[str, Any] = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    if model.can_generate():
+        more["use_cache"] = False
+    counter: Any = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count fused attention on a CPU
+        model(ids, **more)
+    return int(counter.get_total_flops()) // 2
+
+
+def resolve_sequence_length(model: Any, sequence_length: int | None) -> int:
+    """Return the sequence length for the costs, in tokens.
+
+    Raises:
+        InputError: it exceeds the model's positions.
+    """
+    places = position_limit(model.config.to_dict())
+    if sequence_length is None:
+        return min(DEFAULT_SEQUENCE_LENGTH, places or DEFAULT_SEQUENCE_LENGTH)
+    if places is not None and sequence_length > places:
+        raise InputError(
+            f"prune: budget: sequence_length: {sequence_length} tokens exceed the model's {places}"
+            " positions. Lower sequence_length.",
+            code="longer-than-model",
+            setting="budget.sequence_length",
+        )
+    return sequence_length
+
+
+def _units_total(model: Any, group: UnitGroup, word: str) -> int:
+    """Return the decrease of the attribute `word`, summed over a group's layers, without any units."""
+    whole, none = (group_shapes(model, group, units).linear_layers for units in (group.count(model), 0))
+    gone: int = sum(getattr(p, word) for p in whole) - sum(getattr(p, word) for p in none)
+    return gone
+
+
+def _linear_costs(cost: float, units: int) -> Tensor:
+    """Return the cost of 0, 1, ... of `units` units that cost `cost` together, float64 [units + 1]."""
+    return torch.arange(units + 1, dtype=torch.float64) * (cost / units)
+
+
+def _modules(group: UnitGroup) -> tuple[str, ...]:
+    return group.modules if isinstance(group, AttentionGroup) else ()
+
+
+def _bias_values_per_head(model: Any, groups: Sequence[UnitGroup]) -> dict[str, int]:
+    """Return the relative position bias parameters per head, by attention that loses heads."""
+    family = family_of(model)
+    bias = family.relative_bias() if family is not None and family.relative_bias is not None else None
+    names = [
+        n for g in groups if isinstance(g, AttentionGroup) and g.structure.relative_bias for n in g.modules
+    ]
+    return {name: bias.parameters_per_head(model.get_submodule(name), name) for name in names} if bias else {}
+
+
+def _count_bias_values(model: Any) -> int:
+    """Return the parameters of the relative position biases that `make_all_independent` would copy."""
+    family = family_of(model)
+    assert family is not None
+    assert family.relative_bias is not None
+    return family.relative_bias().count_bias_parameters(model)

@@ -1,1 +1,0 @@
-"""Importance scores of heads and neurons, one module per method."""

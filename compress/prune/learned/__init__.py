@@ -1,1 +1,0 @@
-"""Learned masks: masks trained with the weights under a budget, and removal of the masked units."""

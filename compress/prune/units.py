@@ -1,0 +1,339 @@
+"""Groups of tensors that share heads or neurons, as the model's family defines them (smelt.families).
+
+Removal of heads and neurons from a model, with their rows and columns, recorded in the edits.
+
+Number of units kept per layer when every layer keeps the same fraction.
+
+Number of units kept per layer when the units of all layers compete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.model_input import AFTER_QUANTIZE, record_kept_indices
+from smelt.compress.prune.settings import PruneSettings
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
+from smelt.core.text import with_article
+from smelt.models.families.family import Attention, FeedForward, RelativeBias
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.models.structure import Edit, is_masked, mark_masked, replace_layer
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """One attention: its heads own rows of query, key, value and columns of out.
+
+    aliases: the modules of later attentions that share the same linear layers.
+    """
+
+    structure: Attention
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The dotted name of its module."""
+        return self.structure.name
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules that have these heads."""
+        return (self.name, *self.aliases)
+
+    def count(self, model: nn.Module) -> int:
+        """Return the number of units: heads, or key heads with all the queries that share them."""
+        module: Any = model.get_submodule(self.name)
+        if self.structure.heads_attribute is None:
+            rows = linear_with_outputs(model, self.structure.key).out_features // (
+                3 if self.structure.packed else 1
+            )
+            return rows // int(getattr(module, self.structure.head_dim_attribute))
+        return int(getattr(module, self.structure.heads_attribute))
+
+    def head_dim(self, model: nn.Module) -> int:
+        """Return the columns of `out` that one unit owns."""
+        return linear_with_inputs(model, self.structure.out).in_features // self.count(model)
+
+    def value_weight(self, model: nn.Module) -> Tensor:
+        """Return the weight of the value projection, float [units * width, inputs]."""
+        weight = whole_weight(model, self.structure.value)
+        return weight.chunk(3)[2] if self.structure.packed else weight
+
+    def row_indices(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
+        """Return the rows of the units `stay` (int64, ascending) by linear layer; GPT-2 has a packed one."""
+        count, found = self.count(model), {}
+        parts = 3 if self.structure.packed else 1
+        for name in self.structure.linear_layers[:-1]:
+            width = linear_with_outputs(model, name).out_features // (count * parts)
+            places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
+            found[name] = torch.cat([places + part * count * width for part in range(parts)])
+        return found
+
+
+@dataclass(frozen=True)
+class FeedForwardGroup:
+    """One feed-forward block: a neuron owns a row of each of its inputs and a column of `down`."""
+
+    structure: FeedForward
+
+    @property
+    def name(self) -> str:
+        """The dotted name of its module."""
+        return self.structure.name
+
+    def count(self, model: nn.Module) -> int:
+        """Return the number of neurons."""
+        return linear_with_inputs(model, self.structure.down).in_features
+
+    def row_indices(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
+        """Return the rows of the neurons `stay` (int64, ascending) by linear layer; two if packed."""
+        count = self.count(model)
+        parts = 2 if self.structure.gate == self.structure.up else 1
+        return {
+            n: torch.cat([stay + part * count for part in range(parts)]) for n in self.structure.input_layers
+        }
+
+
+def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
+    """Return the attentions and feed-forward blocks of a model that can be pruned, in order.
+
+    A block that is used several times in a stack, and linear layers that several blocks share, appear once.
+    Attentions whose heads cannot be removed are left out.
+
+    Raises:
+        InputError: the model's family is unknown.
+    """
+    if family_of(model) is None:
+        raise InputError(
+            f"prune: {with_article(model.config.model_type)} model is not supported. Supported:"
+            f" {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    blocks = blocks_of(model)
+    attentions: dict[tuple[nn.Module, ...], list[Attention]] = {}
+    feeds: dict[tuple[nn.Module, ...], FeedForward] = {}
+    for block in blocks:
+        for parts in block.attentions:
+            if not parts.fixed_heads_reason:
+                attentions.setdefault(_modules(model, parts.linear_layers), []).append(parts)
+        if (feed := block.feed_forward) is not None:
+            feeds.setdefault(_modules(model, feed.linear_layers), feed)
+    groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
+    return groups, [FeedForwardGroup(parts) for parts in feeds.values()]
+
+
+def _modules(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, ...]:
+    return tuple(model.get_submodule(name) for name in names)
+
+
+def linear_with_outputs(model: nn.Module, name: str) -> nn.Linear:
+    """Return the Linear whose rows are the outputs of `name`: itself, or `up` of a factorized layer."""
+    return _find_half(model.get_submodule(name), "up", name)
+
+
+def linear_with_inputs(model: nn.Module, name: str) -> nn.Linear:
+    """Return the Linear whose columns are the inputs of `name`: itself, or `down` of a factorized layer."""
+    return _find_half(model.get_submodule(name), "down", name)
+
+
+def whole_weight(model: nn.Module, name: str) -> Tensor:
+    """Return the matrix of `name`, float [outputs, inputs]; of a factorized layer the product."""
+    module = model.get_submodule(name)
+    if isinstance(module, LowRankLinear):
+        return module.up.weight.detach() @ module.down.weight.detach()
+    return linear_with_outputs(model, name).weight.detach()
+
+
+def half_path(model: nn.Module, name: str, half: str) -> str:
+    """Return the dotted name of the Linear to cut: `name`, or `name.half` of a factorized layer."""
+    return f"{name}.{half}" if isinstance(model.get_submodule(name), LowRankLinear) else name
+
+
+def _find_half(module: nn.Module, half: str, name: str) -> nn.Linear:
+    found = getattr(module, half) if isinstance(module, LowRankLinear) else module
+    if isinstance(found, SharedLinear):
+        raise InputError(
+            f"prune: {name} shares its matrix with other layers and has its own low-rank delta, so its units"
+            " cannot be removed. Prune before 'share-weights', or share without low_rank_delta.",
+            code="shared-weights",
+        )
+    if not isinstance(found, nn.Linear):
+        raise InputError(
+            f"prune: {name} is {with_article(type(found).__name__)}, which cannot be pruned. Prune before"
+            " quantizing.",
+            code=AFTER_QUANTIZE,
+        )
+    return found
+
+
+def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, kept: Tensor) -> Tensor:
+    """Keep the heads `kept` (int64, ascending) of an attention; return the kept inputs of `out`."""
+    width = group.head_dim(model)
+    bias = _relative_bias(model) if group.structure.relative_bias else None
+    if bias is not None:
+        bias.make_all_independent(model, edits)
+    places = (kept.unsqueeze(1) * width + torch.arange(width)).flatten()
+    for name, rows in group.row_indices(model, kept).items():
+        _cut_linear(model, edits, name, rows, dim=0)
+    _cut_linear(model, edits, group.structure.out, places, dim=1)
+    values = {group.structure.heads_attribute: len(kept)} if group.structure.heads_attribute else {}
+    values |= (
+        {group.structure.all_head_size_attribute: len(places)}
+        if group.structure.all_head_size_attribute
+        else {}
+    )
+    for name in group.modules:
+        for attribute, value in values.items():
+            setattr(model.get_submodule(name), attribute, value)
+            edits.append({"op": "set", "module": name, "attribute": attribute, "value": value})
+        if bias is not None:
+            bias.prune_bias_heads(model, edits, name, kept)
+    return places
+
+
+def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept: Tensor) -> Tensor:
+    """Keep the neurons `kept` (int64, ascending) of a feed-forward part; return the kept inputs of `down`."""
+    for name, rows in block.row_indices(model, kept).items():
+        _cut_linear(model, edits, name, rows, dim=0)
+    _cut_linear(model, edits, block.structure.down, kept, dim=1)
+    return kept
+
+
+def update_config(model: Any, edits: list[Edit]) -> list[Edit]:
+    """Write common widths to the config; return the edits without those that the config replaces."""
+    _, blocks = find_groups(model)
+    for setting in {block.structure.intermediate_size_key for block in blocks}:
+        kind = [block for block in blocks if block.structure.intermediate_size_key == setting]
+        widths = {block.count(model) for block in kind}
+        if len(widths) > 1:
+            continue
+        setattr(model.config, setting, widths.pop())
+        names = {
+            n
+            for b in kind
+            for i in b.structure.input_layers
+            for n in (i, f"{i}.up", b.structure.down, f"{b.structure.down}.down")
+        }
+        edits = [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
+    return edits
+
+
+def _relative_bias(model: Any) -> RelativeBias | None:
+    family = family_of(model)
+    return family.relative_bias() if family and family.relative_bias else None
+
+
+def _cut_linear(model: Any, edits: list[Edit], name: str, indices: Tensor, dim: int) -> None:
+    """Keep `indices` of the rows (dim 0, with biases) or columns (dim 1) of a linear or factorized layer."""
+    old = linear_with_outputs(model, name) if dim == 0 else linear_with_inputs(model, name)
+    weight = old.weight.detach().index_select(dim, indices)
+    new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None)
+    new.weight = nn.Parameter(weight.clone())
+    if old.bias is not None:
+        bias = old.bias.detach()
+        new.bias = nn.Parameter((bias.index_select(0, indices) if dim == 0 else bias).clone())
+    if is_masked(old):
+        mark_masked(new)
+    record_kept_indices(old, new, indices, dim)
+    path = half_path(model, name, "up" if dim == 0 else "down")
+    sizes = {"in_features": new.in_features, "out_features": new.out_features}
+    replace_layer(model, edits, path, new, {"op": "linear", "module": path, **sizes})
+
+
+def count_kept_heads(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` heads are kept: the nearest number, at least one."""
+    return max(1, _round_half_up(count * settings.keep_ratio_of("heads")))
+
+
+def count_kept_neurons(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` neurons are kept: the nearest multiple of `multiple_of`, at least one."""
+    wanted = count * settings.keep_ratio_of("ffn")
+    return min(count, max(1, _round_half_up(wanted / settings.multiple_of)) * settings.multiple_of)
+
+
+def _round_half_up(wanted: float) -> int:
+    """Return the nearest whole number; a half is rounded up."""
+    return math.floor(wanted + 0.5)
+
+
+def rounding_warnings(
+    model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
+) -> list[Message]:
+    """Return warnings about layers that keep all units, or twice as many as keep_ratio asks for."""
+    sizes = {
+        "heads": [(n := g.count(model), count_kept_heads(n, settings)) for g in attentions],
+        "ffn": [(n := b.count(model), count_kept_neurons(n, settings)) for b in blocks],
+    }
+    found = []
+    for kind, counts in sizes.items():
+        if kind not in settings.targets:
+            continue
+        ratio = settings.keep_ratio_of(kind)
+        whole = sorted({count for count, kept in counts if kept == count})
+        word = {"heads": "heads", "ffn": "neurons"}[kind]
+        step = 1 if kind == "heads" else settings.multiple_of
+        least = [count for count, kept in counts if 2 * count * ratio <= kept < count]
+        if least:
+            found.append(
+                warning(
+                    "minimum-kept",
+                    f"keep_ratio {ratio:g} of {' or '.join(map(str, sorted(set(least))))} {word} is"
+                    f" less than {step}, the minimum of a layer; the minimum is kept in"
+                    f" {len(least)} of {len(counts)} layers.",
+                    setting="keep_ratio",
+                )
+            )
+        if ratio == 1 or not whole:
+            continue
+        few = " or ".join(map(str, whole))
+        most = max(whole)
+        less = (
+            f" keep_ratio: {{{kind}: {(most - step) / most:.3g}}} removes {step} of {most}."
+            if most > step
+            else ""
+        )
+        found.append(
+            warning(
+                "nothing-to-remove",
+                f"keep_ratio {ratio:g} of {few} {word}, rounded to a multiple of {step}, keeps all of them:"
+                f" nothing is removed in {sum(kept == count for count, kept in counts)} of {len(counts)}"
+                f" layers.{less}",
+                setting="keep_ratio",
+            )
+        )
+    return found
+
+
+def allocate_globally(scores: Mapping[str, Tensor], keep_ratio: float, multiple_of: int) -> dict[str, int]:
+    """Return the number of units kept per layer when the lowest scores of all layers are removed.
+
+    Units are removed in steps of `multiple_of`: the units of a layer are ordered by score, and each step has
+    the mean score of its units. The first step of each layer is always kept.
+
+    Args:
+        scores: float [units] by layer, comparable between layers.
+        keep_ratio: the kept fraction of the units of all layers, rounded to the nearest step.
+        multiple_of: 1 for heads; the kept neurons are a multiple of it.
+    """
+    counts = dict.fromkeys(scores, 0)
+    pieces: list[tuple[float, str, int]] = []
+    for name, found in scores.items():
+        ordered = found.sort(descending=True).values.split(multiple_of)
+        counts[name] = len(ordered[0])
+        pieces += [(float(part.mean()), name, len(part)) for part in ordered[1:]]
+    wanted = keep_ratio * sum(map(len, scores.values()))
+    # the scores of a layer's pieces descend, so a piece is never taken before a better one of its layer
+    for _, name, size in sorted(pieces, key=lambda piece: -piece[0]):
+        if sum(counts.values()) + size / 2 > wanted:
+            break
+        counts[name] += size
+    return counts

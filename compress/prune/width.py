@@ -1,0 +1,355 @@
+"""Pruning of the hidden width: removal of the least important channels from every tensor.
+
+Least-squares refit of a model with narrower hidden states, on calibration samples.
+
+The narrow model runs block by block in parallel with the original one, encoder first. A linear layer W x + b
+that read the states x now reads the narrow states x', after all earlier fits:
+
+    minimise  sum |W x + b - W' x' - b'|^2 + e |W' - W_k|^2
+    W' = W_k + (W M_xx' - W_k M_x'x') (M_x'x' + e I)^-1
+
+M are second moments, around the means if there is a bias; k are the kept channels; e is 1 % of the mean of
+M_x'x''s diagonal. A norm whose output is the hidden states (post-norm, an opening or closing norm) gets the
+scale and shift per channel with the least error to the original norm's output. A matrix is only cut, not
+refitted, if it is also an embedding (a tied head), if its zeros have to be kept, or if blocks share it and it
+was fitted before.
+
+Shapes: T = tokens, D = channels before, k = after, N = outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
+from smelt.compress.calibration.sequential import RunningBlock, run_blocks
+from smelt.compress.model_input import count_stored_parameters
+from smelt.compress.prune.channel_scores import activation_scores, channel_magnitudes, gradient_scores
+from smelt.compress.prune.importance import score_on_labelled_samples
+from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
+from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
+from smelt.compress.prune.units import linear_with_inputs
+from smelt.compress.quantize.requantize import load_dequantized
+from smelt.compress.train.extension import label_objective
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.families.family import Attention, FeedForward
+from smelt.models.families.model_blocks import Block, has_norm_at, output_modules
+from smelt.models.families.registry import family_of
+from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
+from smelt.models.structure import is_masked
+from smelt.runtimes.device import torch_device
+
+
+@dataclass(frozen=True)
+class RefitNorm:
+    """A norm whose output is the hidden states."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class RefitLayers:
+    """Linear layers that read the same states. reads_encoder: whether they read encoder outputs."""
+
+    names: tuple[str, ...]
+    reads_encoder: bool = False
+
+
+RefitPoint: TypeAlias = RefitNorm | RefitLayers
+# Maximum number of tokens whose states are stored for a fit.
+MAX_REFIT_TOKENS = 32768
+
+
+def refit_width(
+    model: Any, narrow_model: Any, keep: Tensor, samples: CalibrationSamples, ctx: Context
+) -> dict[str, float]:
+    """Refit the layers of `narrow_model` that read hidden states, and the norms that output them, to `model`.
+
+    Args:
+        model: the original model, float32, in eval mode, on the CPU; not changed.
+        narrow_model: the model with only the channels `keep`; changed in place.
+        keep: int64 [k], ascending.
+        samples: calibration samples for both.
+        ctx: device, threads, progress.
+
+    Returns:
+        By layer, the squared output error relative to that of the plain cut.
+    """
+    fit = _WidthRefit(model, narrow_model, keep, samples, ctx)
+    blocks = zip(
+        run_blocks(model, samples, ctx, stage="prune"),
+        run_blocks(narrow_model, samples, ctx, stage="prune"),
+        strict=True,
+    )
+    for before, after in blocks:
+        fit.refit_block(before, after)
+    fit.refit_outputs()
+    return {name: round(value, 4) for name, value in fit.left.items()}
+
+
+class _WidthRefit:
+    """State of the refit of a narrow model to the original one."""
+
+    def __init__(self, whole: Any, cut: Any, keep: Tensor, rows: CalibrationSamples, ctx: Context) -> None:
+        self.models, self.keep, self.rows, self.ctx = (whole, cut), keep, rows, ctx
+        self.stride = max(1, -(-rows.tokens // MAX_REFIT_TOKENS))
+        self.left: dict[str, float] = {}
+        self.done: set[nn.Module] = set()
+        self.tables = {id(p) for m in cut.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        self.encoded: tuple[Tensor, Tensor] | None = None  # encoder outputs, read by cross-attention
+
+    def refit_block(self, before: RunningBlock, after: RunningBlock) -> None:
+        """Fit one block, part by part; the original block runs once."""
+        points = _refit_points(after.block)
+        whole = self._observe(0, points, before)
+        behind: Tensor | None = None  # output of the last norm, the input of the next part
+        for point in points:
+            if isinstance(point, RefitNorm):
+                made = self.refit_norm(point, whole[point], after)
+                behind = None if after.block.stack.stream.pre_norm else made
+            elif point.reads_encoder:
+                if self.encoded is None:
+                    self.encoded = whole[point], self._observe(1, [point], after)[point]
+                self.refit_layers(point, *self.encoded)
+            else:
+                wanted = whole[point]
+                # layers that later blocks share are fitted on all uses
+                if behind is not None and len(behind) == len(wanted):
+                    found = behind
+                else:
+                    found = self._observe(1, [point], after)[point]
+                self.refit_layers(point, wanted, found)
+
+    def refit_outputs(self) -> None:
+        """Fit the final norm and the head after the last block."""
+        model = self.models[1]
+        family: Any = family_of(model)
+        closing = family.stacks(model.config.to_dict())[-1].stream.final_norm
+        if closing:
+            point = RefitNorm(closing)
+            self.refit_norm(point, self._observe(0, [point], None)[point], None)
+        for name in output_modules(model)[:1]:
+            reader = RefitLayers((name,))
+            if not has_norm_at(model, name) and self._can_be_fitted(name):
+                self.refit_layers(reader, *(self._observe(at, [reader], None)[reader] for at in (0, 1)))
+
+    def refit_norm(self, point: RefitNorm, wanted: Tensor, run: RunningBlock | None) -> Tensor | None:
+        """Fit a norm; return its new output, None if nothing was observed."""
+        module: Any = self.models[1].get_submodule(point.name)
+        if module in self.done or not has_norm_at(self.models[1], point.name):
+            return None
+        self.done.add(module)
+        family: Any = family_of(self.models[1])
+        found = self._observe(1, [point], run)[point]
+        return fit_norm(module, wanted[:, self.keep], found, family.rms_norm.adds_one_to_weight)
+
+    def refit_layers(self, point: RefitLayers, wanted: Tensor, found: Tensor) -> None:
+        """Fit linear layers that read `found` where those of the original model read `wanted`."""
+        for name in point.names:
+            if self._can_be_fitted(name):
+                old = linear_with_inputs(self.models[0], name).weight.detach()
+                self.left[name] = refit_narrow_layer(self.models[1], name, old, wanted, found)
+                self.done.add(self.models[1].get_submodule(name))
+
+    def _can_be_fitted(self, name: str) -> bool:
+        layer = linear_with_inputs(self.models[1], name)
+        met = self.models[1].get_submodule(name) in self.done
+        return not (met or is_masked(layer) or id(layer.weight) in self.tables)
+
+    def _observe(
+        self, number: int, points: Sequence[RefitPoint], run: RunningBlock | None
+    ) -> dict[RefitPoint, Tensor]:
+        """Return the layer inputs and norm outputs of one model at `points`, float32 [T, width]."""
+        model, found = self.models[number], {str(at): list[Tensor]() for at in range(len(points))}
+        modules = [_find_module(model, point) for point in points]
+
+        def see(key: str, x: Tensor) -> None:
+            found[key].append(x[:: self.stride].float().cpu())
+
+        layers = {str(at): [module] for at, module in enumerate(modules)}
+        if run is not None:
+            run.observe(layers, see)
+        else:
+            observe_inputs(model, self.rows, layers, see, self.ctx)
+        seen: dict[RefitPoint, Tensor] = {}
+        for at, point in enumerate(points):
+            x = torch.cat(found[str(at)])
+            # norms treat each token independently, so their outputs are computed after the run
+            seen[point] = _apply_norm(modules[at], x) if isinstance(point, RefitNorm) else x
+        return seen
+
+
+def _find_module(model: Any, point: RefitPoint) -> nn.Module:
+    if isinstance(point, RefitLayers):
+        return linear_with_inputs(model, point.names[0])
+    found: nn.Module = model.get_submodule(point.name)
+    return found
+
+
+@torch.no_grad()
+def _apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = norm(x.to(next(norm.parameters()).device))
+    return made.float().cpu()
+
+
+def _refit_points(block: Block) -> list[RefitPoint]:
+    """Return the norms and linear layers to fit in a block, in the order of computation."""
+    stack, found = block.stack, list[RefitPoint]()
+    if block.index == 0 and stack.stream.embedding_norm:
+        found.append(RefitNorm(stack.stream.embedding_norm))
+    parts: list[Attention | FeedForward] = [*stack.attentions, stack.feed_forward]
+    for number, kind in enumerate(parts):
+        part = kind.with_prefix(block.module_path)
+        if part in block.parts:
+            if isinstance(part, Attention) and part.cross:
+                found += [RefitLayers((part.query,)), RefitLayers((part.key, part.value), reads_encoder=True)]
+            else:
+                found.append(RefitLayers(part.linear_layers[:-1]))
+        if not stack.stream.pre_norm:
+            found.append(RefitNorm(f"{block.module_path}.{stack.stream.part_norms[number]}"))
+    return found
+
+
+@torch.no_grad()
+def fit_norm(module: Any, target: Tensor, actual: Tensor, adds_one_to_weight: bool = False) -> Tensor:
+    """Fit scale and shift (if it has a bias) of each channel of a norm to map `actual` to `target`.
+
+    Args:
+        module: changed in place.
+        target: the wanted outputs, float32 [T, k].
+        actual: the present outputs of the same tokens.
+        adds_one_to_weight: whether the norm multiplies by 1 + weight.
+
+    Returns:
+        The new outputs, float32 [T, k].
+    """
+    bias = getattr(module, "bias", None)
+    x, y = actual.double(), target.double()
+    zero = torch.zeros_like(x[0])
+    mean_x, mean_y = (x.mean(dim=0), y.mean(dim=0)) if bias is not None else (zero, zero)
+    x, y = x - mean_x, y - mean_y
+    spread = x.square().mean(dim=0)
+    ridge = RECONSTRUCTION_DAMPING * spread.mean()
+    scale = ((x * y).mean(dim=0) + ridge) / (spread + ridge) if float(ridge) > 0 else torch.ones_like(spread)
+    one = 1.0 if adds_one_to_weight else 0.0
+    module.weight.copy_((module.weight.double().cpu() + one) * scale - one)
+    if bias is not None:
+        module.bias.copy_(bias.double().cpu() * scale + mean_y - mean_x * scale)
+    return (x * scale + mean_y).float()
+
+
+@torch.no_grad()
+def refit_narrow_layer(
+    model: Any, name: str, old_weight: Tensor, old_inputs: Tensor, new_inputs: Tensor
+) -> float:
+    """Refit the weights of the layer `name` to its narrower inputs.
+
+    Args:
+        model: the narrow model; changed in place.
+        name: a linear or factorized layer.
+        old_weight: the weight before the cut, float [N, D]; of a factorized layer that of `down`.
+        old_inputs: the original inputs, float32 [T, D].
+        new_inputs: the new inputs of the same tokens, float32 [T, k].
+
+    Returns:
+        The squared output error relative to that of the plain cut, 0 to 1; 1 if that was 0.
+    """
+    layer, owner = linear_with_inputs(model, name), bias_owner(model.get_submodule(name))
+    cut, old_weight = layer.weight.detach().double().cpu(), old_weight.double().cpu()
+    x = new_inputs.double()
+    off = (old_inputs.double() @ old_weight.t()).sub_(x @ cut.t())  # the error of the plain cut
+    lost = float(off.square().sum())
+    mean_x, mean_off = x.mean(dim=0), off.mean(dim=0)
+    if owner.bias is not None:
+        x, off = x.sub_(mean_x), off.sub_(mean_off)
+    within = x.t() @ x
+    within.diagonal().add_(RECONSTRUCTION_DAMPING * float(within.diagonal().mean()))
+    if not float(within.diagonal().max()) > 0:
+        return 1.0
+    change = torch.linalg.solve(within, x.t() @ off).t()
+    layer.weight.copy_(cut + change)
+    if owner.bias is not None:
+        shift = mean_off - change @ mean_x
+        if owner is not layer:
+            shift = owner.weight.double().cpu() @ shift
+        owner.bias.add_(shift.to(owner.bias))
+    left = float(off.sub_(x @ change.t()).square().sum())
+    return min(1.0, left / lost) if lost > 0 else 1.0
+
+
+def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+    """Prune the hidden width of `src`, and write the model to `ctx.out`.
+
+    Raises:
+        InputError: the model's width cannot be pruned, or calibration samples are missing.
+    """
+    from smelt.models.checkpoint import save_model
+
+    model, edits, codes = load_dequantized(src, ctx, "prune", everywhere=True)
+    if reason := fixed_width_error(model.config.to_dict(), ctx.task):
+        raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
+    before, width = count_stored_parameters(model), hidden_width(model)
+    kept = count_kept_channels(width, settings)
+    ctx.details["parameters_before"], ctx.details["width_before"] = before, width
+    if kept < width:
+        keep = _channel_scores(model, width, src, settings, ctx).topk(kept).indices.sort().values
+        rows = load_reconstruction_samples(model, src, settings, ctx)
+        whole = copy.deepcopy(model) if rows is not None else None
+        edit = prune_hidden_width(model, keep.tolist())
+        if rows is not None:
+            ctx.details["reconstruction_error"] = refit_width(whole, model, keep, rows, ctx)
+        if codes is not None:
+            codes.record_kept_channels(keep.tolist())
+        edits = write_width_to_config(model, edits, edit)
+    else:
+        ctx.warn(
+            "nothing-to-remove",
+            f"keep_ratio {settings.keep_ratio_of('width'):g} of {width} channels, rounded to a multiple of"
+            f" {settings.multiple_of}, keeps all of them; nothing is removed. Lower keep_ratio or"
+            " multiple_of.",
+        )
+    if 2 * width * settings.keep_ratio_of("width") <= kept < width:
+        ctx.warn(
+            "minimum-kept",
+            f"keep_ratio {settings.keep_ratio_of('width'):g} of {width} channels is less than {kept},"
+            f" the minimum; {kept} channels are kept.",
+        )
+    ctx.details["width_after"] = kept
+    ctx.details["parameters_after"] = count_stored_parameters(model)
+    if codes is not None:
+        edits = codes.requantize(model, edits, ctx)
+    ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+    if codes is not None:
+        codes.write_master_weights(model, ctx)
+
+
+def _channel_scores(model: Any, width: int, src: Artifact, settings: PruneSettings, ctx: Context) -> Tensor:
+    """Return the importance of each channel, float64 [D]."""
+    if settings.importance == "magnitude":
+        return channel_magnitudes(model)
+    if settings.importance == "random":
+        return torch.rand(width, generator=torch.Generator().manual_seed(ctx.seed), dtype=torch.float64)
+    if settings.importance == "activation":
+        rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "prune")
+        device = torch_device(ctx.device)
+        try:
+            batches = ({n: v.to(device) for n, v in batch.items()} for batch in rows.batches)
+            return activation_scores(model.to(device), width, batches)
+        finally:
+            model.to("cpu")
+    squared = settings.importance == "fisher"
+    return score_on_labelled_samples(
+        model,
+        src,
+        settings,
+        ctx,
+        lambda batches: gradient_scores(model, width, batches, label_objective(), squared),
+    )

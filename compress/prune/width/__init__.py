@@ -1,1 +1,0 @@
-"""Pruning of the hidden width."""

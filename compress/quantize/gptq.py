@@ -1,0 +1,324 @@
+"""GPTQ: round column by column and compensate each error in the remaining columns.
+
+Frantar et al. 2023, GPTQ, arXiv:2210.17323, and its published code (gptq.py, fasterquant): with H = 2 X X^T
+of the layer's inputs X and U the upper Cholesky factor of the inverse of the damped H, the columns are
+rounded from left to right; the error of column j, divided by U_jj, is subtracted from the columns to its
+right along U's row, at once inside a block of 128, and afterwards from the rest. The grid of each group is
+that of the original weights (`static_groups`), in their own order (no act-order, which would add a group
+index to the exported graph). The blocks of a model are processed one by one, each on the outputs of the
+quantized ones before it.
+
+Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.sequential import ObserveInputs, run_blocks
+from smelt.compress.calibration.statistics import (
+    HESSIAN_DAMPING,
+    InputStatistics,
+    NotInvertibleError,
+    StatisticsCollector,
+    collect_statistics,
+    few_tokens_text,
+    input_width,
+    inverse_cholesky,
+)
+from smelt.compress.quantize.low_rank_correction import (
+    CorrectedWeight,
+    correction_metric,
+    dequantize_codes,
+    layers_to_correct,
+    quantize_with_correction,
+)
+from smelt.compress.quantize.plan_layers import GridFinder, PlannedLayer
+from smelt.compress.quantize.settings import LowRankCorrection
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.structure import is_masked
+from smelt.quantization.groupwise import split_into_groups
+from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
+from smelt.quantization.schemes.registry import find_scheme, is_row_independent
+
+_BLOCK_COLUMNS = 128  # columns per block of lazy updates
+_MAX_WEIGHTS_AT_ONCE = 2**24  # layers of blocks have fewer weights, output layers more
+
+
+def gptq_quantize(
+    weight: Tensor,
+    statistics: InputStatistics,
+    scheme: Scheme,
+    options: SchemeOptions,
+    find_grid: GridFinder,
+    zeros: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> UnpackedWeights:
+    """Return the quantized weights for `weight`, float32 [N, K].
+
+    Args:
+        weight: not changed.
+        statistics: input statistics of the layer, with second moments.
+        scheme: the scheme with the grid and the rounding of columns.
+        options: options of the scheme.
+        find_grid: finds the grid of groups.
+        zeros: bool [N, K], weights that are kept at zero; the compensation that they would get is passed to
+            later columns, as in SparseGPT's joint quantization (arXiv:2301.00774, section 3.3).
+        inverse: U of `statistics` (see `inverse_cholesky`), float [K, K], if already computed.
+
+    Raises:
+        ValueError: the second moment cannot be inverted.
+    """
+    size = scheme.group_size(weight.shape[1], options)
+    assert statistics.second_moment is not None
+    factor = (inverse_cholesky(statistics)[0] if inverse is None else inverse).to(weight)
+    left = weight.clone()
+    left[:, statistics.second_moment.diagonal() == 0] = 0.0  # dead inputs
+    # Grids are found after zeroing, as in the published code; except mean magnitudes (binary, ternary), which
+    # zeros would make too small, and grids fitted to all weights (kmeans4), which only gain if at least a
+    # fifth of the inputs is dead.
+    ranged = scheme.supports_clipping and not scheme.requires_training
+    grid = find_grid(split_into_groups(left if ranged else weight, size), weight.shape[1], scheme, options)
+    codes = scheme.quantize(split_into_groups(left, size), grid, options)
+    for start in range(0, left.shape[1], _BLOCK_COLUMNS):
+        end = min(start + _BLOCK_COLUMNS, left.shape[1])
+        errors = torch.empty_like(left[:, start:end])
+        for j in range(start, end):
+            part = {name: _group_slice(tensor, j // size) for name, tensor in grid.items()}
+            column = left[:, j] if zeros is None else left[:, j].masked_fill(zeros[:, j], 0.0)
+            chosen = scheme.quantize(column.contiguous()[:, None, None], part, options)
+            codes[:, j // size, j % size] = chosen[:, 0, 0]
+            value = scheme.dequantize(chosen, part, options)[:, 0, 0]
+            errors[:, j - start] = (left[:, j] - value) / factor[j, j]
+            left[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
+        left[:, end:] -= errors @ factor[start:end, end:]
+    return UnpackedWeights(codes, grid)
+
+
+def _group_slice(tensor: Tensor, group: int) -> Tensor:
+    """Return the part of a grid tensor for one group; a tensor with one group, or none, applies to all."""
+    return tensor[:, group : group + 1] if tensor.dim() > 1 and tensor.shape[1] > 1 else tensor
+
+
+def apply_gptq(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    rows: CalibrationSamples,
+    fit: GridFinder,
+    ctx: Context,
+    low_rank: LowRankCorrection | None = None,
+) -> tuple[dict[int, UnpackedWeights], dict[int, CorrectedWeight]]:
+    """Quantize the linear layers among `layers` with GPTQ; set the weights of `model` to the results.
+
+    Matrices that are also embeddings are left out, because the compensation between columns does not apply to
+    embedding lookups.
+
+    Args:
+        model: float32, in eval mode, on the CPU; its weights change.
+        layers: its planned layers.
+        rows: calibration samples.
+        fit: finds grids.
+        ctx: gets the details of each layer and warnings.
+        low_rank: settings of low-rank corrections; the effective weight is then the sum of both.
+
+    Returns:
+        Quantized weights by `PlannedLayer.weight_id`, and the corrections with their quantized weights.
+
+    Raises:
+        InputError: inputs of a layer are not finite, or its Hessian cannot be inverted with any damping.
+    """
+    tables = {layer.weight_id for layer in layers if not layer.multiplies}
+    work = GptqRunner(rows, fit, ctx)
+    if low_rank is not None:
+        work.beside = {layer.weight_id: low_rank for layer in layers_to_correct(model, layers)}
+    wanted = {
+        id(layer.module): layer for layer in layers if layer.multiplies and layer.weight_id not in tables
+    }
+    for step in run_blocks(model, rows, ctx, stage="quantize"):
+        work.calibrate([wanted.pop(id(m)) for m in step.module.modules() if id(m) in wanted], step.observe)
+    if rest := work.not_yet_quantized(list(wanted.values())):  # heads and poolers, after the blocks
+        with collect_statistics(model, rows, {layer.name: [layer.module] for layer in rest}, ctx) as found:
+            work.quantize(rest, found)
+    work.report()
+    return work.codes, work.pairs
+
+
+class GptqRunner:
+    """State of a GPTQ run.
+
+    codes: quantized weights by `PlannedLayer.weight_id`; pairs: low-rank corrections of layers that have one.
+    """
+
+    def __init__(self, rows: CalibrationSamples, fit: GridFinder, ctx: Context) -> None:
+        self.rows, self.fit, self.ctx = rows, fit, ctx
+        self.codes: dict[int, UnpackedWeights] = {}
+        self.beside: dict[int, LowRankCorrection] = {}
+        self.pairs: dict[int, CorrectedWeight] = {}
+        self.left: dict[str, float] = {}
+        self.unfed: dict[str, int] = {}
+        self.damped: dict[str, float] = {}
+        self.unreached: list[str] = []
+        self.fed: list[tuple[int, int]] = []
+
+    def not_yet_quantized(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
+        """Return the first layer of each weight that is not quantized yet."""
+        return list(
+            {
+                layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes
+            }.values()
+        )
+
+    def calibrate(self, layers: Sequence[PlannedLayer], observe: ObserveInputs) -> None:
+        """Quantize `layers` on the inputs that `observe` collects."""
+        layers = self.not_yet_quantized(layers)
+        if not layers:
+            return
+        device = layers[0].module.weight.device.type  # the device of the model while its blocks run
+        collector = StatisticsCollector(
+            {layer.name: input_width(layer.module) for layer in layers}, device=device
+        )
+        observe({layer.name: [layer.module] for layer in layers}, collector.update)
+        self.quantize(
+            layers, {name: collector.statistics.pop(name).to("cpu") for name in list(collector.statistics)}
+        )
+
+    @torch.no_grad()
+    def quantize(self, layers: Sequence[PlannedLayer], found: dict[str, InputStatistics]) -> None:
+        """Quantize `layers`, and set their weights to the results; `found` is consumed."""
+        for layer in layers:
+            seen = found.pop(layer.name)
+            if not seen.tokens:
+                self.unreached.append(layer.name)
+                continue
+            if not bool(seen.squares.isfinite().all()):
+                raise InputError(
+                    f"quantize: {layer.name}: the layer's inputs are not finite. The training before"
+                    " this step has probably diverged; lower its learning_rate.",
+                    code="non-finite-activations",
+                )
+            self._quantize_layer(layer, seen)
+
+    def _quantize_layer(self, layer: PlannedLayer, seen: InputStatistics) -> None:
+        """Quantize one layer; all of its rows share the inverse Hessian."""
+        weight, inverse = layer.module.weight, self._inverse_cholesky(layer, seen)
+        parts = [
+            self._quantize_rows(layer, rows, seen, inverse)
+            for rows in weight.split(self._rows_at_once(layer))
+        ]
+        error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
+        self.left[layer.name] = error / plain if plain > 0 else 1.0
+        if unfed := int((seen.squares == 0).sum()):
+            self.unfed[layer.name] = unfed
+        self.codes[layer.weight_id] = _concatenate_rows([part[0] for part in parts])
+        self.fed.append((seen.tokens, weight.shape[1]))
+
+    def _rows_at_once(self, layer: PlannedLayer) -> int:
+        """Return how many rows of a layer are quantized at once: all, except for large output layers."""
+        count, width = (int(size) for size in layer.module.weight.shape)
+        apart = is_row_independent(find_scheme(layer.scheme), width, layer.options)
+        return (
+            max(1, _MAX_WEIGHTS_AT_ONCE // width) if apart and layer.weight_id not in self.beside else count
+        )
+
+    def _inverse_cholesky(self, layer: PlannedLayer, seen: InputStatistics) -> Tensor:
+        """Return U of a layer's inputs, float32 [K, K]."""
+        try:
+            factor, damp = inverse_cholesky(seen)
+        except NotInvertibleError as error:
+            raise InputError(
+                f"quantize: {layer.name}: {error}. Use method: rtn, or other calibration samples.",
+                code="not-invertible",
+                setting="method",
+            ) from error
+        if damp > HESSIAN_DAMPING:
+            self.damped[layer.name] = damp
+        return factor.float()
+
+    def _quantize_rows(
+        self, layer: PlannedLayer, rows: Tensor, seen: InputStatistics, inverse: Tensor
+    ) -> tuple[UnpackedWeights, float, float]:
+        """Quantize some rows of a layer, and set them to the results.
+
+        Returns:
+            Quantized weights, their squared output error, and that of rounding to nearest.
+        """
+        scheme, weight = find_scheme(layer.scheme), rows.detach().float().cpu()
+        held = weight == 0 if is_masked(layer.module) else None
+        codes, pair = self._quantize_weight(layer, weight, seen, held, inverse)
+        groups, grid = split_into_groups(weight, codes.q_weight.shape[2]), codes.qparams
+        if bool((seen.squares == 0).any()):  # dead inputs count in the grid of rounding to nearest
+            grid = self.fit(groups, weight.shape[1], scheme, layer.options)
+        nearest = scheme.quantize(groups, grid, layer.options)
+        plain = dequantize_codes(UnpackedWeights(nearest, grid), scheme, layer.options, weight)
+        most = _output_error(plain.sub_(weight), seen)
+        values = dequantize_codes(codes, scheme, layer.options, weight)
+        if pair is not None:
+            values, self.pairs[layer.weight_id] = values + pair.correction, pair
+        error = _output_error(values - weight, seen)
+        rows.copy_(values)
+        return codes, error, most
+
+    def _quantize_weight(
+        self, layer: PlannedLayer, weight: Tensor, seen: InputStatistics, held: Tensor | None, inverse: Tensor
+    ) -> tuple[UnpackedWeights, CorrectedWeight | None]:
+        """Return the quantized weights for `weight`, and the low-rank correction if the layer gets one."""
+        scheme = find_scheme(layer.scheme)
+
+        def decide(left: Tensor) -> UnpackedWeights:
+            kept = held if left is weight else None
+            return gptq_quantize(left, seen, scheme, layer.options, self.fit, kept, inverse)
+
+        if layer.weight_id not in self.beside:
+            return decide(weight), None
+        low_rank = self.beside[layer.weight_id]
+        metric = correction_metric(low_rank, seen)
+        values = partial(dequantize_codes, scheme=scheme, options=layer.options, weight=weight)
+        pair = quantize_with_correction(weight, decide, values, low_rank, metric)
+        return pair.codes, pair
+
+    def report(self) -> None:
+        """Write the results to the details and warnings of `ctx`."""
+        self.ctx.details["gptq_error"] = {name: float(f"{value:.3g}") for name, value in self.left.items()}
+        if self.unfed:
+            self.ctx.details["dead_inputs"] = self.unfed
+        if self.damped:
+            most = max(self.damped, key=lambda name: self.damped[name])
+            self.ctx.warn(
+                "more-damping",
+                f"gptq: the Hessians of {len(self.damped)} layers could only be inverted with more"
+                f" damping (up to {self.damped[most]:g} of the mean diagonal, in {most}). Increase"
+                " calibration_samples.",
+            )
+        if self.unreached:
+            self.ctx.warn(
+                "uncalibrated-layers",
+                f"No calibration sample reaches {', '.join(self.unreached)}; the weights of these"
+                " layers are rounded to nearest. Add calibration samples that use them.",
+            )
+        if few := few_tokens_text(self.fed, self.rows):
+            self.ctx.warn(
+                "few-calibration-tokens",
+                f"{few}; results may overfit. Increase calibration_samples, or add data:"
+                " {calibration: FILE}.",
+            )
+
+
+def _concatenate_rows(parts: Sequence[UnpackedWeights]) -> UnpackedWeights:
+    """Return the quantized weights of all rows from `parts`."""
+    if len(parts) == 1:
+        return parts[0]
+    grid = {name: torch.cat([part.qparams[name] for part in parts]) for name in parts[0].qparams}
+    return UnpackedWeights(torch.cat([part.q_weight for part in parts]), grid)
+
+
+def _output_error(off: Tensor, statistics: InputStatistics) -> float:
+    """Return the squared output error for the weight error `off`, float32 [N, K]."""
+    assert statistics.second_moment is not None
+    return float(((off @ statistics.second_moment.float()) * off).sum())

@@ -1,0 +1,145 @@
+"""HQQ with fitted scales: grids by half-quadratic splitting, without data.
+
+Badri & Shaji 2023, Half-Quadratic Quantization of Large Machine Learning Models
+(https://mobiusml.github.io/hqq_blog/), and its published code (hqq/core/optimize.py): the error
+|W - W_r|^p, p = 0.7, of a group W and its dequantized values W_r is minimized in alternating steps. With the
+quantized values fixed, the outlier part of the error is
+
+    E = sign(R) max(|R| - |R|^(p - 1) / beta, 0)        R = W - W_r
+
+and the grid is fitted to W - E by least squares; beta is 10 and grows by 1.01, 20 times. The published code
+fits only the zero point, which it stores as a float:
+
+    zero = mean(codes - (W - E) / scale)
+
+A zero point that is stored as an integer is rounded, which cancels the gain, and a symmetric scheme has none.
+Therefore the scale is fitted too, by the same least squares:
+
+    scale = <W - E, u> / <u, u>        u = codes - zero
+
+With these constants E is 0 for errors below 0.17, so for all practical weights: only the least squares are
+left, here and in the published code. They clip the range, which at two bits costs more than it gains
+(docs/reference/stages/quantize.md#hqq).
+
+Each group gets the grid with the least mean |error|, including the scheme's own.
+
+Shapes: N = outputs, G = groups, g = inputs of a group.
+
+Selection of the better of two grids per group, or per matrix for per-tensor scales.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions
+
+
+def select_per_group(better: Tensor, candidate: Tensor, current: Tensor) -> Tensor:
+    """Return the grid tensor with `candidate` for the groups where it is better, else `current`.
+
+    Args:
+        better: bool [N, G].
+        candidate: [N, G, ...], or [N] if all groups of a row share a value.
+        current: like `candidate`.
+    """
+    there = (
+        better.reshape(*better.shape, *[1] * (candidate.dim() - better.dim()))
+        if candidate.dim() > 1
+        else better[:, 0]
+    )
+    return torch.where(there, candidate, current)
+
+
+def pool_errors(sums: Tensor, scheme: Scheme, options: SchemeOptions) -> Tensor:
+    """Return the errors [N, G], summed over all groups that share a scale."""
+    return sums.sum().expand_as(sums) if scheme.is_per_tensor(options) else sums
+
+
+NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
+
+
+def hqq_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions) -> QuantParams:
+    """Return the HQQ grid of `groups`, float32 [N, G, g]; a `GridFinder`.
+
+    Args:
+        groups: groups of weights.
+        width: how many of the G * g inputs are weights; padding is ignored.
+        scheme: the scheme of the grid.
+        options: options of the scheme.
+    """
+    there = torch.ones(groups[0].numel(), device=groups.device)
+    there[width:] = 0
+    there = there.reshape(groups.shape[1:])
+    kind = getattr(torch, _scale_dtype(scheme, groups, width, options))
+    grid = dict(scheme.compute_qparams(groups, width, options))
+    best, least, beta = grid, _grid_errors(groups, grid, there, scheme, options), BETA
+    for _ in range(ITERATIONS):
+        values = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options)
+        target = groups - shrink(groups - values, beta)
+        grid = _fit_grid(target, values, grid, there, scheme, options)
+        grid["scales"] = grid["scales"].to(kind).float()
+        errors = _grid_errors(groups, grid, there, scheme, options)
+        better = errors < least
+        least = torch.where(better, errors, least)
+        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
+        beta *= GROWTH
+    return best
+
+
+def shrink(x: Tensor, beta: float, norm: float = NORM) -> Tensor:
+    """Return the proximal operator of |x|^norm, in the generalised form of the published code."""
+    large = x.abs()
+    return x.sign() * (large - large.clamp(min=1e-30) ** (norm - 1) / beta).clamp(min=0)
+
+
+def _fit_grid(
+    target: Tensor, values: Tensor, grid: QuantParams, mask: Tensor, scheme: Scheme, options: SchemeOptions
+) -> dict[str, Tensor]:
+    """Return the grid that fits `target` best, with the quantized values of `values` on the previous grid."""
+    found = dict(grid)
+    scales = grid["scales"]
+    steps = (values / scales[..., None]).where(scales[..., None] != 0, 0.0) * mask
+    if "zeros" in grid:
+        moved = zero_point_shift(target, steps, scales, mask)
+        zeros = (grid["zeros"].float() + moved).round().clamp(0, _max_code(scheme, grid, options))
+        steps = steps + (grid["zeros"].float() - zeros)[..., None] * mask
+        found["zeros"] = zeros.to(grid["zeros"].dtype)
+    length = pool_errors((steps * steps).sum(dim=-1), scheme, options)
+    fitted = pool_errors((target * steps).sum(dim=-1), scheme, options) / length
+    found["scales"] = fitted.where((length > 0) & fitted.isfinite() & (fitted != 0), scales)
+    return found
+
+
+def zero_point_shift(target: Tensor, steps: Tensor, scales: Tensor, valid: Tensor) -> Tensor:
+    """Return the shift of the zero points, [N, G]: the mean of steps - target / scale.
+
+    Args:
+        target: float32 [N, G, g], the values to fit.
+        steps: codes - zero, same shape.
+        scales: [N, G].
+        valid: [G, g], 1 for weights, 0 for padding.
+    """
+    wanted = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * valid
+    return (steps - wanted).sum(dim=-1) / valid.sum(dim=-1)
+
+
+def _max_code(scheme: Scheme, grid: QuantParams, options: SchemeOptions) -> int:
+    """Return the largest quantized value of a scheme with zero points."""
+    one = {name: torch.ones_like(tensor[:1, :1]) for name, tensor in grid.items()}
+    return int(scheme.quantize(torch.full((1, 1, 1), 1e6, device=one["scales"].device), one, options))
+
+
+def _scale_dtype(scheme: Scheme, groups: Tensor, width: int, options: SchemeOptions) -> str:
+    """Return the stored dtype of scales, by its torch name; candidates are rounded to it."""
+    stored = scheme.stored_tensors(groups.shape[0], width, options)["scales"]
+    return stored.file_dtype or stored.dtype
+
+
+def _grid_errors(
+    groups: Tensor, grid: QuantParams, mask: Tensor, scheme: Scheme, options: SchemeOptions
+) -> Tensor:
+    """Return the sum of |error| over all weights that share a scale, [N, G]."""
+    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors(off.abs_().mul_(mask).sum(dim=-1), scheme, options)

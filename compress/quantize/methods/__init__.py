@@ -1,1 +1,0 @@
-"""Quantization methods, one module each."""

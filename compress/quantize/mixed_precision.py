@@ -1,0 +1,348 @@
+"""Mixed precision: bit widths per matrix for a mean number of bits or a maximum drop of a metric.
+
+Sensitivities of single matrices are added up; interactions are not measured. With `max_drop` whole models are
+scored, so interactions count there.
+
+One bit width per matrix with the least total sensitivity for the total bits: a multiple-choice knapsack.
+
+The states of all matrices so far are visited in the order of their bits, and only Pareto-optimal ones are
+kept (Nemhauser & Ullmann 1969, Discrete Dynamic Programming and Capital Allocation): exact while there are
+few states. The matrices of a transformer have few shapes, so many choices take the same bits. Above
+`_MAX_STATES`, one state is kept per interval of bits.
+
+Sensitivity and stored size of each matrix of a model by bit width.
+
+Shapes: N = outputs (rows), K = inputs (columns).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
+from smelt.compress.candidate import candidate_artifact
+from smelt.compress.quantize.layer_sensitivity import output_changes, output_variance
+from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, plan_layers, quantize_layers
+from smelt.compress.quantize.settings import MixedPrecision, QuantizeSettings
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.stage import Context
+from smelt.models.structure import replace_layer
+from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, stored_bytes
+
+_MAX_STATES = 4000
+
+
+@dataclass(frozen=True)
+class WidthChoice:
+    """One choice per matrix. cost: total bits. sensitivity: the sum. choices: index by matrix."""
+
+    cost: int
+    sensitivity: float
+    choices: tuple[int, ...]
+
+
+def pareto_choices(choices: Sequence[Sequence[tuple[int, float]]]) -> list[WidthChoice]:
+    """Return the Pareto-optimal choices in bits and sensitivity, the cheapest first.
+
+    Args:
+        choices: bits and sensitivity of each possible choice, by matrix.
+    """
+    states: list[tuple[int, float, Any]] = [(0, 0.0, None)]
+    for options in choices:
+        found = [
+            (cost + more, damage + worse, (before, at))
+            for cost, damage, before in states
+            for at, (more, worse) in enumerate(options)
+        ]
+        states = _thin_states(_pareto_states(found))
+    return [WidthChoice(cost, damage, _trace_choices(before)) for cost, damage, before in states]
+
+
+def best_within(choices: Sequence[WidthChoice], cost: float) -> WidthChoice | None:
+    """Return the choice with the least sensitivity within `cost` bits; None if all take more."""
+    return next((one for one in reversed(choices) if one.cost <= cost), None)
+
+
+def _pareto_states(states: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
+    kept, least = [], math.inf
+    for state in sorted(states, key=lambda state: state[:2]):
+        if state[1] < least:
+            kept.append(state)
+            least = state[1]
+    return kept
+
+
+def _thin_states(states: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
+    """Return the cheapest state and the last (least sensitive) one of each interval of bits."""
+    if len(states) <= _MAX_STATES:
+        return states
+    first, step = states[0][0], (states[-1][0] - states[0][0]) / (_MAX_STATES - 1)
+    last = {math.ceil((state[0] - first) / step): state for state in states}
+    return [state for _, state in sorted(last.items())]
+
+
+def _trace_choices(before: Any) -> tuple[int, ...]:
+    found: list[int] = []
+    while before is not None:
+        before, at = before
+        found.append(at)
+    return tuple(reversed(found))
+
+
+@dataclass
+class WeightMatrix:
+    """A matrix and its layers; an embedding and an output layer may share one.
+
+    costs: stored bits by width. sensitivities: sensitivity by width, when it alone is quantized.
+    """
+
+    layers: list[PlannedLayer]
+    costs: dict[int, int] = field(default_factory=dict)
+    sensitivities: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the first layer."""
+        return self.layers[0].name
+
+    @property
+    def num_weights(self) -> int:
+        """N * K."""
+        return int(self.layers[0].module.weight.numel())
+
+    def layers_with_bits(self, bits: int, settings: QuantizeSettings) -> list[PlannedLayer]:
+        """Return the layers with a scheme of `bits` bits."""
+        scheme = SCHEMES_BY_BITS[bits].name
+        return [
+            replace(layer, scheme=scheme, options=settings.scheme_options(scheme)) for layer in self.layers
+        ]
+
+
+def weight_matrices(
+    layers: Sequence[PlannedLayer], settings: QuantizeSettings, widths: Sequence[int]
+) -> list[WeightMatrix]:
+    """Return the matrices of `layers` with their stored sizes, in the order of the layers."""
+    found: dict[int, WeightMatrix] = {}
+    for layer in layers:
+        found.setdefault(layer.weight_id, WeightMatrix([])).layers.append(layer)
+    for unit in found.values():
+        rows, width = unit.layers[0].module.weight.shape
+        for bits in widths:
+            stored = (
+                SCHEMES_BY_BITS[bits]
+                .stored_tensors(rows, width, settings.scheme_options(SCHEMES_BY_BITS[bits].name))
+                .values()
+            )
+            unit.costs[bits] = 8 * sum(map(stored_bytes, stored))
+    return list(found.values())
+
+
+def measure_matrix_sensitivities(
+    model: Any,
+    units: Sequence[WeightMatrix],
+    rows: CalibrationSamples,
+    settings: QuantizeSettings,
+    coder_of: Callable[[PlannedLayer], WeightQuantizer | None],
+    ctx: Context,
+) -> None:
+    """Measure the sensitivity of each matrix at each width, one matrix at a time.
+
+    The sensitivity is defined as in layer_sensitivity.py; embeddings are measured too.
+
+    Args:
+        model: not changed.
+        units: its matrices; `sensitivities` is filled in.
+        rows: calibration samples.
+        settings: settings with the scheme options.
+        coder_of: returns the quantizer of a layer.
+        ctx: reports progress.
+
+    Raises:
+        InputError: the model's outputs are not finite.
+    """
+    whole = [out.clone() for out in model_outputs(model, rows.batches)]
+    spread = output_variance(whole, rows) * sum(out.numel() for out in whole)
+    total = sum(len(unit.costs) for unit in units)
+    done = 0
+    for unit, off_by in output_changes(model, units, lambda unit: unit.layers, rows, whole, ctx):
+        for bits in unit.costs:
+            layers = unit.layers_with_bits(bits, settings)
+            quantize_layers(model, layers, {}, coder_of)
+            try:
+                off = off_by()
+            finally:
+                for layer in layers:
+                    replace_layer(model, [], layer.name, layer.module, {})
+            unit.sensitivities[bits] = off / spread
+            done += 1
+            ctx.progress(done, total, "sensitivity of each layer")
+
+
+# minimum difference in bits per weight between two scored models
+_FINE_DROP = 0.1
+
+
+def choose_bit_widths(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    samples: CalibrationSamples,
+    src: Artifact,
+    settings: QuantizeSettings,
+    quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None],
+    ctx: Context,
+) -> list[PlannedLayer]:
+    """Return `layers` with the bit widths that `settings.mixed_precision` asks for; write the details.
+
+    Args:
+        model: not changed.
+        layers: its planned layers; their schemes are replaced.
+        samples: calibration samples for the sensitivities.
+        src: the artifact of `model`.
+        settings: settings of the stage.
+        quantizer_of: returns the quantizer of a layer for sensitivities and scored models.
+        ctx: gets details and warnings; its `score` is used for `max_drop`.
+
+    Raises:
+        InputError: target_bits is less than the smallest width needs, or the metric is not scored.
+    """
+    asked = settings.mixed_precision
+    assert asked is not None
+    widths = sorted(asked.bit_widths)
+    units = weight_matrices(layers, settings, widths)
+    total = sum(unit.num_weights for unit in units)
+    least = sum(unit.costs[widths[0]] for unit in units) / total
+    if asked.target_bits is not None and asked.target_bits < least:
+        raise InputError(
+            f"quantize: mixed_precision: target_bits {asked.target_bits:g} is too small: with"
+            f" {widths[0]} bits in all layers, this model needs {least:.3g} bits per weight,"
+            " including scales and padding. Increase target_bits.",
+            code="budget-too-small",
+            setting="mixed_precision.target_bits",
+        )
+    trial = _ModelScorer(src, settings, quantizer_of, ctx)
+    # score the float model first, so that an unknown metric fails before the long part
+    whole = trial.float_score() if asked.target_bits is None else 0.0
+    measure_matrix_sensitivities(model, units, samples, settings, quantizer_of, ctx)
+    found = pareto_choices([[(unit.costs[b], unit.sensitivities[b]) for b in widths] for unit in units])
+    told: dict[str, Any] = {}
+    if asked.target_bits is not None:
+        chosen = best_within(found, asked.target_bits * total)
+        assert chosen is not None
+    else:
+        chosen = _within_drop(found, widths, total, asked, whole, trial, ctx)
+        told = {"metric": trial.metric, "score_of_floats": trial.of_floats, "scores": trial.told}
+    picked = {unit.name: widths[at] for unit, at in zip(units, chosen.choices, strict=True)}
+    ctx.details["mixed_precision"] = {
+        "average_bits": round(chosen.cost / total, 3),
+        "bits": picked,
+        "sensitivity": _sensitivities(units),
+        "sensitivity_samples": samples.num_samples,
+        **told,
+    }
+    by_weight = {
+        unit.layers[0].weight_id: unit.layers_with_bits(picked[unit.name], settings) for unit in units
+    }
+    new = {layer.name: layer for several in by_weight.values() for layer in several}
+    return [new[layer.name] for layer in layers]
+
+
+def _sensitivities(units: Sequence[WeightMatrix]) -> dict[str, dict[str, float]]:
+    """Return the sensitivity of each matrix by bits, the most sensitive (at the fewest bits) first."""
+    worst = sorted(units, key=lambda unit: -unit.sensitivities[min(unit.sensitivities)])
+    return {u.name: {str(b): float(f"{d:.3g}") for b, d in sorted(u.sensitivities.items())} for u in worst}
+
+
+class _ModelScorer:
+    """Scores whole models on validation data.
+
+    of_floats: score of the float model. told: mean bits and scores, in the order of scoring.
+    """
+
+    def __init__(
+        self,
+        src: Artifact,
+        settings: QuantizeSettings,
+        coder_of: Callable[[PlannedLayer], WeightQuantizer | None],
+        ctx: Context,
+    ) -> None:
+        self.src, self.settings, self.coder_of, self.ctx = src, settings, coder_of, ctx
+        assert settings.mixed_precision is not None
+        self.metric = settings.mixed_precision.metric or ""
+        self.of_floats: float | None = None
+        self.told: list[dict[str, float]] = []
+
+    def float_score(self) -> float:
+        """Return the score of the float model."""
+        scores = self.ctx.score(self.src)
+        self.metric = self.metric or next(iter(scores), "")
+        if self.metric not in scores:
+            known = ", ".join(scores) or "none"
+            raise InputError(
+                f"quantize: mixed_precision: this recipe does not score the metric '{self.metric}'."
+                f" Scored metrics: {known}.{did_you_mean(self.metric, scores)} Add it to score:"
+                f" {{quality: [...]}}, or set target_bits.",
+                code="metric-not-scored",
+                setting="mixed_precision.metric",
+            )
+        self.of_floats = self._sign() * scores[self.metric]
+        return float(scores[self.metric])
+
+    def _sign(self) -> int:
+        """Return -1 for metrics where lower is better, else 1."""
+        return -1 if self.metric in self.ctx.negated_metrics else 1
+
+    def score(self, picks: Sequence[int], average: float) -> float:
+        """Return the score of the model with the bit widths `picks`."""
+        from smelt.models.checkpoint import load_model, save_model
+
+        model, edits = load_model(self.src.path)
+        units = weight_matrices(plan_layers(model, self.settings), self.settings, ())
+        layers = [
+            layer
+            for unit, b in zip(units, picks, strict=True)
+            for layer in unit.layers_with_bits(b, self.settings)
+        ]
+        new = quantize_layers(model, layers, {}, self.coder_of)
+        with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space:
+            save_model(model, edits + new, Path(space), self.src.path)
+            scores = self.ctx.score(candidate_artifact(Path(space), self.src, self.ctx))
+        self.told.append({"average_bits": round(average, 3), self.metric: self._sign() * scores[self.metric]})
+        return float(scores[self.metric])
+
+
+def _within_drop(
+    found: Sequence[WidthChoice],
+    widths: Sequence[int],
+    total: int,
+    asked: MixedPrecision,
+    whole: float,
+    trial: _ModelScorer,
+    ctx: Context,
+) -> WidthChoice:
+    """Return the cheapest scored choice of `found` that loses at most `asked.max_drop`, by bisection."""
+    assert asked.max_drop is not None
+    limit = whole - asked.max_drop
+
+    def good(at: int) -> bool:
+        one = found[at]
+        return trial.score([widths[pick] for pick in one.choices], one.cost / total) >= limit
+
+    low, high = -1, len(found) - 1
+    if not good(high):
+        ctx.warn(
+            "max-drop-exceeded",
+            f"mixed_precision: even with the most bits ({found[high].cost / total:.3g} per weight),"
+            f" the drop is larger than max_drop {asked.max_drop:g} of {trial.metric} on validation"
+            " data; this choice is used. Increase max_drop, or add larger bit_widths.",
+        )
+        return found[high]
+    while high - low > 1 and found[high].cost - found[max(low, 0)].cost > _FINE_DROP * total:
+        middle = (low + high) // 2 if low >= 0 else 0
+        low, high = (low, middle) if good(middle) else (middle, high)
+    return found[high]

@@ -1,0 +1,336 @@
+"""Calibration of activation ranges on samples.
+
+Calibration methods for activation ranges: the magnitude that maps to the largest quantized value.
+
+- minmax: the largest observed value; no clipping.
+- percentile: the magnitude that this percentage of the values does not exceed.
+- entropy: the threshold whose coarse histogram is nearest to the fine one (Kullback-Leibler divergence;
+  Migacz, 8-bit inference with TensorRT, GTC 2017).
+- mse: the threshold with the least squared error of rounding and clipping.
+
+The first three give the results of the calibrators of onnxruntime.quantization on the same values in one
+batch (`onnxruntime/python/tools/quantization/calibrate.py`: MinMaxCalibrater, HistogramCollector). Here
+values arrive in batches, in two passes: the first finds the extremes, the second fills histogram bins that
+therefore do not depend on the batches.
+
+Warnings about weights so small that their float16 scales underflow or lose precision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from smelt.compress.calibration.samples import CalibrationSamples, observe_inputs
+from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
+from smelt.core.stage import Context
+from smelt.quantization.schemes.registry import SCHEMES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+BINS = 2048
+_NUM_LEVELS = 128  # quantized bins of a histogram of both signs
+_MAX_INT8 = 127
+_NUM_THRESHOLDS = 128  # candidates of mse, from an eighth of the largest magnitude upwards
+_SMOOTHING = 1e-4
+
+_INFINITE = np.float32(np.inf)
+
+BinCounts = NDArray[np.int64]
+FloatArray = NDArray[np.floating[Any]]
+
+
+@dataclass
+class Extremes:
+    """Results of the first pass for a layer: low <= x <= high, least <= |x|, and the number of rows."""
+
+    low: np.float32 = _INFINITE
+    high: np.float32 = -_INFINITE
+    least: np.float32 = _INFINITE
+    rows: int = 0
+
+    def update(self, x: Tensor) -> None:
+        """Update with inputs, float32 [rows, K]."""
+        if not x.numel():
+            return
+        low, high = x.aminmax()
+        self.low = min(self.low, np.float32(low.item()))
+        self.high = max(self.high, np.float32(high.item()))
+        self.least = min(self.least, np.float32(x.abs().amin().item()))
+        self.rows += len(x)
+
+    @property
+    def largest(self) -> np.float32:
+        """The largest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+class Histogram:
+    """Histogram of `BINS` bins for a calibration method.
+
+    Signed values for entropy, else magnitudes: from the smallest observed one, for mse from 0.
+    """
+
+    def __init__(self, method: CalibrationMethod, extremes: Extremes, bins: int = BINS) -> None:
+        self.method, self.extremes, self._bins = method, extremes, bins
+        largest = extremes.largest
+        lowest = {"entropy": -largest, "percentile": extremes.least}.get(method, np.float32(0))
+        self._range = cast(Any, (lowest, largest))  # float32, so that the edges are too
+        self.counts: BinCounts = np.zeros(bins, dtype=np.int64)
+        self.edges: FloatArray = np.histogram(np.zeros(0, np.float32), bins, range=self._range)[1]
+
+    def update(self, x: Tensor) -> None:
+        """Count inputs, float32 [rows, K]."""
+        values = (x if self.method == "entropy" else x.abs()).numpy().ravel()
+        counts, self.edges = np.histogram(values, self._bins, range=self._range)
+        self.counts += counts
+
+    def range_end(self, percentile: float) -> float:
+        """Return the magnitude that maps to the largest quantized value.
+
+        Args:
+            percentile: percentile of the magnitudes, for the method percentile.
+        """
+        if self.method == "mse":
+            return float(min(mse_range(self.counts, self.edges), self.extremes.largest))
+        if self.method == "entropy":
+            low, high = entropy_range(self.counts, self.edges)
+        else:
+            high = percentile_range(self.counts, self.edges, percentile)
+            low = -high
+        return float(max(abs(max(low, self.extremes.low)), abs(min(high, self.extremes.high))))
+
+
+def percentile_range(counts: BinCounts, edges: FloatArray, percentile: float) -> Any:
+    """Return the lower edge of the bin that contains the percentile."""
+    shares = np.cumsum(counts / counts.sum())
+    return edges.astype(np.float32)[np.searchsorted(shares, percentile / 100.0)]
+
+
+def mse_range(counts: BinCounts, edges: FloatArray) -> np.floating[Any]:
+    """Return the threshold with the least squared int8 quantization error of the bin centers."""
+    centres = (edges[:-1] + edges[1:]).astype(np.float64) / 2
+    cuts = edges[-1] * np.arange(_NUM_THRESHOLDS // 8, _NUM_THRESHOLDS + 1) / _NUM_THRESHOLDS
+    errors = []
+    for cut in cuts:
+        step = cut / _MAX_INT8 or 1.0
+        left = np.clip(np.rint(centres / step), -_MAX_INT8 - 1, _MAX_INT8) * step
+        errors.append(float((counts * (centres - left) ** 2).sum()))
+    best: np.floating[Any] = cuts[int(np.argmin(errors))]
+    return best
+
+
+def entropy_range(counts: BinCounts, edges: FloatArray, codes: int = _NUM_LEVELS) -> tuple[Any, Any]:
+    """Return the signed edges for which `codes` coarse bins have the least divergence from the fine ones."""
+    middle, half = len(counts) // 2, codes // 2
+    sums = np.concatenate([[0], np.cumsum(counts)])
+    found, limits = [], []
+    for reach in range(half, middle + 1):
+        begin, end = middle - reach, min(middle + reach + 1, len(counts))
+        limits.append((edges[begin], edges[end]))
+        fine = counts[begin:end].copy()
+        fine[0] += sums[begin]  # clipped values
+        fine[-1] += sums[-1] - sums[end]
+        coarse = _requantize_bins(counts[begin:end], codes, fine != 0)
+        found.append(_divergence(_smooth(fine), _smooth(coarse)))
+    return limits[int(np.argmin(found))]
+
+
+def _requantize_bins(inner: BinCounts, codes: int, there: NDArray[np.bool_]) -> BinCounts:
+    """Merge bins into `codes` coarse ones, and spread each count over its nonempty fine bins, rounded down.
+
+    The last coarse bin also counts the remaining bins at the end, but does not extend over them.
+    """
+    merged = len(inner) // codes
+    whole = codes * merged
+    coarse = inner[:whole].reshape(codes, merged).sum(axis=1)
+    coarse[-1] += inner[whole:].sum()
+    filled = there[:whole].reshape(codes, merged).sum(axis=1)
+    shares = np.where(filled > 0, coarse / np.maximum(filled, 1), 0).astype(np.int64)
+    spread = np.zeros(len(inner), dtype=np.int64)
+    spread[:whole] = np.repeat(shares, merged)
+    return spread
+
+
+def _smooth(counts: BinCounts) -> NDArray[np.float32] | None:
+    """Move a small probability from nonempty bins to empty ones; return None if all are empty."""
+    empty = (counts == 0).astype(np.float32)
+    many = empty.sum()
+    if many == counts.size:
+        return None
+    taken = _SMOOTHING * float(many) / float(counts.size - many)
+    smoothed = counts.astype(np.float32)
+    smoothed += _SMOOTHING * empty + (-taken) * (counts != 0).astype(np.float32)
+    return smoothed
+
+
+def _divergence(p: NDArray[np.float32] | None, q: NDArray[np.float32] | None) -> float:
+    if p is None or q is None:
+        return float("inf")
+    p, q = p / p.sum(), q / q.sum()
+    return float(np.sum(p * np.log(p / q), dtype=p.dtype))
+
+
+# Fewer tokens are not representative.
+MIN_CALIBRATION_TOKENS = 1000
+
+
+def calibrate_ranges(
+    model: Any,
+    layers: Sequence[PlannedLayer],
+    samples: CalibrationSamples,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> dict[int, float]:
+    """Return the magnitude that maps to the largest quantized value, by `PlannedLayer.weight_id`.
+
+    Layers that share a weight share a range. Layers that no sample reaches are left out.
+
+    Args:
+        model: in eval mode.
+        layers: its planned layers; those without activation ranges are ignored.
+        samples: calibration samples; run twice for methods with histograms.
+        settings: settings with `calibration_method` and `calibration_percentile`.
+        ctx: reports progress.
+
+    Raises:
+        InputError: activations are not finite.
+    """
+    modules: dict[str, list[nn.Module]] = {}
+    names: dict[str, str] = {}
+    for layer in layers:
+        if layer.needs_range:
+            modules.setdefault(str(layer.weight_id), []).append(layer.module)
+            names.setdefault(str(layer.weight_id), layer.name)
+    found = observe_ranges(model, modules, names, samples, settings, ctx)
+    return {int(key): seen.largest for key, seen in found.items()}
+
+
+@dataclass(frozen=True)
+class ObservedRange:
+    """Observed inputs: the magnitude that maps to the largest quantized value; whether any is negative."""
+
+    largest: float
+    signed: bool
+
+
+def observe_ranges(
+    model: Any,
+    modules: Mapping[str, Sequence[nn.Module]],
+    names: Mapping[str, str],
+    samples: CalibrationSamples,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> dict[str, ObservedRange]:
+    """Return the input ranges of `modules`, by the caller's keys, without those that no sample reaches.
+
+    Args:
+        model: in eval mode.
+        modules: its modules; those of one key share a range.
+        names: names for messages, by key.
+        samples: calibration samples; run twice for methods with histograms.
+        settings: settings with `calibration_method` and `calibration_percentile`.
+        ctx: reports progress.
+
+    Raises:
+        InputError: activations are not finite.
+    """
+    extremes = {key: Extremes() for key in modules}
+    observe_inputs(model, samples, modules, lambda key, x: extremes[key].update(x), ctx)
+    for key, seen in extremes.items():
+        if seen.rows and not float(seen.largest) < float("inf"):
+            raise InputError(
+                f"quantize: {names[key]}: the layer's inputs on samples of {samples.origin} are not"
+                " finite. The training before this step has probably diverged; lower its learning_rate.",
+                code="non-finite-activations",
+            )
+    reached = {key: seen for key, seen in extremes.items() if seen.rows}
+    signed = {key: bool(seen.low < 0) for key, seen in reached.items()}
+    if settings.calibration_method == "minmax":
+        return {key: ObservedRange(float(seen.largest), signed[key]) for key, seen in reached.items()}
+    counted = {key: Histogram(settings.calibration_method, seen) for key, seen in reached.items()}
+
+    def count(key: str, x: Tensor) -> None:
+        counted[key].update(x)
+
+    observe_inputs(model, samples, {key: modules[key] for key in reached}, count, ctx)
+    return {
+        key: ObservedRange(found.range_end(settings.calibration_percentile), signed[key])
+        for key, found in counted.items()
+    }
+
+
+# Maximum relative error of a matrix that rounding its scales to float16 may add.
+_MAX_EXTRA_ERROR = 0.02
+# Smaller weights are checked: float16 ends at 2^-24, and 8-bit steps are 1/255 of the largest weight.
+_SMALL_MAGNITUDE = 1e-3
+
+
+def small_weights(layers: Collection[PlannedLayer]) -> dict[str, Tensor]:
+    """Return copies of the weights of layers whose weights are all small, float32 [N, K], by name."""
+    found: dict[str, Tensor] = {}
+    for layer in layers:
+        weight = layer.module.weight.detach()
+        # without abs(), which would copy a large embedding
+        largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
+        if 0 < largest < _SMALL_MAGNITUDE:
+            found[layer.name] = weight.float().clone()
+    return found
+
+
+def scale_underflow_warnings(
+    layers: Collection[PlannedLayer], weights: Mapping[str, Tensor]
+) -> list[Message]:
+    """Return a warning for each matrix whose scales lose too much precision in float16.
+
+    weights: the result of `small_weights` before any method changed the weights to their quantized values.
+    """
+    said: dict[int, list[str]] = {}
+    largest: dict[int, float] = {}
+    for layer in layers:
+        if layer.name in weights and _loses_digits(layer, weights[layer.name]):
+            said.setdefault(layer.weight_id, []).append(layer.name)
+            largest[layer.weight_id] = float(weights[layer.name].abs().max())
+    return [
+        warning(
+            "scale-underflow",
+            f"{', '.join(names)}: the largest weight is only {largest[weight]:g}, so float16 scales"
+            " lose precision or underflow to 0, and the quantized weights may be inaccurate. Keep"
+            f" the layer in float with exclude: {json.dumps(names)}.",
+        )
+        for weight, names in said.items()
+    ]
+
+
+def _loses_digits(layer: PlannedLayer, weight: Tensor) -> bool:
+    """Return whether rounding a matrix loses more than rounding the same matrix scaled up."""
+    rows, width = weight.shape
+    stored = SCHEMES[layer.scheme].stored_tensors(rows, width, layer.options).get("scales")
+    if stored is None or stored.file_dtype != "float16":
+        return False
+    return (
+        _relative_error(layer, weight) - _relative_error(layer, weight / weight.abs().max())
+        > _MAX_EXTRA_ERROR
+    )
+
+
+def _relative_error(layer: PlannedLayer, weight: Tensor) -> float:
+    """Return the rounding error of `weight` relative to its norm."""
+    from smelt.compress.quantize.plan_layers import round_to_nearest
+
+    scheme = SCHEMES[layer.scheme]
+    codes, grid = round_to_nearest(weight, scheme, layer.options)
+    values = scheme.dequantize(codes, grid, layer.options).flatten(1)[:, : weight.shape[1]]
+    # squares of 1e-25 underflow in float32
+    return float((values - weight).double().norm() / weight.double().norm())

@@ -1,1 +1,0 @@
-"""Options of the quantization schemes as settings of `quantize`, and their help texts."""

@@ -1,1 +1,0 @@
-"""Sensitivity of layers to quantization, and the choice of bit widths by it."""

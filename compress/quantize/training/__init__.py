@@ -1,1 +1,0 @@
-"""Quantization-aware training: straight-through gradients, learned step sizes, stored master weights."""

@@ -1,0 +1,454 @@
+"""The stage `share-weights`: neighbouring layers of a stack share their matrices, stored once.
+
+The settings of `share-weights`.
+
+Layers of a group share one matrix, and each adds a low-rank difference of its own.
+
+W_l ~ W_shared + B_l A_l, where B_l A_l is the truncated singular value decomposition of W_l - W_shared
+(Bae et al. 2024, Relaxed Recursive Transformers, arXiv:2410.20672): at full rank the layers are unchanged.
+W_shared is initialized as a layer of the group or their mean. In each further iteration it is the mean of
+W_l - B_l A_l, and the differences are computed again. Both are least squares, so the error never grows.
+Biases are not shared.
+
+Shapes: N = outputs, K = inputs of a layer, r = rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from smelt.compress.factorize.svd import ErrorMetric, low_rank_factors
+from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.core.artifact import Artifact, Format
+from smelt.core.errors import InputError, SettingError
+from smelt.core.messages import Message, error_message, warning
+from smelt.core.stage import Context, Need, Settings, StoredDtype
+from smelt.core.text import with_article
+from smelt.data.splits import TASKS, Task
+from smelt.models.families.registry import FAMILIES, family_of, no_blocks_reason
+from smelt.models.layers import SharedLinear
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smelt.models.families.model_blocks import Block
+    from smelt.models.structure import Edit
+
+
+class LowRankDelta(Settings):
+    """A low-rank matrix that each layer of a group adds to the shared weights, and its bias."""
+
+    rank: int = Field(ge=1, description="at most the smaller dimension of a layer")
+    iterations: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="alternating updates of deltas and shared weights",
+    )
+
+
+class ShareWeightsSettings(Settings):
+    """Settings of `share-weights`. Give at most one of groups and group_size; default group_size: 2."""
+
+    targets: list[Literal["attention", "ffn"]] = Field(
+        default=["attention", "ffn"],
+        min_length=1,
+        description="linear layers of attention, of the feed-forward part",
+    )
+    groups: int | None = Field(
+        default=None,
+        ge=1,
+        description="groups of neighbouring layers per stack",
+    )
+    group_size: int | None = Field(default=None, ge=2, description="neighbouring layers in a group")
+    exclude_first_and_last: bool = Field(
+        default=False, description="the first and last layer of each stack keep their weights"
+    )
+    init_from: Literal["first", "mean", "last"] = Field(
+        default="first",
+        description="a group's initial weights: of one layer, or the mean",
+    )
+    stacks: list[Literal["layers", "encoder_layers", "decoder_layers"]] | None = Field(
+        default=None, min_length=1, description="stacks whose layers are shared; default: all"
+    )
+    low_rank_delta: LowRankDelta | None = Field(
+        default=None, description="a low-rank difference for each layer"
+    )
+    dtype: StoredDtype = "keep"
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.groups is not None and self.group_size is not None:
+            raise SettingError("set either groups or group_size, not both", code="settings-conflict")
+        return self
+
+
+_DEFAULT_GROUP_SIZE = 2
+
+
+class ShareWeights:
+    """Share the weights of linear layers between neighbouring layers of a stack.
+
+    Saves size, not time: as many layers are computed as before. Shared weights are stored once, in
+    files and in graphs, and are trained, pruned, factorized and quantized once. Norms are not shared.
+    Layers of a trained model are not interchangeable, so quality falls a lot at once; add distill
+    (or finetune). With low_rank_delta each layer adds a low-rank difference, found by singular value
+    decomposition, and its own bias to the shared matrix; training then updates both.
+
+        - share-weights: {targets: [ffn], exclude_first_and_last: true}
+        - share-weights: {init_from: mean, low_rank_delta: {rank: 16}}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "share-weights"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    source: ClassVar[str] = (
+        "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); exclude_first_and_last:"
+        " Subformer, Reid"
+        " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020,"
+        " arXiv:1909.11942; low_rank_delta: Relaxed Recursive Transformers, Bae et al. 2024, arXiv:2410.20672"
+    )
+    version: ClassVar[int] = 1
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[ShareWeightsSettings]] = ShareWeightsSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def invalidates(cls, settings: ShareWeightsSettings) -> Mapping[str, str]:
+        """Return what this step loses of earlier steps, or what prevents sharing.
+
+        Layers of different sizes cannot be shared; the shared matrix with differences has no zeros.
+        """
+        zeros = {
+            "zeros": "shared matrices and their low-rank differences are dense: the zeros of '{step}' are"
+            " lost; put share-weights before '{step}'"
+        }
+        return (zeros if settings.low_rank_delta is not None else {}) | {
+            "widths": "'{step}' makes layers of different sizes, which cannot be shared; put share-weights"
+            " before '{step}', which then prunes shared layers together"
+        }
+
+    @classmethod
+    def unit_pruning_error(cls, settings: ShareWeightsSettings) -> str | None:
+        """Return why heads and neurons of the result cannot be pruned; None if they can."""
+        if settings.low_rank_delta is None:
+            return None
+        return "its layers share a matrix and add differences, so units can only be removed from all of them"
+
+    @classmethod
+    def check_model(
+        cls, settings: ShareWeightsSettings, config: Mapping[str, Any]
+    ) -> tuple[list[Message], Mapping[str, Any]]:
+        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        family = FAMILIES.get(str(config.get("model_type")))
+        if (lack := no_blocks_reason(config)) is not None:
+            return [error_message("does-not-fit-model", f"{lack}; remove share-weights.")], config
+        known = [stack.name for stack in family.stacks(config)] if family else []
+        found = [
+            error_message(
+                "unknown-stack",
+                f"{with_article(config.get('model_type'))} model has the stacks {' and '.join(known)},"
+                f" not '{name}'",
+                setting="stacks",
+            )
+            for name in settings.stacks or ()
+            if known and name not in known
+        ]
+        return found, config
+
+    def __call__(self, src: Artifact, settings: ShareWeightsSettings, ctx: Context) -> None:
+        """Share weights among the layers of `src` and write the model to `ctx.out`."""
+        from smelt.compress.train.training_state import torch_threads
+        from smelt.models.checkpoint import save_model
+
+        with torch_threads(ctx.threads):
+            model, edits = load_float_model(src, self.name)
+            ctx.details["parameters_before"] = count_stored_parameters(model)
+            lost: dict[str, float] = {}
+            shared, apart = share_layers(model, edits, settings, lost)
+            ctx.details["parameters_after"] = count_stored_parameters(model)
+            if settings.low_rank_delta is not None:
+                ctx.details["lost"] = lost
+            ctx.details["groups"] = shared
+            ctx.warnings.extend(apart)
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+
+def share_layers(
+    model: Any, edits: list[Edit], settings: ShareWeightsSettings, residuals: dict[str, float] | None = None
+) -> tuple[dict[str, list[list[int]]], list[Message]]:
+    """Share weights between the layers of `model` in place; append the edits to `edits`.
+
+    residuals: receives, by the first name of each linear layer, the part of the squared distances from the
+    mean of a group that the differences do not represent.
+
+    Returns:
+        The indices of the layers in each group by stack, and warnings about layers that are not shared.
+
+    Raises:
+        InputError: an unsupported family, or none of the stacks that the settings name.
+    """
+    from smelt.models.families.model_blocks import blocks_of
+
+    if family_of(model) is None:
+        raise InputError(
+            f"share-weights: {with_article(model.config.model_type)} model is not supported."
+            f" Supported: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    mistakes, _ = ShareWeights.check_model(settings, model.config.to_dict())
+    if mistakes:
+        raise InputError(
+            f"share-weights: {'; '.join(one.message for one in mistakes)}.",
+            code=mistakes[0].code,
+            setting=mistakes[0].setting,
+            found=mistakes,
+        )
+    stacks: dict[str, list[Block]] = {}
+    for block in blocks_of(model):
+        if settings.stacks is None or block.stack.name in settings.stacks:
+            stacks.setdefault(block.stack.name, []).append(block)
+    shared: dict[str, list[list[int]]] = {}
+    notes: list[Message] = []
+    for name, blocks in stacks.items():
+        together = [g for g in group_layers(len(blocks), settings) if len(g) > 1]
+        shared[name] = [[blocks[at].index for at in group] for group in together]
+        if not together:
+            notes.append(
+                warning(
+                    "single-layer-groups",
+                    f"The {len(blocks)} {name} are not shared: each group has one layer. Set group_size or"
+                    " groups.",
+                )
+            )
+        for group in together:
+            there = _shareable_parts([blocks[at] for at in group], settings)
+            if not there:
+                said = ", ".join(str(blocks[at].index) for at in group)
+                notes.append(
+                    warning(
+                        "no-part-in-common",
+                        f"The {name} {said} are not shared: an earlier step removed parts, and no two"
+                        f" of these layers have a part of targets: {settings.targets} in common.",
+                    )
+                )
+            for parts in there:
+                notes.extend(
+                    _share_parts(model, edits, parts, settings, {} if residuals is None else residuals)
+                )
+    return shared, notes
+
+
+def group_layers(layers: int, settings: ShareWeightsSettings) -> list[list[int]]:
+    """Return the indices of `layers` layers in groups of neighbours; a single layer is a group."""
+    every = settings.group_size or _DEFAULT_GROUP_SIZE
+    first = 1 if settings.exclude_first_and_last else 0
+    inner = range(first, layers - first)
+    groups: dict[int, list[int]] = {}
+    for place, number in enumerate(inner):
+        at = (
+            place // every
+            if settings.groups is None
+            else place * min(settings.groups, len(inner)) // len(inner)
+        )
+        groups.setdefault(at, []).append(number)
+    ends = [[at] for at in sorted({0, layers - 1}) if at not in inner]
+    return sorted([*groups.values(), *ends])
+
+
+def _shareable_parts(blocks: list[Block], settings: ShareWeightsSettings) -> list[list[tuple[str, ...]]]:
+    """Return, for each part of a block, the names of its linear layers in every block."""
+    found: list[list[tuple[str, ...]]] = []
+    if "attention" in settings.targets:
+        for kind in blocks[0].stack.attentions:
+            ends = f".{kind.query}"
+            there = [
+                [a.linear_layers for a in block.attentions if a.query.endswith(ends)] for block in blocks
+            ]
+            found.append([products for each in there for products in each])
+    if "ffn" in settings.targets:
+        feeds = [block.feed_forward for block in blocks]
+        found.append([feed.linear_layers for feed in feeds if feed is not None])
+    return [parts for parts in found if len(parts) > 1]  # a removed part shares nothing
+
+
+def _share_parts(
+    model: Any,
+    edits: list[Edit],
+    parts: list[tuple[str, ...]],
+    settings: ShareWeightsSettings,
+    lost: dict[str, float],
+) -> list[Message]:
+    """Share the linear layers of one part of several blocks, all or none; return warnings."""
+    from smelt.models.structure import replace_layer
+
+    take = settings.init_from
+    code, reason = _unshareable_reason(model, parts, settings)
+    if code is not None:
+        return [warning(code, f"{parts[0][0]} ... {parts[-1][-1]} are not shared: {reason}.")]
+    if all(len({id(model.get_submodule(name)) for name in names}) == 1 for names in zip(*parts, strict=True)):
+        return [
+            warning(
+                "already-shared",
+                f"{parts[0][0]} ... {parts[-1][-1]} already share their weights; they are unchanged.",
+            )
+        ]
+    for names in zip(*parts, strict=True):
+        if settings.low_rank_delta is not None:
+            _share_with_delta(model, edits, names, settings, lost)
+            continue
+        owner = model.get_submodule(names[0])
+        _initialize_shared(owner, [model.get_submodule(name) for name in names], take)
+        for name in names[1:]:
+            if model.get_submodule(name) is not owner:
+                edit = {"op": "share", "module": name, "with": names[0]}
+                replace_layer(model, edits, name, owner, edit)
+    return []
+
+
+def _share_with_delta(
+    model: Any,
+    edits: list[Edit],
+    names: tuple[str, ...],
+    settings: ShareWeightsSettings,
+    lost: dict[str, float],
+) -> None:
+    """Replace the linear layers `names` by a shared matrix and differences; identical ones stay identical."""
+    import torch
+
+    from smelt.models.structure import replace_layer
+
+    assert settings.low_rank_delta is not None
+    rank, iterations = settings.low_rank_delta.rank, settings.low_rank_delta.iterations
+    own = {model.get_submodule(name): name for name in reversed(names)}  # by module its first name
+    layers = list(reversed(own))
+    if len(layers) == 1:
+        return
+    weights = [layer.weight.detach() for layer in layers]
+    start = {"first": weights[0], "last": weights[-1], "mean": torch.stack(weights).double().mean(dim=0)}
+    made, off = make_shared_layers(layers, start[settings.init_from], rank, iterations)
+    lost[names[0]] = float(f"{off:.3g}")
+    for layer, new in zip(layers, made, strict=True):
+        edit = {"op": "difference", "module": own[layer], "rank": new.rank}
+        replace_layer(model, edits, own[layer], new, edit)
+    first = own[layers[0]]
+    for layer in layers[1:]:
+        edits.append({"op": "share", "module": f"{own[layer]}.shared", "with": f"{first}.shared"})
+
+
+def _unshareable_reason(
+    model: Any, parts: list[tuple[str, ...]], settings: ShareWeightsSettings
+) -> tuple[str, str] | tuple[None, None]:
+    """Return the code and text of why these linear layers cannot be shared, or None twice."""
+    from torch import nn
+
+    from smelt.models.layers import SharedLinear
+
+    for names in zip(*parts, strict=True):
+        modules = [model.get_submodule(name) for name in names]
+        sizes = [_describe_shapes(module) for module in modules]
+        odd = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
+        if odd is not None:
+            return "shape-mismatch", f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
+        if isinstance(modules[0], nn.Linear):
+            continue
+        if isinstance(modules[0], SharedLinear):
+            if settings.init_from == "mean" or settings.low_rank_delta is not None:
+                text = (
+                    f"{names[0]} already has a low-rank delta (set init_from: first, without low_rank_delta)"
+                )
+                return "already-shared", text
+        elif settings.low_rank_delta is not None:
+            text = (
+                f"{names[0]} is factorized; low_rank_delta needs unfactorized layers. Put share-weights first"
+            )
+            return "already-factorized", text
+        elif settings.init_from == "mean":
+            text = f"{names[0]} is factorized, and factors cannot be averaged (set init_from: first)"
+            return "already-factorized", text
+    return None, None
+
+
+def _describe_shapes(module: nn.Module) -> str:
+    tensors = ", ".join(f"{name} {list(value.shape)}" for name, value in module.state_dict().items())
+    return f"{type(module).__name__} {tensors}"
+
+
+def _initialize_shared(owner: nn.Module, modules: list[nn.Module], take: str) -> None:
+    """Set the shared values of the group in `owner`, the first of `modules`."""
+    import torch
+
+    states = [module.state_dict() for module in modules]
+    if take == "mean":
+        mean = {n: torch.stack([s[n].double() for s in states]).mean(dim=0) for n in states[0]}
+        owner.load_state_dict(mean)
+    elif take == "last":
+        owner.load_state_dict(states[-1])
+
+
+LowRankPair = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def decompose_shared(
+    weights: Sequence[Tensor], start: Tensor, rank: int, iterations: int
+) -> tuple[Tensor, list[LowRankPair], list[float]]:
+    """Return the shared matrix of `weights`, each [N, K], their factors ([N, r], [r, K]), and the error.
+
+    All float64. The error is the squared error of all weights relative to their squared distance from their
+    mean, after each iteration; 0 if all are equal.
+
+    Args:
+        weights: of the group.
+        start: initial shared matrix.
+        rank: at most N and K.
+        iterations: number of iterations.
+    """
+    exact = torch.stack([weight.detach().double() for weight in weights])
+    apart = float((exact - exact.mean(dim=0)).square().sum())
+    shared, lost = start.detach().double(), []
+    products = torch.zeros_like(exact)
+    for turn in range(iterations):
+        if turn:
+            shared = (exact - products).mean(dim=0)
+        pairs = [low_rank_factors(weight - shared, rank, ErrorMetric())[:2] for weight in exact]
+        products = torch.stack([up @ down for up, down in pairs])
+        off = float((exact - shared - products).square().sum())
+        lost.append(off / apart if apart else 0.0)
+    return shared, pairs, lost
+
+
+def make_shared_layers(
+    layers: Sequence[nn.Linear], start: Tensor, rank: int, iterations: int
+) -> tuple[list[SharedLinear], float]:
+    """Return replacements of `layers` that share a module, in their order and mode, and the error.
+
+    Args:
+        layers: of one size, all with a bias or none.
+        start: initial shared matrix, [N, K].
+        rank: of the differences; limited by the smaller side of a layer.
+        iterations: see `decompose_shared`.
+    """
+    first = layers[0]
+    shared, pairs, lost = decompose_shared(
+        [m.weight for m in layers], start, min(rank, *start.shape), iterations
+    )
+    made: list[SharedLinear] = []
+    for layer, (up, down) in zip(layers, pairs, strict=True):
+        new = SharedLinear(first.in_features, first.out_features, len(down), first.bias is not None)
+        new.difference.up.weight.data, new.difference.down.weight.data = up.float(), down.float()
+        if layer.bias is not None:
+            new.difference.up.bias.data = layer.bias.detach().clone()
+        if made:
+            new.shared = made[0].shared
+        else:
+            new.shared.weight = nn.Parameter(shared.float())
+        made.append(new.train(layer.training))
+    return made, lost[-1]

@@ -1,0 +1,342 @@
+"""The stage `shortlist`: learn from training samples which target tokens a source text allows.
+
+IBM Model 1 on token ids: the target tokens that each source token makes likely.
+
+t(target | source) is estimated by expectation maximization over pairs of texts; every target token comes
+from one of the source tokens of its sample, or from the token NULL, which takes tokens without a source.
+
+Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, Computational Linguistics
+19(2), section 4.
+
+Shapes: P = pairs of a source and a target token in all samples, T = target tokens in all samples, U =
+different pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from smelt.core.artifact import Artifact, Format
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, Need, Progress, Settings, no_progress
+from smelt.core.text import with_article, with_count
+from smelt.data.splits import TEXT_TO_TEXT_TASKS, Task
+
+if TYPE_CHECKING:
+    from smelt.generation.shortlist import Shortlist
+
+
+IntArray = NDArray[np.int64]
+TokenPair = tuple[Sequence[int], Sequence[int]]
+_CHUNK_PAIRS = 4_000_000  # pairs per chunk; each takes 32 bytes of working memory
+
+
+@dataclass(frozen=True)
+class TranslationTable:
+    """Pairs of tokens that occur in a sample together, by source token, the likeliest target token first.
+
+    source, target: int64 [U]. probability: float64 [U], t(target | source).
+    """
+
+    source: IntArray
+    target: IntArray
+    probability: NDArray[np.float64]
+
+
+def count_word_pairs(row: TokenPair) -> int:
+    """Return the number of token pairs of a sample, including those with NULL."""
+    return (len(row[0]) + 1) * len(row[1])
+
+
+def fit_ibm_model1(
+    rows: Sequence[TokenPair],
+    num_sources: int,
+    num_targets: int,
+    iterations: int,
+    progress: Progress = no_progress,
+) -> TranslationTable:
+    """Return the translation table of Model 1 for `rows` (source ids, target ids); empty targets are skipped.
+
+    Args:
+        rows: token ids of samples.
+        num_sources: S, the size of the source vocabulary.
+        num_targets: V, the size of the target vocabulary.
+        iterations: of expectation maximization; the first starts with all pairs equally likely.
+        progress: called with the number of finished iterations.
+    """
+    chunks, keys = _chunk_pairs(rows, num_sources, num_targets)
+    source, target = keys // num_targets, keys % num_targets
+    chance = np.ones(len(keys))
+    for done in range(iterations):
+        progress(done, iterations, "estimating translation probabilities")
+        counts = np.zeros(len(keys))
+        for pair, place in chunks:
+            found = chance[pair]
+            found /= np.bincount(place, found)[place]
+            counts += np.bincount(pair, found, len(keys))
+        chance = counts / np.bincount(source, counts, num_sources + 1)[source]
+    real = source < num_sources
+    order = np.lexsort((target[real], -chance[real], source[real]))
+    return TranslationTable(source[real][order], target[real][order], chance[real][order])
+
+
+def top_targets(table: TranslationTable, num_sources: int, top_k: int, excluded: IntArray) -> list[IntArray]:
+    """Return the `top_k` likeliest target tokens of each source token, without those in `excluded`."""
+    kept = ~np.isin(table.target, excluded)
+    ends = np.searchsorted(table.source[kept], np.arange(num_sources + 1))
+    target = table.target[kept]
+    return [target[begin : min(end, begin + top_k)] for begin, end in pairwise(ends)]
+
+
+def _chunk_pairs(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[list[Any], IntArray]:
+    """Return the pairs of each chunk of samples with their target positions, int32 each, and keys int64 [U].
+
+    A pair is the number of its key, source * targets + target; the source of NULL is `sources`.
+    """
+    parts, keys = [], np.zeros(0, dtype=np.int64)
+    at = 0
+    while at < len(rows):
+        size, begin = 0, at
+        while at < len(rows) and (at == begin or size + count_word_pairs(rows[at]) <= _CHUNK_PAIRS):
+            size += count_word_pairs(rows[at])
+            at += 1
+        found, place = _pair_keys(rows[begin:at], sources, targets)
+        own, number = np.unique(found, return_inverse=True)
+        parts.append((own, number.astype(np.int32), place))
+        keys = np.union1d(keys, own)
+    return [(np.searchsorted(keys, own).astype(np.int32)[n], place) for own, n, place in parts], keys
+
+
+def _pair_keys(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[IntArray, NDArray[np.int32]]:
+    """Return the keys of all pairs, int64 [P], and the target position of each, int32 [P]."""
+    words = np.concatenate([[*source, sources] for source, _ in rows]).astype(np.int64)
+    lengths = np.array([len(source) + 1 for source, _ in rows])
+    begins = np.cumsum(lengths) - lengths
+    owner = np.repeat(np.arange(len(rows)), [len(target) for _, target in rows])  # [T]
+    each = lengths[owner]
+    place = np.repeat(np.arange(len(owner), dtype=np.int32), each)
+    inside = np.arange(len(place)) - np.repeat(np.cumsum(each) - each, each)
+    said = np.concatenate([np.asarray(target, dtype=np.int64) for _, target in rows])
+    return words[begins[owner][place] + inside] * targets + said[place], place
+
+
+_MAX_PAIRS = 50_000_000  # of tokens; 8 bytes each
+_COVERAGE_SAMPLES = 2000  # validation samples
+_MIN_COVERAGE = 0.95  # of the reference tokens; below it quality is likely to fall
+_MIN_SAMPLES = 1000  # training samples
+
+
+class ShortlistSettings(Settings):
+    """Settings of `shortlist`."""
+
+    candidates_per_token: int = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="number of most probable target tokens for each source token",
+    )
+    frequent_tokens: int = Field(
+        default=100, ge=2, le=100_000, description="number of most frequent target tokens, always allowed"
+    )
+    iterations: int = Field(default=5, ge=1, le=50, description="iterations of expectation maximization")
+    max_train_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="training samples used, spread over the file; default: all",
+    )
+
+
+class ShortlistStage:
+    """Generate only tokens that the tokens of the source make likely.
+
+    The output layer of a translation model computes logits for the whole vocabulary in each step.
+    This stage learns from the training samples which target tokens belong to which source tokens
+    (IBM Model 1). Each source token allows its likeliest target tokens and itself; the most
+    frequent tokens are always allowed. Weights do not change. `generate.onnx` reads only the rows
+    of the output layer that the inputs of a call allow; other runtimes mask the other tokens.
+    Later stages keep the shortlist.
+
+        - shortlist: {candidates_per_token: 50, frequent_tokens: 100}
+        - quantize: {scheme: int8-dynamic}
+        - onnx: {target: ort-cpu}
+    """
+
+    name: ClassVar[str] = "shortlist"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    source: ClassVar[str] = (
+        "Jean et al. 2015, arXiv:1412.2007; L'Hostis et al. 2016, arXiv:1610.00072; IBM Model 1: Brown et al."
+        " 1993, Computational Linguistics 19(2)"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[ShortlistSettings]] = ShortlistSettings
+    tasks: ClassVar[frozenset[Task]] = TEXT_TO_TEXT_TASKS
+
+    @classmethod
+    def provides(cls, settings: ShortlistSettings) -> frozenset[str]:
+        """Return what later steps may lose: the shortlist."""
+        return frozenset({"shortlist"})
+
+    def __call__(self, src: Artifact, settings: ShortlistSettings, ctx: Context) -> None:
+        """Learn a shortlist for the model of `src` and write both into `ctx.out`."""
+        from smelt.generation.shortlist import write_shortlist
+        from smelt.models.checkpoint import load_model, load_tokenizer, save_model
+
+        model, edits = load_model(src.path)
+        if not model.config.is_encoder_decoder:
+            raise InputError(
+                f"shortlist: {with_article(model.config.model_type)} model has no encoder for the source"
+                " text;"
+                " a shortlist needs an encoder-decoder model. Remove the stage.",
+                code="does-not-fit-model",
+            )
+        tokenizer = load_tokenizer(src.path)
+        rows = _encode_pairs(model.config, tokenizer, ctx, "train", settings.max_train_samples)
+        shortlist = learn_shortlist(
+            rows, model.config.to_dict(), _required_tokens(src, tokenizer), settings, ctx.progress
+        )
+        ctx.details.update(rows=len(rows), **_shortlist_sizes(shortlist, model.config.to_dict()))
+        if len(rows) < _MIN_SAMPLES:
+            ctx.warn(
+                "limited-rows",
+                f"The shortlist was learned from only {with_count(len(rows), 'sample')}, so the scores"
+                " of this step are not meaningful. Use more training samples, or run without --limit.",
+            )
+        if "validation" not in ctx.data:
+            ctx.warn(
+                "no-validation-data",
+                "Without validation data the coverage of the shortlist is unknown. Add data: {validation:"
+                " FILE}.",
+            )
+        else:
+            seen = _encode_pairs(model.config, tokenizer, ctx, "validation", _COVERAGE_SAMPLES)
+            ctx.details["validation"] = found = shortlist_coverage(shortlist, seen, model.config.to_dict())
+            if found["covered"] < _MIN_COVERAGE:
+                ctx.warn(
+                    "tokens-not-covered",
+                    f"The shortlist lacks {1 - found['covered']:.1%} of the tokens of the validation"
+                    " references. Increase candidates_per_token or frequent_tokens, or add training samples.",
+                )
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path))
+        write_shortlist(shortlist, ctx.out)
+
+
+def learn_shortlist(
+    rows: Sequence[TokenPair],
+    config: dict[str, Any],
+    required_tokens: Sequence[int] | IntArray,
+    settings: ShortlistSettings,
+    progress: Progress = no_progress,
+) -> Shortlist:
+    """Return the shortlist learned from `rows` of token ids (source, target).
+
+    Args:
+        rows: the training samples.
+        config: the model's, config.json.
+        required_tokens: tokens that generation itself may need, in addition to the frequent ones.
+        settings: of the stage.
+        progress: called with the progress of training.
+    """
+    from smelt.generation.shortlist import make_shortlist, vocabulary_sizes
+
+    sources, targets = vocabulary_sizes(config)
+    counts = np.bincount(np.concatenate([target for _, target in rows]), minlength=targets)
+    often = np.argsort(-counts, kind="stable")[: settings.frequent_tokens]
+    everywhere = np.unique([*required_tokens, *often])
+    likely = fit_ibm_model1(rows, sources, targets, settings.iterations, progress)
+    lists = top_targets(likely, sources, settings.candidates_per_token, everywhere)
+    if config.get("share_encoder_decoder_embeddings", True) and sources == targets:
+        # names and numbers are copied, so the source token itself is always allowed
+        lists = [np.unique([word, *found]) for word, found in enumerate(lists)]
+    widest = max(1, *map(len, lists))
+    table = np.full((sources, widest), everywhere[0])
+    for word, found in enumerate(lists):
+        table[word, : len(found)] = found
+        table[word, len(found) :] = found[-1] if len(found) else everywhere[0]
+    return make_shortlist(table, everywhere, targets)
+
+
+def shortlist_coverage(
+    shortlist: Shortlist, rows: Sequence[TokenPair], config: dict[str, Any]
+) -> dict[str, float]:
+    """Return the coverage of `rows` by a shortlist as fractions, and its mean length.
+
+    covered: fraction of reference tokens on the list of their sample. whole: fraction of samples with all
+    reference tokens on the list. words: mean number of allowed tokens per sample.
+    """
+    from smelt.data.batch import Batch
+    from smelt.generation.shortlist import vocabulary_sizes
+
+    _, targets = vocabulary_sizes(config)
+    hits = words = whole = listed = 0
+    for source, target in rows:
+        ids = np.array([source], dtype=np.int64)
+        [allowed] = shortlist.allowed_tokens(Batch(ids, np.ones_like(ids)), targets)
+        found = int(allowed[list(target)].sum())
+        hits, words, whole = hits + found, words + len(target), whole + (found == len(target))
+        listed += int(allowed.sum())
+    count = max(1, len(rows))
+    return {
+        "covered": round(hits / max(1, words), 5),
+        "whole": round(whole / count, 5),
+        "words": round(listed / count, 1),
+    }
+
+
+def _shortlist_sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, Any]:
+    from smelt.generation.shortlist import vocabulary_sizes
+
+    size = shortlist.table.nbytes + shortlist.always.nbytes
+    return {
+        "vocabulary": vocabulary_sizes(config)[1], "always": len(shortlist.always),
+        "candidates_per_token": shortlist.table.shape[1], "size_bytes": size,
+    }  # fmt: skip
+
+
+def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | None) -> list[TokenPair]:
+    """Return source and target ids of at most `most` samples of a split, limited by memory."""
+    from smelt.compress.train.samples import encode_split, spread_indices
+
+    given = ctx.data[split]
+    chosen = spread_indices(len(given), len(given) if most is None else most, ctx.seed)
+    part = given.select(chosen)
+    rows = [
+        (row.input_ids, row.target) for row in encode_split(part, config, tokenizer, ctx, split_name=split)
+    ]
+    pairs: list[TokenPair] = [
+        (source, target) for source, target in rows if isinstance(target, list) and target
+    ]
+    total = sum(map(count_word_pairs, pairs))
+    if total > _MAX_PAIRS:
+        kept = spread_indices(len(pairs), max(1, len(pairs) * _MAX_PAIRS // total), ctx.seed)
+        ctx.warn(
+            "rows-left-out",
+            f"{split}: only {len(kept)} of {len(pairs)} samples are used, to limit the computation"
+            " time on long texts.",
+        )
+        pairs = [pairs[at] for at in kept]
+    return pairs
+
+
+def _required_tokens(src: Artifact, tokenizer: Any) -> IntArray:
+    """Return the end-of-text, forced beginning and unknown tokens."""
+    from smelt.generation.config import GenerationSettings, resolve_generation
+    from smelt.runtimes.runner import read_model_files
+
+    files: Any = read_model_files(src.path)
+    decoding = resolve_generation(GenerationSettings(), files)
+    found = [
+        *decoding.eos,
+        *decoding.forced_eos_token_id,
+        decoding.forced_bos_token_id,
+        tokenizer.unk_token_id,
+    ]
+    return np.array([token for token in found if token is not None], dtype=np.int64)

@@ -1,1 +1,0 @@
-"""Lexical shortlists: the target tokens that a source text allows."""

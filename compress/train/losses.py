@@ -1,0 +1,315 @@
+"""Cross-entropy and distillation (both directions) over large vocabularies, value and gradient in one pass.
+
+Autograd keeps several float32 copies of [N, V]: log-probabilities of both models, their exponentials, the
+gradient. The gradients of these losses have a closed form, so they are computed together with the value in
+blocks of rows, and only one [N, V] tensor in the logits' own dtype is kept.
+
+Shapes: N = rows (batch times positions), V = vocabulary or classes.
+
+Losses of a classifier, by its problem type: single-label, multi-label, or regression.
+
+Shapes: B = batch, C = classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.data.labels import REGRESSION, ProblemType, problem_type
+
+IGNORE_INDEX = -100
+_MIN_LOG_PROBABILITY = -1e4  # of log-probabilities: if a teacher masks a token, the loss is large but finite
+_BLOCK_BYTES = 8 * 2**20  # of float32 per block: fits the caches, and is large enough for threads
+RowLoss: TypeAlias = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor | None]]
+
+
+class _BlockwiseLoss(torch.autograd.Function):
+    """Returns the sum of all terms, and each term without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, parts: int, of_rows: RowLoss) -> tuple[Tensor, ...]:
+        kept = labels != IGNORE_INDEX
+        count = max(1, int(kept.sum()))
+        sums = logits.new_zeros(parts, dtype=torch.float64)
+        gradient = torch.zeros_like(logits) if logits.requires_grad else None
+        size = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
+        for at in range(0, logits.shape[0], size):
+            rows = slice(at, at + size)
+            mask = kept[rows]
+            if not bool(mask.any()):
+                continue
+            values, slope = of_rows(logits[rows].float(), rows, mask)
+            sums += values
+            if gradient is not None and slope is not None:
+                gradient[rows] = (slope.mul_(mask.unsqueeze(1)) / count).to(gradient.dtype)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        means = tuple((sums / count).float())
+        ctx.mark_non_differentiable(*means)
+        return ((sums.sum() / count).float(), *means)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outputs[0].to(gradient.dtype), None, None, None
+
+
+def blockwise_loss(logits: Tensor, labels: Tensor, parts: int, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
+    """Return a loss with a known gradient, float32 scalar, and its terms without gradient, float32 [parts].
+
+    Both are means over the rows that count.
+
+    Args:
+        logits: float [N, V].
+        labels: int64 [N], -100 for rows that do not count.
+        parts: the number of terms of the loss.
+        row_loss: given rows of the logits, float32 [n, V], their indices, and which of them count
+            (bool [n]), returns the sums of the terms over those that count, float64 [parts], and the gradient
+            of their sum, float32 [n, V], which may be overwritten; None: it is 0.
+    """
+    found: tuple[Tensor, ...] = _BlockwiseLoss.apply(logits, labels, parts, row_loss)  # type: ignore[no-untyped-call]
+    return found[0], torch.stack(found[1:])
+
+
+def _cross_entropy(
+    z: Tensor, y: Tensor, mask: Tensor, smoothing: float, weight: float, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weighted sum over kept rows and dsum/dz = w * (softmax(z) - target), [rows, V].
+
+    sloped: whether the latter is needed.
+    """
+    logp = z.log_softmax(dim=1)
+    nll = -logp.gather(1, y.unsqueeze(1)).squeeze(1)
+    if smoothing:
+        nll = (1 - smoothing) * nll - smoothing * logp.mean(dim=1)
+    loss = weight * nll[mask].double().sum()
+    if not sloped:
+        return loss, None
+    slope = logp.exp_()
+    if smoothing:
+        slope -= smoothing / z.shape[1]
+    slope.scatter_add_(1, y.unsqueeze(1), slope.new_full((len(y), 1), smoothing - 1.0))
+    return loss, slope.mul_(weight)
+
+
+def _forward_kl(
+    z: Tensor, t: Tensor, mask: Tensor, temperature: float, weight: float
+) -> tuple[Tensor, Tensor]:
+    """Return w T^2 KL(softmax(t/T) || softmax(z/T)) summed over kept rows, and its gradient by z.
+
+    d/dz T^2 KL = T (softmax(z/T) - softmax(t/T)).
+    """
+    logq = (z / temperature).log_softmax(dim=1)
+    logp = (t / temperature).log_softmax(dim=1)
+    p = logp.exp()
+    # where the teacher's probability is 0 (a logit of -inf), the term is 0
+    terms = torch.where(p > 0, p * (logp - logq), 0.0).sum(dim=1)
+    slope = logq.exp_().sub_(p).mul_(weight * temperature)
+    return weight * temperature**2 * terms[mask].double().sum(), slope
+
+
+def _reverse_kl(
+    z: Tensor, t: Tensor, mask: Tensor, temperature: float, weight: float
+) -> tuple[Tensor, Tensor]:
+    """Return w T^2 KL(softmax(z/T) || softmax(t/T)) summed over kept rows, and its gradient by z.
+
+    With q of the student: d/dz T^2 KL = T q (log q - log p - KL).
+    """
+    logq = (z / temperature).log_softmax(dim=1)
+    logp = (t / temperature).log_softmax(dim=1).clamp_(min=_MIN_LOG_PROBABILITY)
+    q = logq.exp()
+    ratio = logq.sub_(logp)
+    each = (q * ratio).sum(dim=1)
+    slope = ratio.sub_(each.unsqueeze(1)).mul_(q).mul_(weight * temperature)
+    return weight * temperature**2 * each[mask].double().sum(), slope
+
+
+def token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    logits_weight: float = 0.0,
+    labels_weight: float = 1.0,
+    reverse_weight: float = 0.0,
+    smoothing: float = 0.0,
+    told: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Return labels_weight * CE(logits, labels) + logits_weight * T^2 * KL(teacher || student).
+
+    Both are means over the rows whose label is not -100 (Hinton et al. 2015, arXiv:1503.02531; T^2
+    keeps the gradient's scale when T changes; padding is ignored before averaging as in DistilBERT's
+    distiller.py), as is reverse_weight * T^2 * KL(student || teacher), which is mode-seeking: the student
+    learns what the teacher finds likely instead of its whole distribution (Gu et al. 2024, MiniLLM,
+    arXiv:2306.08543, here token by token on the training samples). A weight of 0 disables a term.
+
+    Args:
+        logits: float [..., V] of the student.
+        labels: int64 [...], -100 for ignored positions.
+        teacher: float [..., V], no gradient flows into it.
+        temperature: T.
+        logits_weight: weight of the distillation loss.
+        labels_weight: weight of the cross-entropy.
+        reverse_weight: weight of the reverse divergence.
+        smoothing: label smoothing of the cross-entropy.
+        told: receives the terms with a weight by name, detached float32 scalars that add up to the result.
+
+    Returns:
+        float32 scalar, nats.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    other = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
+    weights = (logits_weight, labels_weight, reverse_weight)
+    y = labels.reshape(-1)
+
+    def of_rows(z: Tensor, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        sums = z.new_zeros(3, dtype=torch.float64)
+        slope: Tensor | None = None
+        if labels_weight:
+            y_of = y[rows].clamp(min=0)
+            sums[1], slope = _cross_entropy(z, y_of, mask, smoothing, labels_weight, logits.requires_grad)
+        for place, weight, part in ((0, logits_weight, _forward_kl), (2, reverse_weight, _reverse_kl)):
+            if other is None or not weight:
+                continue
+            sums[place], more = part(z, other[rows].float(), mask, temperature, weight)
+            slope = more if slope is None else slope.add_(more)
+        return sums, slope
+
+    loss, parts = blockwise_loss(flat, y, 3, of_rows)
+    if told is not None:
+        names = ("logits", "labels", "reverse_kl")
+        told.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
+    return loss
+
+
+def model_problem_type(config: Any) -> ProblemType:
+    """Return the problem type of a transformers config, by the number of outputs, not their names."""
+    names = dict.fromkeys(range(config.num_labels), "")
+    return problem_type({"problem_type": getattr(config, "problem_type", None), "id2label": names})
+
+
+def classification_loss(
+    config: Any,
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    logits_weight: float = 0.0,
+    labels_weight: float = 1.0,
+    reverse_weight: float = 0.0,
+    smoothing: float = 0.0,
+    told: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Return the mean loss for the model: see `token_loss`, `multi_label_loss`, `regression_loss`.
+
+    Labels of floats are multi-label or regression; regression has no reverse divergence.
+    told: see `token_loss`.
+
+    Returns:
+        float32 scalar.
+    """
+    if not labels.is_floating_point():
+        return token_loss(
+            logits, labels, teacher, temperature=temperature, logits_weight=logits_weight,
+            labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, told=told,
+        )  # fmt: skip
+    if model_problem_type(config) == REGRESSION:
+        return regression_loss(
+            logits, labels, teacher, logits_weight=logits_weight, labels_weight=labels_weight, terms=told
+        )
+    return multi_label_loss(
+        logits, labels, teacher, temperature=temperature, logits_weight=logits_weight,
+        labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, told=told,
+    )  # fmt: skip
+
+
+def multi_label_loss(
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    logits_weight: float = 0.0,
+    labels_weight: float = 1.0,
+    reverse_weight: float = 0.0,
+    smoothing: float = 0.0,
+    told: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Return labels_weight * BCE(logits, labels) + logits_weight * T^2 * KL(teacher || student).
+
+    Each class is an independent Bernoulli variable with probability sigmoid(z / T), so the divergence is that
+    of Hinton et al. 2015 (arXiv:1503.02531) for two classes, z and 0. Both are means over samples and
+    classes, as in torch's BCEWithLogitsLoss, which transformers uses for such models.
+
+    Args:
+        logits: float [B, C] of the student.
+        labels: float [B, C], 1 for each class of the sample, else 0.
+        teacher: float [B, C]; no gradient flows into it.
+        temperature: T.
+        logits_weight: weight of the divergence.
+        labels_weight: weight of the binary cross-entropy.
+        reverse_weight: weight of the reverse divergence.
+        smoothing: label smoothing: each label is moved towards 1/2 by this fraction.
+        told: receives the terms by name, as in `token_loss`.
+    """
+    z, parts = logits.float(), {}
+    if labels_weight:
+        wanted = labels.float() * (1 - smoothing) + smoothing / 2
+        parts["labels"] = labels_weight * F.binary_cross_entropy_with_logits(z, wanted)
+    if teacher is not None:
+        s, t = z / temperature, teacher.detach().float() / temperature
+        if logits_weight:
+            parts["logits"] = logits_weight * temperature**2 * _bernoulli_divergence(t, s)
+        if reverse_weight:
+            parts["reverse_kl"] = reverse_weight * temperature**2 * _bernoulli_divergence(s, t)
+    return _add_terms(parts, told, z)
+
+
+def _bernoulli_divergence(one: Tensor, other: Tensor) -> Tensor:
+    """Return KL(sigmoid(one) || sigmoid(other)), the mean over all entries; 0 where they are equal."""
+    p = one.sigmoid()
+    own = F.binary_cross_entropy_with_logits(one, p)
+    return F.binary_cross_entropy_with_logits(other, p) - own
+
+
+def _add_terms(parts: dict[str, Tensor], terms: dict[str, Tensor] | None, like: Tensor) -> Tensor:
+    if terms is not None:
+        terms.update({name: value.detach() for name, value in parts.items()})
+    return sum(parts.values(), like.new_zeros(()))
+
+
+def regression_loss(
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    logits_weight: float = 0.0,
+    labels_weight: float = 1.0,
+    terms: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Return labels_weight * MSE(logits, labels) + logits_weight * MSE(logits, teacher).
+
+    A regression output has no temperature: the student learns the teacher's value, as TinyBERT does for
+    STS-B (Jiao et al. 2020, arXiv:1909.10351, task_distill.py).
+
+    Args:
+        logits: float [B, 1] of the student.
+        labels: float [B, 1].
+        teacher: float [B, 1]; no gradient flows into it.
+        logits_weight: weight of the distance from the teacher.
+        labels_weight: weight of the distance from the labels.
+        terms: receives the terms by name, as in `token_loss`.
+    """
+    z, parts = logits.float(), {}
+    if labels_weight:
+        parts["labels"] = labels_weight * F.mse_loss(z, labels.float())
+    if teacher is not None and logits_weight:
+        parts["logits"] = logits_weight * F.mse_loss(z, teacher.detach().float())
+    return _add_terms(parts, terms, z)

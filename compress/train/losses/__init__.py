@@ -1,1 +1,0 @@
-"""Losses shared by trainings: of tokens, of classes, of sentence embeddings."""

@@ -1,0 +1,403 @@
+"""The vocabulary in a tokenizer.json (tokenizers library): WordPiece, BPE, Unigram.
+
+The tokens that a kept token depends on, and those that replace a removed token.
+
+Texts whose tokens are all kept must be tokenized as before, and no text may get new unknown tokens. Which
+other tokens that requires depends on the algorithm:
+
+- WordPiece takes the longest match, Unigram the likeliest segmentation: removing others changes neither.
+- BPE merges neighbours, so the intermediate merges of a kept token are kept.
+- In each, single characters (bytes, in byte-level models) are kept, and tokens that they cannot spell.
+
+Tokens are strings here, as the tokenizer stores them.
+
+The vocabulary of Marian's tokenizer: two SentencePiece models, and vocab.json with the ids.
+
+Files of a model with token ids: its tokenizer and its shortlist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.compress.trim_vocabulary.select_tokens import TokenCounts, TrimVocabularySettings, select_tokens
+from smelt.compress.trim_vocabulary.vocabulary import TrimmableVocabulary, config_token_ids
+from smelt.core.errors import InputError
+from smelt.core.files import read_json_object, write_json
+
+# The rank of a pair of neighbours (the smallest is merged first), None if they are not merged.
+MergeRank = Callable[[str, str], float | None]
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def is_byte_token(token: str) -> bool:
+    """Return whether `token` is a byte-fallback token."""
+    return _BYTE_TOKEN.fullmatch(token) is not None
+
+
+def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
+    """Tokenize `text` by BPE: merge the neighbours of the smallest rank, from the left, until none is left.
+
+    Returns:
+        The pieces, and all intermediate pieces. Source: Sennrich et al. 2016, arXiv:1508.07909.
+    """
+    pieces, seen = list(text), set(text)
+    while len(pieces) > 1:
+        ranks = [rank(a, b) for a, b in pairwise(pieces)]
+        there = [(value, at) for at, value in enumerate(ranks) if value is not None]
+        if not there:
+            break
+        _, at = min(there)
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        seen.add(pieces[at])
+    return pieces, seen
+
+
+def merge_ancestors(token: str, rank: MergeRank) -> frozenset[str]:
+    """Return the tokens that BPE merges into `token`; empty if it is not merged.
+
+    Within a text a token is merged as in isolation: if a neighbour outside had been merged with a part of
+    it, the token would not occur.
+    """
+    pieces, seen = apply_bpe(token, rank)
+    return frozenset(seen - {token}) if pieces == [token] else frozenset()
+
+
+def rank_by_merges(merges: Iterable[tuple[str, str]]) -> MergeRank:
+    """Return the rank function of a list of merges: the position in the list."""
+    places: dict[tuple[str, str], float] = {}
+    for at, pair in enumerate(merges):
+        places.setdefault(pair, at)
+    return lambda a, b: places.get((a, b))
+
+
+def rank_by_scores(scores: Mapping[str, float]) -> MergeRank:
+    """Return the rank function of SentencePiece's BPE: by the score of the merged piece, highest first."""
+
+    def rank(a: str, b: str) -> float | None:
+        score = scores.get(a + b)
+        return None if score is None else -score
+
+    return rank
+
+
+def required_pieces(tokens: Collection[str], scores: Mapping[str, float] | None = None) -> set[str]:
+    """Return the pieces to keep of a model without continuation marks: characters, bytes, what they lack.
+
+    Args:
+        tokens: all of them.
+        scores: of Unigram; unknown costs a little more than the rarest piece, so that piece is kept too.
+    """
+    single = {token for token in tokens if len(token) == 1 or is_byte_token(token)}
+    bytes_too = sum(map(is_byte_token, tokens)) == 256
+    stay = single | {t for t in tokens if not bytes_too and not single.issuperset(t)}
+    if scores:
+        stay.add(min(scores, key=lambda token: scores[token]))
+    return stay
+
+
+def required_wordpieces(tokens: Collection[str], mark: str) -> set[str]:
+    """Return the WordPiece tokens to keep; continuation tokens begin with `mark` (##)."""
+    there = set(tokens)
+
+    def characters(token: str) -> list[str]:
+        later = bool(mark) and token.startswith(mark) and len(token) > len(mark)
+        letters = list(token.removeprefix(mark) if later else token)
+        return [mark + c if later or at else c for at, c in enumerate(letters)]
+
+    return {token for token in there if len(found := characters(token)) == 1 or not there.issuperset(found)}
+
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# Other files with the same vocabulary; a trimmed one is written to tokenizer.json only.
+_OTHER_TOKENIZER_FILES = (
+    "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model",
+    "added_tokens.json",
+)  # fmt: skip
+
+
+def open_json_vocabulary(data: dict[str, Any], location: str) -> TrimmableVocabulary:
+    """Return the vocabulary of the tokenizer.json `data`; `location` names it in messages.
+
+    Raises:
+        InputError: the tokenizer cannot be trimmed safely.
+    """
+    model = data.get("model") or {}
+    kind = str(model.get("type"))
+    marks = [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    if kind not in ("WordPiece", "BPE", "Unigram") or (kind == "BPE" and marks):
+        what = f"{kind} with {' and '.join(marks)}" if kind == "BPE" else kind
+        raise InputError(
+            f"trim-vocabulary: {location} contains a tokenizer of type {what}, which cannot be trimmed"
+            " without changing how texts are tokenized. Supported: WordPiece, BPE, Unigram, and"
+            " Marian's two SentencePiece models. Remove the stage.",
+            code="unsupported-tokenizer",
+        )
+    ids = _token_ids(model, kind)
+    added = {str(token["content"]): int(token["id"]) for token in data.get("added_tokens") or ()}
+    stay = {ids[token] for token in _required_tokens(model, kind, ids)} | set(added.values())
+    if kind == "Unigram":
+        stay |= set(range(len(model["vocab"]))) - set(ids.values())  # a duplicate piece
+        stay |= {int(model["unk_id"])} if model.get("unk_id") is not None else set()
+    if model.get("unk_token") in ids:
+        stay.add(ids[model["unk_token"]])
+    rank = rank_by_merges(_merge_pair(merge) for merge in model.get("merges") or ())
+    names = {number: token for token, number in ids.items()}
+
+    def parts(number: int) -> frozenset[int]:
+        if kind != "BPE" or number not in names:
+            return frozenset()
+        return frozenset(ids[step] for step in merge_ancestors(names[number], rank) if step in ids)
+
+    def write(folder: Path, new: Mapping[int, int]) -> None:
+        write_json(folder / TOKENIZER_FILE, trim_tokenizer_json(data, new))
+        if (folder / TOKENIZER_CONFIG_FILE).is_file():
+            write_json(
+                folder / TOKENIZER_CONFIG_FILE,
+                renumber_tokenizer_config(read_json_object(folder / TOKENIZER_CONFIG_FILE), new),
+            )
+        for name in _OTHER_TOKENIZER_FILES:
+            (folder / name).unlink(missing_ok=True)
+
+    return TrimmableVocabulary(kind, {**ids, **added}, frozenset(stay), parts, write)
+
+
+def trim_tokenizer_json(data: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
+    """Return the tokenizer.json `data` with the tokens in `new_ids` only, under their new ids."""
+    model = dict(data["model"])
+    kind = str(model["type"])
+    if kind == "Unigram":
+        model["vocab"] = [entry for at, entry in enumerate(model["vocab"]) if at in new_ids]
+        if model.get("unk_id") is not None:
+            model["unk_id"] = new_ids[model["unk_id"]]
+    else:
+        model["vocab"] = {token: new_ids[at] for token, at in model["vocab"].items() if at in new_ids}
+    if kind == "BPE":
+        left = model["vocab"]
+        pairs = ((merge, _merge_pair(merge)) for merge in model["merges"])
+        model["merges"] = [m for m, (a, b) in pairs if a in left and b in left and a + b in left]
+    added = [{**token, "id": new_ids[token["id"]]} for token in data.get("added_tokens") or ()]
+    result = {**data, "model": model, "added_tokens": added}
+    if isinstance(data.get("padding"), dict):
+        pad = data["padding"].get("pad_id")
+        result["padding"] = {**data["padding"], "pad_id": new_ids.get(pad, pad)}
+    if data.get("post_processor"):
+        result["post_processor"] = _renumber_post_processor(data["post_processor"], new_ids)
+    return result
+
+
+def renumber_tokenizer_config(config: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
+    """Return a tokenizer_config.json whose added tokens have their new ids."""
+    added = config.get("added_tokens_decoder")
+    if not isinstance(added, dict):
+        return config
+    found = {str(new_ids[int(at)]): token for at, token in added.items() if int(at) in new_ids}
+    return {**config, "added_tokens_decoder": found}
+
+
+def _token_ids(model: dict[str, Any], kind: str) -> dict[str, int]:
+    vocab = model["vocab"]
+    if kind == "Unigram":
+        return {str(entry[0]): at for at, entry in enumerate(vocab)}
+    return {str(token): int(at) for token, at in vocab.items()}
+
+
+def _required_tokens(model: dict[str, Any], kind: str, ids: Mapping[str, int]) -> set[str]:
+    if kind == "WordPiece":
+        return required_wordpieces(ids, str(model.get("continuing_subword_prefix") or ""))
+    if kind == "Unigram":
+        return required_pieces(ids, {str(token): float(score) for token, score in model["vocab"]})
+    # BPE starts from characters, so every merged token can be spelled with them
+    return {token for token in ids if len(token) == 1 or is_byte_token(token)}
+
+
+def _merge_pair(merge: Any) -> tuple[str, str]:
+    """Return the two sides of a merge, which is stored as a pair, or as text with a blank between them."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return str(first), str(second)
+
+
+def _renumber_post_processor(processor: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+    """Return the post-processor, which adds special tokens, with their new ids."""
+    result = dict(processor)
+    if isinstance(result.get("processors"), list):
+        result["processors"] = [_renumber_post_processor(one, new) for one in result["processors"]]
+    for name in ("sep", "cls"):  # BertProcessing, RobertaProcessing: token and id
+        if isinstance(result.get(name), list):
+            result[name] = [result[name][0], new[result[name][1]]]
+    if isinstance(result.get("special_tokens"), dict):  # TemplateProcessing
+        result["special_tokens"] = {
+            name: {**token, "ids": [new[at] for at in token["ids"]]}
+            for name, token in result["special_tokens"].items()
+        }
+    return result
+
+
+SENTENCEPIECE_FILES, VOCAB_FILE, TARGET_VOCAB_FILE = (
+    ("source.spm", "target.spm"),
+    "vocab.json",
+    "target_vocab.json",
+)
+# sentencepiece_model.proto: kinds of models and of pieces
+_UNIGRAM, _BPE, _NORMAL = 1, 2, 1
+
+
+def open_marian_vocabulary(folder: Path) -> TrimmableVocabulary:
+    """Return the vocabulary of the Marian tokenizer in `folder`.
+
+    Raises:
+        InputError: its files are damaged, or of a kind that cannot be trimmed.
+    """
+    if (folder / TARGET_VOCAB_FILE).is_file():
+        raise InputError(
+            f"trim-vocabulary: {folder} has separate source and target vocabularies"
+            f" ({TARGET_VOCAB_FILE}); only a shared vocabulary can be trimmed. Remove the stage.",
+            code="unsupported-tokenizer",
+        )
+    ids = {str(token): int(at) for token, at in read_json_object(folder / VOCAB_FILE).items()}
+    protos = {name: _read_model(folder / name) for name in SENTENCEPIECE_FILES}
+    config = (
+        read_json_object(folder / TOKENIZER_CONFIG_FILE) if (folder / TOKENIZER_CONFIG_FILE).is_file() else {}
+    )
+    normal = {p.piece for proto in protos.values() for p in proto.pieces if p.type == _NORMAL}
+    # tokens outside of both models are special tokens and languages; added tokens are split off before
+    stay = {at for token, at in ids.items() if token not in normal}
+    stay |= {int(at) for at in config.get("added_tokens_decoder") or ()}
+    for proto in protos.values():
+        scores = {p.piece: p.score for p in proto.pieces if p.type == _NORMAL}
+        needed = required_pieces(scores, scores if proto.trainer_spec.model_type == _UNIGRAM else None)
+        stay |= {ids[token] for token in needed if token in ids}
+    ranks = [_piece_rank(proto) for proto in protos.values() if proto.trainer_spec.model_type == _BPE]
+    names = {number: token for token, number in ids.items()}
+
+    def parts(number: int) -> frozenset[int]:
+        steps = (step for rank in ranks for step in merge_ancestors(names.get(number, ""), rank))
+        return frozenset(ids[step] for step in steps if step in ids)
+
+    def write(out: Path, new: Mapping[int, int]) -> None:
+        gone = {token for token, at in ids.items() if at not in new}
+        for name, proto in protos.items():
+            (out / name).write_bytes(_remove_pieces(proto, gone))
+        write_json(out / VOCAB_FILE, {token: new[at] for token, at in ids.items() if at in new})
+        if config:
+            write_json(out / TOKENIZER_CONFIG_FILE, renumber_tokenizer_config(config, new))
+
+    return TrimmableVocabulary("SentencePiece pair", ids, frozenset(stay), parts, write)
+
+
+def _piece_rank(proto: Any) -> Any:
+    return rank_by_scores({p.piece: p.score for p in proto.pieces if p.type == _NORMAL})
+
+
+def _remove_pieces(proto: Any, gone: Iterable[str]) -> bytes:
+    """Return the serialized model without its pieces `gone`."""
+    gone, left = set(gone), type(proto)()
+    left.CopyFrom(proto)
+    del left.pieces[:]
+    left.pieces.extend(p for p in proto.pieces if p.type != _NORMAL or p.piece not in gone)
+    left.trainer_spec.vocab_size = len(left.pieces)
+    found: bytes = left.SerializeToString()
+    return found
+
+
+def _read_model(path: Path) -> Any:
+    # imported by its name, because it has no type annotations
+    protobuf: Any = import_module("sentencepiece.sentencepiece_model_pb2")
+    proto = protobuf.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf raises several types of errors for the same fault
+        raise InputError(
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-file", file=str(path)
+        ) from error
+    if proto.trainer_spec.model_type not in (_UNIGRAM, _BPE):
+        raise InputError(
+            f"trim-vocabulary: {path} is a SentencePiece model of words or characters, which cannot be"
+            " trimmed without changing how texts are tokenized. Supported: Unigram and BPE."
+            " Remove the stage.",
+            code="unsupported-tokenizer",
+        )
+    return proto
+
+
+def open_vocabulary(folder: Path, config: Any) -> TrimmableVocabulary:
+    """Return the vocabulary of the tokenizer in `folder`, of the model with this config.
+
+    Raises:
+        InputError: the tokenizer cannot be trimmed, or has more tokens than the model.
+    """
+    words = _open_tokenizer_vocabulary(folder)
+    most = max(words.ids.values())
+    if most >= config.vocab_size:
+        raise InputError(
+            f"trim-vocabulary: the tokenizer in {folder} has a token with id {most}, but the model has"
+            f" {config.vocab_size} tokens. Use the tokenizer that belongs to the model.",
+            code="vocabulary-mismatch",
+        )
+    return words
+
+
+def _open_tokenizer_vocabulary(folder: Path) -> TrimmableVocabulary:
+    from smelt.models.checkpoint import load_tokenizer
+
+    if all((folder / name).is_file() for name in SENTENCEPIECE_FILES):
+        return open_marian_vocabulary(folder)
+    if (folder / TOKENIZER_FILE).is_file():
+        return open_json_vocabulary(read_json_object(folder / TOKENIZER_FILE), f"{folder / TOKENIZER_FILE}")
+    tokenizer = load_tokenizer(folder)  # made of older files (vocab.txt, merges.txt, spiece.model)
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        raise InputError(
+            f"trim-vocabulary: {folder} contains a {type(tokenizer).__name__}, which cannot be"
+            " trimmed. Supported: tokenizers with a tokenizer.json (WordPiece, BPE, Unigram), and"
+            " Marian's two SentencePiece models. Remove the stage.",
+            code="unsupported-tokenizer",
+        )
+    return open_json_vocabulary(json.loads(inner.to_str()), f"{folder}")
+
+
+def select_kept_tokens(
+    counts: TokenCounts,
+    vocabulary: TrimmableVocabulary,
+    model: Any,
+    tokenizer: Any,
+    settings: TrimVocabularySettings,
+) -> list[int]:
+    """Return the ids to keep, rising: those of `select_tokens`, of configs and of the tokenizer."""
+    must = set(tokenizer.all_special_ids) | config_token_ids(model.config.to_dict())
+    if model.can_generate():
+        must |= config_token_ids(model.generation_config.to_dict())
+    return select_tokens(
+        counts,
+        vocabulary,
+        must,
+        min_count=settings.min_count or 1,
+        coverage=settings.coverage,
+        size=settings.size,
+        multiple_of=settings.multiple_of,
+    )
+
+
+def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], size: int) -> None:
+    """Reduce the shortlist in `folder`, if there is one, to the kept tokens.
+
+    A removed candidate of a source token is replaced by a token that is always allowed.
+    """
+    from smelt.generation.shortlist import make_shortlist, read_shortlist, write_shortlist
+
+    shortlist = read_shortlist(folder, {"vocab_size": size})
+    if shortlist is None:
+        return
+    always = np.array([new_ids[at] for at in shortlist.always.tolist() if at in new_ids], dtype=np.int64)
+    numbers = np.full(size, always[0], dtype=np.int64)
+    numbers[kept] = np.arange(len(kept))
+    write_shortlist(make_shortlist(numbers[shortlist.table[kept]], always, len(kept)), folder)

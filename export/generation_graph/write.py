@@ -1,0 +1,419 @@
+"""Write the generation graphs next to those of a step, and compare them with the loop in Python.
+
+Greedy search as loops of a graph, with the same steps as `smelt.generation.search`.
+
+Shapes: B = rows at first, R = rows of a step, T = tokens so far, V = vocabulary.
+
+Compose the generation graph from the graphs of one step.
+
+Write and compare the generation graphs of the onnx stage.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.core.errors import ParityError
+from smelt.core.stage import Context
+from smelt.data.batch import Batch
+from smelt.export.generation_graph.beam_search_graph import BEAM_SEARCH_INPUTS, add_beam_search
+from smelt.export.generation_graph.graph_builder import (
+    GENERATION_INPUTS,
+    GraphBuilder,
+    GraphLevel,
+    LoopCarried,
+    RuleTables,
+    StepRule,
+    add_to_logits,
+    apply_history_rules,
+    argmax,
+    biases_with_forced_tokens,
+    blocked_argmax,
+    is_eos,
+    prepare_rules,
+    scatter_to_vocabulary,
+    step_rule,
+    use_blocks,
+    value_info,
+)
+from smelt.export.generation_graph.step_model import DecoderOnlyModel, EncoderDecoderModel, StepModel
+from smelt.export.graph_files import read_graph, share_weights
+from smelt.export.parity.check_parity import ExportedModel
+from smelt.export.parity.dequantized_copy import make_dequantized_copy
+from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.generation.graph_generation import generation_feeds, graph_supports, run_generation_graph
+from smelt.generation.search import generate_resolved
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
+from smelt.runtimes.registry import open_folder
+from smelt.runtimes.runner import read_model_files
+
+
+def add_greedy_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str:
+    """Append greedy search; return int64 [B, T], each row's prompt and new tokens, padded after its end.
+
+    Rows that have ended are removed from the batch once they are a quarter of it: gathering the caches of the
+    others costs about as much as one step of a row. So there are two loops: the outer one runs once for each
+    composition of the batch.
+    """
+    b = root.builder
+    rules, words = prepare_rules(b, vocabulary), source.shortlist_ids
+    rows = b.op("Gather", "rule_biases", words, axis=1) if words else biases_with_forced_tokens(b, vocabulary)
+    count = b.op("Squeeze", b.row_count("input_ids"), b.const([0]))
+    places = b.op("Range", b.const(0), count, b.const(1))
+    own = [*source.caches, *source.extra_state]
+    carried = [
+        LoopCarried("step", b.const(0), np.int64, ()),
+        LoopCarried("all_texts", source.prompt, np.int64, (None, None)),
+        LoopCarried("places", places, np.int64, (None,)),
+        LoopCarried("texts", source.prompt, np.int64, (None, None)),
+        LoopCarried("ids", source.ids, np.int64, (None, None)),
+        *source.shared,
+        *own,
+    ]
+
+    def phase(b: GraphBuilder, unused: str, names: list[str]) -> tuple[str, list[str]]:
+        step, all_texts, places, texts, ids, *rest = names
+        shared, state = rest[: len(source.shared)], rest[len(source.shared) :]
+        levels = [root, GraphLevel(b)]
+        search = _GreedySearchValues(levels, source, vocabulary, rules, rows)
+        after, texts, ids, done, state = _add_inner_loop(search, step, texts, ids, shared, state)
+        grown = b.op("Sub", b.dimension(texts, 1), b.dimension(all_texts, 1))
+        block = b.op("Concat", b.row_count(all_texts), b.op("Unsqueeze", grown, b.const([0])), axis=0)
+        wide = b.op("Concat", all_texts, b.op("Expand", "pad_token_id", block), axis=1)
+        all_texts = b.op("ScatterND", wide, b.op("Unsqueeze", places, b.const([1])), texts)
+        kept = b.op("Squeeze", b.op("NonZero", b.op("Not", done)), b.const([0]))
+        left = [b.op("Gather", name, kept, axis=0) for name in (places, texts, ids, *shared, *state)]
+        some = b.op("Greater", b.op("Squeeze", b.row_count(kept), b.const([0])), b.const(0))
+        again = b.op("And", some, b.op("Less", after, "max_new_tokens"))
+        return again, [after, all_texts, *left]
+
+    # attention and reshapes fail on a batch without rows, so it runs no step
+    trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
+    return b.loop("phases", trips, carried, phase)[1]
+
+
+@dataclass(frozen=True)
+class _GreedySearchValues:
+    """Values that are constant over the steps. levels: the graphs around the steps. rule_biases: of rules.
+
+    Biases also force tokens, except with a shortlist, where they cover only its tokens.
+    """
+
+    levels: list[GraphLevel]
+    source: StepModel
+    vocabulary: int
+    rules: RuleTables
+    rule_biases: str
+
+
+def _add_inner_loop(
+    search: _GreedySearchValues, step: str, texts: str, ids: str, shared: Sequence[str], state: Sequence[str]
+) -> tuple[str, str, str, str, list[str]]:
+    """Append the inner loop; return the number of the next step, texts, ids, which rows ended, and state."""
+    levels, source = search.levels, search.source
+    b = levels[-1].builder
+    rows = b.row_count(texts)
+    none = b.op("Expand", b.const([[False]], np.bool_), b.op("Concat", rows, b.const([1]), axis=0))
+    # when only this many rows remain, the others are removed
+    quarter = b.op("Max", b.op("Div", rows, b.const([4])), b.const([1]))
+    enough = b.op("Squeeze", quarter, b.const([0]))
+    many = use_blocks(b, rows, search.vocabulary)
+    plain = b.op("Not", b.op("Or", "text_rules", many))
+    carried = [
+        LoopCarried("texts", texts, np.int64, (None, None)),
+        LoopCarried("ids", ids, np.int64, (None, None)),
+        LoopCarried("done", none, np.bool_, (None, 1)),
+        *(
+            _with_initial(one, name)
+            for one, name in zip([*source.caches, *source.extra_state], state, strict=True)
+        ),
+    ]
+
+    def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
+        texts, ids, done, *rest = names
+        caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
+        rule = step_rule(b, search.rules, b.op("Add", count, step), search.rule_biases)
+        found = source.add_step([*levels, GraphLevel(b)], ids, caches, extra, (1, shared), beams=False)
+        scores = add_to_logits(b, found.logits, rule.biases)
+        mask = extra[0] if source.mask else None
+        if source.shortlist_ids:
+            best = _next_tokens_from_shortlist(b, search, scores, texts, rule)
+        else:
+            best = b.if_else(
+                plain, lambda i: argmax(i, scores),
+                lambda i: _next_tokens_by_rules(i, search, scores, texts, mask, rule), np.int64, (None, 1),
+            )  # fmt: skip
+        ids = b.op("Where", done, "pad_token_id", best)
+        done = b.op("Or", done, is_eos(b, search.rules, best))
+        gone = b.op("ReduceSum", b.cast(done, np.int64), keepdims=0)
+        again = b.op("Less", gone, enough)
+        return again, [b.op("Concat", texts, ids, axis=1), ids, done, *found.caches, *found.extra_state]
+
+    trips = b.op("Sub", "max_new_tokens", step)
+    texts_after, ids, done, *after = b.loop("steps", trips, carried, body)
+    taken = b.op("Sub", b.dimension(texts_after, 1), b.dimension(texts, 1))
+    return b.op("Add", step, taken), texts_after, ids, b.op("Squeeze", done, b.const([1])), after
+
+
+def _next_tokens_by_rules(
+    b: GraphBuilder, search: _GreedySearchValues, scores: str, texts: str, mask: str | None, rule: StepRule
+) -> str:
+    """Return int64 [R, 1]: the next tokens, if rules depend on the history or there are many logits."""
+
+    def ruled(inside: GraphBuilder) -> str:
+        best = blocked_argmax(inside, apply_history_rules(inside, scores, texts, mask), search.vocabulary)
+        forced = rule.forced_token(inside)
+        return inside.op("Where", inside.op("Less", forced, inside.const(0)), best, forced)
+
+    return b.if_else(
+        "text_rules", ruled, lambda i: blocked_argmax(i, scores, search.vocabulary), np.int64, (None, 1)
+    )
+
+
+def _next_tokens_from_shortlist(
+    b: GraphBuilder, search: _GreedySearchValues, scores: str, texts: str, rule: StepRule
+) -> str:
+    """Return int64 [R, 1]: the next tokens, from scores [R, C] of the shortlist's tokens only."""
+    words = search.source.shortlist_ids
+    assert words is not None
+
+    def ruled(inside: GraphBuilder) -> str:
+        every = scatter_to_vocabulary(inside, scores, words, search.vocabulary)
+        return blocked_argmax(inside, apply_history_rules(inside, every, texts, None), search.vocabulary)
+
+    best = b.if_else(
+        "text_rules", ruled, lambda i: i.op("Gather", words, argmax(i, scores), axis=0), np.int64, (None, 1)
+    )
+    forced = rule.forced_token(b)
+    return b.op("Where", b.op("Less", forced, b.const(0)), best, forced)
+
+
+def _with_initial(one: LoopCarried, name: str) -> LoopCarried:
+    return LoopCarried(one.name, name, one.dtype, one.shape)
+
+
+START_TOKEN_INPUT = "decoder_start_token_id"
+
+
+def compose_generation_graph(
+    encoder: Any | None,
+    decoder: Any,
+    defaults: Mapping[str, Any],
+    beams: bool,
+    shortlist: Path | None = None,
+) -> Any:
+    """Return the onnx.ModelProto from `input_ids` to `sequences`.
+
+    Args:
+        encoder: onnx.ModelProto of the encoder; None for a decoder-only model.
+        decoder: onnx.ModelProto of one step.
+        defaults: default values of optional inputs, by name.
+        beams: beam search instead of greedy search.
+        shortlist: the folder with the model's shortlist, if it has one.
+
+    Raises:
+        RunError: a graph cannot be part of a loop, or its output layer cannot be restricted.
+    """
+    from onnx import helper, numpy_helper
+
+    versions = {item.domain: item for model in (encoder, decoder) if model for item in model.opset_import}
+    b = GraphBuilder(opset=versions[""].version)
+    root = GraphLevel(b)
+    inputs = GENERATION_INPUTS | (BEAM_SEARCH_INPUTS if beams else {})
+    vocabulary = defaults["rule_biases"].shape[1]
+    source: StepModel
+    if encoder is None:
+        source = DecoderOnlyModel(b, decoder.graph)
+    else:
+        inputs = inputs | {START_TOKEN_INPUT: (np.int64, ())}
+        source = translator = EncoderDecoderModel(b, encoder.graph, decoder.graph, START_TOKEN_INPUT)
+        if shortlist is not None:
+            translator.use_shortlist(root, shortlist, vocabulary)
+    found = (
+        add_beam_search(root, source, vocabulary) if beams else add_greedy_search(root, source, vocabulary)
+    )
+    b.nodes.append(helper.make_node("Identity", [found], ["sequences"], "sequences"))
+    outside = [value_info(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")]
+    for name, (dtype, shape) in inputs.items():
+        outside.append(value_info(name, dtype, shape))
+        b.initializers.append(numpy_helper.from_array(np.asarray(defaults[name], dtype=dtype), name))
+    graph = b.graph("generate", outside, [value_info("sequences", np.int64, ("batch", "tokens"))])
+    return helper.make_model(
+        graph, opset_imports=list(versions.values()), ir_version=decoder.ir_version, producer_name="smelt"
+    )
+
+
+# New tokens in the comparison with the loop in Python
+_COMPARED_TOKENS = 12
+# nats; texts with a smaller difference are equally likely
+_TOLERANCE = 1e-3
+# beams if neither the recipe nor the model sets them
+_DEFAULT_BEAMS = 4
+
+
+def write_generation_graphs(folder: Path, steps: Sequence[str]) -> None:
+    """Write `generate.onnx` and `generate_beams.onnx` from the graphs `steps` (names) in `folder`.
+
+    All graphs then share one weight file.
+
+    Args:
+        folder: with the graphs, the config files of the model, and its shortlist, if it has one.
+        steps: the encoder's, if there is one, and the decoder's.
+
+    Raises:
+        RunError: a graph cannot be part of a loop.
+        InputError: smelt does not support a setting of the generation config.
+    """
+    import onnx
+
+    share_weights([folder / f"{name}.onnx" for name in steps])
+    model: Any = read_model_files(folder)
+    graphs = [read_graph(folder / f"{name}.onnx", values=False) for name in steps]
+    encoder, decoder = graphs if len(graphs) == 2 else (None, graphs[0])
+    vocabulary = int(model.config.get("decoder_vocab_size") or model.config["vocab_size"])
+    shortlist = folder if (folder / SHORTLIST).is_file() else None
+    for name, beams in ((GREEDY_GRAPH, 1), (BEAM_SEARCH_GRAPH, default_num_beams(model))):
+        decoding = resolve_generation(GenerationSettings(num_beams=beams), model)
+        defaults = generation_feeds(decoding, 1, vocabulary)
+        path = folder / f"{name}.onnx"
+        onnx.save(compose_generation_graph(encoder, decoder, defaults, beams > 1, shortlist), path)
+        onnx.checker.check_model(str(path))
+
+
+def run_generation_graphs(runner: Any, batch: Batch) -> None:
+    """Run each generation graph once.
+
+    Raises:
+        ParityError: ONNX Runtime cannot run one.
+    """
+    for name, beams in ((GREEDY_GRAPH, 1), (BEAM_SEARCH_GRAPH, 2)):
+        try:
+            _generate_by_graph(
+                runner,
+                batch,
+                resolve_generation(GenerationSettings(num_beams=beams, max_new_tokens=2), runner),
+            )
+        except Exception as error:  # ONNX Runtime's errors share no other base class
+            raise ParityError(
+                f"{name}: ONNX Runtime cannot run the exported graph: {error}",
+                code="graph-failed",
+                file=f"{name}.onnx",
+            ) from error
+
+
+def _generate_by_graph(runner: Any, batch: Batch, decoding: GenerationConfig) -> list[list[int]]:
+    """Return the new tokens of each row: by the graph, unless it does not support the model's settings."""
+    search = run_generation_graph if graph_supports(decoding) else generate_resolved
+    return search(runner, batch, decoding)
+
+
+def default_num_beams(model: Any) -> int:
+    """Return the number of beams in the model's generation config, or a common number."""
+    asked = int(model.generation_config.get("num_beams") or 1)
+    return asked if asked > 1 else _DEFAULT_BEAMS
+
+
+def verify_generation_graphs(runner: Any, batch: Batch) -> None:
+    """Compare the outputs of the generation graphs with those of the loop in Python.
+
+    Args:
+        runner: of the folder with both; its steps compute in float32, otherwise two tokens with close scores
+            may change places.
+        batch: real texts.
+
+    Raises:
+        ParityError: graph, row and the first token that differs.
+    """
+    run_generation_graphs(runner, batch)
+    for name, beams in ((GREEDY_GRAPH, 1), (BEAM_SEARCH_GRAPH, 2)):
+        decoding = resolve_generation(
+            GenerationSettings(num_beams=beams, max_new_tokens=_COMPARED_TOKENS), runner
+        )
+        expected = generate_resolved(runner, batch, decoding)
+        found = _generate_by_graph(runner, batch, decoding)
+        for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            if ours != theirs and not _equally_likely(runner, batch, row, (ours, theirs), decoding):
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+                )
+                raise ParityError(
+                    f"{name}: row {row}: token {at + 1} is {ours[at : at + 1]}, but the Python generation"
+                    f" loop returned {theirs[at : at + 1]}.",
+                    code="parity-failed",
+                    file=f"{name}.onnx",
+                )
+
+
+def _equally_likely(
+    runner: Any, batch: Batch, row: int, texts: tuple[list[int], list[int]], decoding: GenerationConfig
+) -> bool:
+    """Return whether two texts of a row are equally likely, so that rounding decides between them.
+
+    Greedy search differs at one token, whose score counts; beam search scores whole texts by length.
+    """
+    ours, theirs = texts
+    if decoding.num_beams == 1:
+        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if same is None:  # one continues where the other has ended
+            return False
+        ours, theirs = ours[: same + 1], theirs[: same + 1]
+    scores = []
+    for tokens in (ours, theirs):
+        total = _log_likelihood(runner, batch, row, tokens, decoding)
+        scores.append(total / len(tokens) ** (decoding.length_penalty if decoding.num_beams > 1 else 0))
+    return bool(abs(scores[0] - scores[1]) < _TOLERANCE)
+
+
+def _log_likelihood(
+    runner: Any, batch: Batch, row: int, tokens: Sequence[int], decoding: GenerationConfig
+) -> float:
+    """Return the log-likelihood of `tokens` after a row of the batch, in nats."""
+    real = batch.attention_mask[row] == 1
+    one = Batch(batch.input_ids[row][real][None], np.ones((1, int(real.sum())), dtype=np.int64))
+    state = runner.encode(one)
+    before = int(one.input_ids[0, -1]) if decoding.start is None else decoding.start
+    total = 0.0
+    for token in tokens:
+        logits = runner.decode_step(state, np.array([before]))[0].astype(np.float64)
+        total += float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+        before = token
+    return total
+
+
+def add_generation_graphs(
+    ctx: Context, subject: ExportedModel, batch: Batch, source: Path, finish: Callable[[], None] | None = None
+) -> None:
+    """Write the generation graphs; all graphs then share their weights. Compare them in float32.
+
+    A shortlist in the folder `source` is included.
+
+    Args:
+        ctx: of the stage.
+        subject: the graphs of a step.
+        batch: the texts that they are compared on.
+        source: the model's folder.
+        finish: converts the graphs of a step to the deployed precision, if that rounds; called after the
+            float32 graphs were compared.
+    """
+    names = [graph.name for graph in subject.graphs]
+    folders = [ctx.out]
+    with ExitStack() as stack:
+        if subject.tolerance != "fp32" or finish is not None:
+            folders.insert(0, stack.enter_context(make_dequantized_copy(ctx.out, names, widen=False)))
+        for folder in folders:
+            if finish is not None and folder is ctx.out:
+                finish()
+            if (source / SHORTLIST).is_file():
+                shutil.copyfile(source / SHORTLIST, folder / SHORTLIST)
+            write_generation_graphs(folder, names)
+            with open_folder(folder, "onnx", subject.target, ctx.threads) as runner:
+                ask = verify_generation_graphs if folder is folders[0] else run_generation_graphs
+                ask(runner, batch)

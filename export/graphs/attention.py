@@ -1,0 +1,440 @@
+"""Replace the forward of a model's attention modules while a graph is traced.
+
+Queries, keys and values of the same input are computed by one packed projection; attention itself is in
+`attention_ops.py`. transformers' AttentionInterface is called only after the three projections and their
+transposes, which is too late for both. The family defines the names of a module's parts. Head counts come
+from the modules: after pruning they differ between layers.
+
+A bias by distance (T5's) is computed in torch with logarithmic buckets. All distances beyond a maximum share
+one bucket, so a table over the distances is complete: the graph only needs a subtraction, a Clip and a
+Gather.
+
+Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
+
+Attention as the exported graph computes it.
+
+It is one fused operator (com.microsoft::MultiHeadAttention) for ONNX Runtime on the CPU, or standard
+operators elsewhere.
+
+Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
+
+Norms and activations as the exported graph computes them.
+
+Shapes: [..., D], D = width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.core.errors import InputError
+from smelt.models.emit_causal import AttentionHeads
+from smelt.models.families.family import Attention, Family, RmsNormForm
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import family_of
+from smelt.models.layers import LowRankLinear, ScaledLinear
+from smelt.quantization import emit
+from smelt.quantization.layers import concat_quantized
+
+KeyValue = tuple[Tensor, Tensor]
+MASK_VALUE = -10000.0  # masks everything after softmax and, unlike the smallest float, is finite in fp16
+
+
+@dataclass
+class AttentionScope:
+    """State shared by the attention modules of one graph while it is traced.
+
+    mask: int64 [B, T], 1 at tokens of the source.
+    past, cross: per decoder layer the cached keys and values [B, H, P or T, d]; None outside a decoder.
+    present: the new caches of self-attention, per decoder layer.
+    """
+
+    mask: Tensor | None = None
+    past: list[KeyValue] | None = None
+    cross: list[KeyValue] | None = None
+    present: dict[int, KeyValue] = field(default_factory=dict)
+
+
+class PackedLinear(nn.Module):
+    """Several linear layers of one input as one layer if they are of one kind, otherwise one by one.
+
+    For low-rank layers only the half that reads the input is packed; the other half is a separate layer after
+    it.
+
+    sizes: outputs of the layers. factors: common factors of the input, if there are any. firsts: the layers
+    that read it. packed: these as one, None if they are not of one kind. is_whole: whether that one layer
+    computes all outputs.
+    """
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.sizes = [_out_features(m) for m in linears]
+        self.parts = nn.ModuleList(linears)
+        self.firsts = [m.down if isinstance(m, LowRankLinear) else m for m in linears]
+        direct = self.firsts == list(linears)
+        self.factors, self.firsts = _shared_factors(self.firsts)
+        self._widths = [_out_features(m) for m in self.firsts]
+        self.packed = _pack_linears(self.firsts)
+        self.is_whole = self.packed is not None and direct
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map [..., K] to one [..., N] for each layer."""
+        if self.packed is None:
+            return tuple(m(x) for m in self.parts)
+        found = torch.split(self.packed_output(x), self._widths, dim=-1)
+        return tuple(
+            m.up(y) if isinstance(m, LowRankLinear) else y for m, y in zip(self.parts, found, strict=True)
+        )
+
+    def packed_output(self, x: Tensor) -> Tensor:
+        """Return the outputs of the packed layer, concatenated."""
+        assert self.packed is not None
+        out: Tensor = self.packed(x if self.factors is None else x * self.factors)
+        return out
+
+
+def _shared_factors(firsts: list[nn.Module]) -> tuple[nn.Parameter | None, list[nn.Module]]:
+    """Return the common input factors of all of `firsts`, and the layers after them."""
+    scaled = [m for m in firsts if isinstance(m, ScaledLinear)]
+    if not scaled or len(scaled) < len(firsts):
+        return None, firsts
+    factors = scaled[0].factors
+    if not all(m.factors.equal(factors) for m in scaled):
+        return None, firsts
+    return factors, [m.linear for m in scaled]
+
+
+def _out_features(module: nn.Module) -> int:
+    size = module.out_features
+    assert isinstance(size, int)
+    return size
+
+
+def _pack_linears(linears: Sequence[nn.Module]) -> nn.Module | None:
+    if all(type(m) is nn.Linear for m in linears):
+        return _concat_linears([m for m in linears if isinstance(m, nn.Linear)])
+    return concat_quantized(linears)
+
+
+def _concat_linears(linears: list[nn.Linear]) -> nn.Linear:
+    bias = any(m.bias is not None for m in linears)
+    weight = torch.cat([m.weight.detach() for m in linears])
+    new = nn.Linear(weight.shape[1], weight.shape[0], bias, device="meta")
+    new.weight = nn.Parameter(weight, requires_grad=False)
+    if bias:
+        new.bias = nn.Parameter(_concat_biases(linears, weight), requires_grad=False)
+    return new
+
+
+def _concat_biases(linears: Sequence[nn.Linear], like: Tensor) -> Tensor:
+    return torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in linears])
+
+
+def full_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    heads: int,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attend over given keys and values; see `emit.multi_head_attention` for shapes."""
+    if emit.export_target() == "ort-cpu":
+        mask = None if mask is None else mask.to(torch.int32)
+        return emit.multi_head_attention(query, key, value, mask, heads, scale, bias)
+    key, value = (t if t.dim() == 4 else split_heads(t, heads) for t in (key, value))
+    return _standard_attention(query, key, value, mask, heads, scale, bias)
+
+
+def cached_step_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: KeyValue,
+    heads: int,
+    scale: float,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend over the past and the present token; see `emit.cached_attention` for shapes."""
+    if emit.export_target() == "ort-cpu":
+        return emit.cached_attention(query, key, value, past, heads, scale, bias)
+    keys = torch.cat([past[0], split_heads(key, heads)], dim=2)
+    values = torch.cat([past[1], split_heads(value, heads)], dim=2)
+    return _standard_attention(query, keys, values, None, heads, scale, bias), keys, values
+
+
+def _standard_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    heads: int,
+    scale: float,
+    bias: Tensor | None,
+) -> Tensor:
+    scores = (split_heads(query, heads) * scale) @ key.transpose(2, 3)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if mask is not None:
+        scores = scores + ((1 - mask) * int(MASK_VALUE))[:, None, None, :].to(scores.dtype)
+    out = torch.softmax(scores, dim=-1) @ value
+    return out.transpose(1, 2).flatten(2)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Turn [B, S, H * d] into [B, H, S, d]."""
+    heads_first: Tensor = x.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2)
+    return heads_first
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """An attention module of a model.
+
+    parts: the names that its parts have in the model. window: see `Family.window`.
+    """
+
+    module: Any
+    parts: Attention
+    family: Family
+    window: int | None = None
+
+    def projection(self, name: str) -> Any:
+        """Return the projection `name` of the model; None if the module itself does not compute it."""
+        inside = f"{self.parts.name}."
+        return self.module.get_submodule(name.removeprefix(inside)) if name.startswith(inside) else None
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """The current heads of the module."""
+        parts, width = self.parts, int(getattr(self.module, self.parts.head_dim_attribute))
+        scale = width**-0.5 if parts.scale_attribute == "width" else 1.0
+        if parts.scale_attribute not in (None, "width"):
+            scale = float(getattr(self.module, str(parts.scale_attribute)))
+        if parts.heads_attribute is not None:
+            queries = keys = int(getattr(self.module, parts.heads_attribute))
+        else:
+            queries, keys = (int(self.projection(n).out_features) // width for n in (parts.query, parts.key))
+        if parts.packed == "equal" and parts.heads_attribute is None:
+            queries = keys = keys // 3
+        elif parts.packed == "grouped":
+            keys = int(getattr(self.module, str(parts.kv_heads_attribute)))
+            queries -= 2 * keys
+        return AttentionHeads(queries, keys, width, scale)
+
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of [B, S, D], each [B, S, its heads * d]."""
+        if not self.parts.packed:
+            three: tuple[Tensor, ...] = self.module.pack(x)
+        else:
+            heads = self.heads
+            sizes = [
+                heads.query_heads * heads.head_dim,
+                heads.kv_heads * heads.head_dim,
+                heads.kv_heads * heads.head_dim,
+            ]
+            three = torch.split(self.projection(self.parts.query)(x), sizes, dim=-1)
+        return three
+
+
+def attention_modules(
+    model: Any, stack: str | None = None, cross: bool | None = None
+) -> list[AttentionModule]:
+    """Return the attention modules of `model` in order.
+
+    Args:
+        model: a model of a supported family.
+        stack: only those of this stack (`encoder_layers`, `decoder_layers`).
+        cross: only cross-attention, or only self-attention.
+
+    Raises:
+        InputError: another family.
+    """
+    family = family_of(model)
+    if family is None:
+        raise InputError(
+            f"{type(model).__name__}: the onnx stage cannot export its attention modules.",
+            code="unsupported-family",
+        )
+    return [
+        AttentionModule(model.get_submodule(parts.name), parts, family, block.window)
+        for block in blocks_of(model)
+        if stack in (None, block.stack.name)
+        for parts in block.attentions
+        if cross in (None, parts.cross)
+    ]
+
+
+def pack_projections(attentions: Sequence[AttentionModule]) -> None:
+    """Add packed projections of queries, keys and values, and their biases, to attention modules, once.
+
+    Modules that share their projections share the packed one.
+    """
+    packs: dict[tuple[nn.Module, ...], PackedLinear] = {}
+    for one in attentions:
+        module, parts = one.module, one.parts
+        if parts.relative_bias and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
+            found = one.family.relative_bias().bias_by_distance(module)
+            if found is not None:
+                module.bias_by_distance = nn.Buffer(found[0], persistent=False)
+        if not hasattr(module, "pack") and not parts.packed:
+            three = tuple(one.projection(name) for name in (parts.query, parts.key, parts.value))
+            if three not in packs:
+                packs[three] = PackedLinear(three)
+            module.pack = packs[three]
+
+
+@contextmanager
+def exportable_attention(modules: Sequence[AttentionModule], scope: AttentionScope) -> Iterator[None]:
+    """Replace the forward of these attention modules for the export, within the block."""
+    pack_projections(modules)
+    for one in modules:
+        one.module.forward = partial(_FORWARDS[one.parts.relative_bias], one, scope)
+    try:
+        yield
+    finally:
+        for one in modules:
+            del one.module.forward
+
+
+def _attend(
+    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Replace the forward of an attention module; masks and caches come from `scope`."""
+    if key_value_states is not None:
+        return _cross_attention(one, scope, hidden_states), None
+    query, key, value = one.project_qkv(hidden_states)
+    if one.parts.rotary:
+        cos, sin = also_unused["position_embeddings"]
+        query, key = (_apply_rotary(x, one.heads.head_dim, cos, sin) for x in (query, key))
+    bias = None if one.window is None else _window_bias(one.window, query)
+    return _self_attention(one, scope, (query, key, value), bias), None
+
+
+def _attend_with_bias(
+    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Replace the forward of an attention module whose bias is an input, float32 [B, H, S, T]."""
+    return _self_attention(one, scope, one.project_qkv(hidden_states), position_bias), None
+
+
+def _attend_by_distance(
+    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    *unused: Any, key_value_states: Tensor | None = None, position_bias: Tensor | None = None,
+    **also_unused: Any,
+) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
+    """Replace the forward of an attention module that returns its bias."""
+    if key_value_states is not None:
+        return _cross_attention(one, scope, hidden_states), None, None
+    packed = one.project_qkv(hidden_states)
+    if position_bias is None:
+        length = hidden_states.shape[1]
+        past = 0 if scope.past is None else scope.past[one.module.layer_idx][0].shape[2]
+        position_bias = _relative_bias(one.module.bias_by_distance, length, past + length)
+    return _self_attention(one, scope, packed, position_bias), position_bias, None
+
+
+def _cross_attention(one: AttentionModule, scope: AttentionScope, hidden_states: Tensor) -> Tensor:
+    assert scope.cross is not None
+    key, value = scope.cross[one.module.layer_idx]
+    query, heads = one.projection(one.parts.query)(hidden_states), one.heads
+    return _output_projection(
+        one, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale)
+    )
+
+
+def _self_attention(
+    one: AttentionModule, scope: AttentionScope, packed: tuple[Tensor, ...], bias: Tensor | None
+) -> Tensor:
+    query, key, value = packed
+    heads = one.heads
+    if scope.past is None:
+        return _output_projection(
+            one, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale, bias)
+        )
+    place = one.module.layer_idx
+    found, *present = cached_step_attention(
+        query, key, value, scope.past[place], heads.query_heads, heads.scale, bias
+    )
+    scope.present[place] = (present[0], present[1])
+    return _output_projection(one, found)
+
+
+def _output_projection(one: AttentionModule, found: Tensor) -> Tensor:
+    out = one.projection(one.parts.out)
+    result: Tensor = found if out is None else out(found)
+    return result
+
+
+_FORWARDS: dict[str | None, Callable[..., Any]] = {
+    None: _attend,
+    "handed_on": _attend_by_distance,
+    "given": _attend_with_bias,
+}
+
+
+def _apply_rotary(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, S, H * d]; cosines and sines are [1, S, d], each twice (arXiv:2104.09864)."""
+    heads = x.unflatten(2, (-1, width))
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    out: Tensor = (heads * cos[:, :, None] + turned * sin[:, :, None]).flatten(2)
+    return out
+
+
+def _window_bias(window: int, query: Tensor) -> Tensor:
+    """Return a bias [1, 1, S, S] that masks tokens further away than `window` on either side."""
+    places = torch.arange(query.shape[1])
+    far = (places[:, None] - places[None, :]).abs() > window
+    return (far.to(query.dtype) * MASK_VALUE)[None, None]
+
+
+def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:
+    """Return the bias [1, H, S, T] of the last `length` of `total` positions."""
+    heads, farthest = by_distance.shape[0], by_distance.shape[1] // 2
+    keys = torch.arange(total)
+    distances = keys[None, :] - keys[total - length :, None]
+    places = distances.clamp(-farthest, farthest) + farthest
+    values: Tensor = by_distance.index_select(1, places.flatten())
+    return values.reshape(1, heads, length, total)
+
+
+@contextmanager
+def exportable_norms(model: nn.Module, kind: RmsNormForm) -> Iterator[None]:
+    """Replace RMS norms of this kind and tanh-GELUs in `model` for the export."""
+    changed = []
+    for module in model.modules():
+        if hasattr(module, kind.epsilon_attribute) and not isinstance(module, nn.LayerNorm):
+            module.forward = partial(rms_norm, module, kind)
+            changed.append(module)
+        elif type(module).__name__ == "NewGELUActivation":  # expanded there, one operator in ONNX
+            module.forward = partial(F.gelu, approximate="tanh")
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def rms_norm(module: Any, kind: RmsNormForm, x: Tensor) -> Tensor:
+    """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Runtimes fuse x / sqrt(mean(x^2) + eps) * w into one operator. It remains float32 in fp16 graphs, because
+    x^2 overflows in fp16 from 256 on (`export/precision`).
+    """
+    weight, epsilon = module.weight, getattr(module, kind.epsilon_attribute)
+    weight = 1 + weight if kind.adds_one_to_weight else weight
+    normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
+    return normal

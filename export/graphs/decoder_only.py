@@ -1,0 +1,314 @@
+"""Attention and norms of decoder-only models as the exported graph computes them.
+
+During an export the forward of attention modules is replaced. For ONNX Runtime on the CPU the packed
+projection of queries, keys and values is followed by one GroupQueryAttention, which also applies rotary
+positions and appends to the cache; other targets, and heads that the operator does not support, use standard
+operators. Head counts come from the modules: after pruning they differ between layers.
+
+Shapes: B = batch, S = new tokens, P = past length, T = P + S, H = query heads, K = key-value heads,
+d = width of a head, M = positions.
+
+The graph of a decoder-only language model: one `model.onnx` for prompts and for single tokens.
+
+File and tensor names are Optimum's: input_ids [B, S], attention_mask [B, P + S], position_ids [B, S],
+past_key_values.{i}.key and .value [B, K, P, d]; logits [B, N, V], present.{i}.key and .value. The scalar
+num_logits_to_keep, the name in transformers.js, sets the number N of last tokens with logits, or 0 for all S.
+A prompt needs only those of one token, and all of them are large: S * V numbers per row. Its default is 0, so
+that users that do not set it (Optimum) get all; TensorRT does not support defaults.
+
+Shapes: B = batch, S = new tokens, P = past length, K = key-value heads, d = width of a head,
+V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.messages import Message, warning
+from smelt.export.graphs.attention import (
+    MASK_VALUE,
+    AttentionModule,
+    attention_modules,
+    exportable_norms,
+    pack_projections,
+    split_heads,
+)
+from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.models.emit_causal import AttentionHeads, SequencePositions, group_query_attention
+from smelt.models.gqa_support import supports_gqa
+from smelt.quantization import emit
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass
+class CausalScope:
+    """State shared by the modules of one graph while it is traced.
+
+    positions: int64 [B, S]. past: per layer [B, K, P, d] twice. sequence_positions: for the fused operator.
+    bias: float32 [B, 1, S, T], for standard operators, with future tokens masked too. distance: int64 [S, T],
+    from a query back to a key. present: the new caches, per layer.
+    """
+
+    positions: Tensor
+    past: list[KeyValue]
+    sequence_positions: SequencePositions
+    bias: Tensor
+    distance: Tensor
+    present: dict[int, KeyValue] = field(default_factory=dict)
+
+
+def unfused_heads_warning(attentions: Sequence[AttentionModule], target: str) -> Message | None:
+    """Return a warning of heads that the fused attention of `target` does not support, or None."""
+    if target != "ort-cpu":
+        return None
+    widths = {
+        one.heads.head_dim for one in attentions if not supports_gqa(one.heads.head_dim, one.parts.rotary)
+    }
+    if not widths:
+        return None
+    return warning(
+        "attention-not-fused",
+        f"Attention is exported as standard operators, which are slower, because head sizes"
+        f" {' and '.join(map(str, sorted(widths)))} are not supported by ONNX Runtime's GroupQueryAttention"
+        " (multiples of 8, or of 16 with rotary embeddings).",
+    )
+
+
+def make_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> CausalScope:
+    """Return the scope for int64 mask [B, T] and positions [B, S]."""
+    batch, length = positions.shape
+    total = mask.shape[1]
+    kind = past[0][0].dtype
+    hidden = ((1 - mask) * int(MASK_VALUE)).to(kind)[:, None, None, :]
+    last = torch.ones_like(mask).sum(dim=1).to(torch.int32) - 1
+    places = SequencePositions(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
+    keys = torch.arange(total, device=mask.device)
+    queries = torch.arange(length, device=mask.device) + past[0][0].shape[2]
+    future = (keys[None, :] > queries[:, None]).to(kind) * MASK_VALUE
+    bias = _clamp_bias(hidden + future)
+    return CausalScope(positions, past, places, bias, queries[:, None] - keys[None, :])
+
+
+def _clamp_bias(bias: Tensor) -> Tensor:
+    """Clamp values that are masked for several reasons to the range of fp16."""
+    return torch.maximum(bias, bias.new_full((), 2 * MASK_VALUE))
+
+
+class RotaryTables(nn.Module):
+    """Cosines and sines of all positions, float32 [M, d / 2] twice: exact, even if positions are fp16."""
+
+    def __init__(self, rotary: Any, limit: int) -> None:
+        super().__init__()
+        places = torch.arange(limit)[None]
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), position_ids=places)
+        half = cos.shape[-1] // 2
+        self.cos = nn.Buffer(cos[0, :, :half].contiguous())
+        self.sin = nn.Buffer(sin[0, :, :half].contiguous())
+
+
+def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
+    """Add the packed projection to each attention, and the position table to the model, before tracing."""
+    body = model.base_model
+    if any(one.parts.rotary for one in attentions) and not hasattr(body, "tables"):
+        body.tables = RotaryTables(body.rotary_emb, int(model.config.max_position_embeddings))
+    pack_projections(attentions)
+
+
+@contextmanager
+def exportable_causal_model(
+    model: Any, attentions: Sequence[AttentionModule], scope: CausalScope
+) -> Iterator[None]:
+    """Replace attention, norms and activations of `model` for the export, within the block."""
+    body = model.base_model
+    changed: list[tuple[nn.Module, Callable[..., Any]]] = []
+    rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
+    for one in attentions:
+        changed.append((one.module, partial(_attend, one, scope, rotary)))
+    if rotary is not None:
+        changed.append((body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions)))
+    for module, forward in changed:
+        module.forward = forward
+    try:
+        with exportable_norms(model, attentions[0].family.rms_norm):
+            yield
+    finally:
+        for module, _ in changed:
+            del module.forward
+
+
+def _attend(
+    one: AttentionModule, scope: CausalScope, rotary: KeyValue | None, hidden_states: Tensor,
+    *unused: Any, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Replace the forward of an attention module; masks and caches come from `scope`."""
+    heads, place = one.heads, one.module.layer_idx
+    past = scope.past[place]
+    if emit.export_target() == "ort-cpu" and supports_gqa(heads.head_dim, rotary is not None):
+        packed = _project_qkv(one, hidden_states)
+        out, *present = group_query_attention(
+            packed, past, scope.sequence_positions, heads, rotary, one.window
+        )
+    else:
+        query, key, value = _normalize_qk(one, one.project_qkv(hidden_states))
+        out, *present = _standard_attention(
+            query,
+            key,
+            value,
+            past,
+            _attention_bias(one, scope),
+            heads=heads,
+            rotary=rotary,
+            positions=scope.positions,
+        )
+    scope.present[place] = (present[0], present[1])
+    return one.projection(one.parts.out)(out), None
+
+
+def _project_qkv(one: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return queries, keys and values as one tensor if one layer computes them, else as three."""
+    if one.parts.qk_norms is None:
+        if one.parts.packed:
+            return one.projection(one.parts.query)(x), None, None
+        if one.module.pack.is_whole:
+            return one.module.pack.packed_output(x), None, None
+    query, key, value = _normalize_qk(one, one.project_qkv(x))
+    return query, key, value
+
+
+def _normalize_qk(one: AttentionModule, three: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Normalize queries and keys per head, in families that do."""
+    if one.parts.qk_norms is None:
+        return three
+    width = one.heads.head_dim
+    normed = [
+        one.projection(name)(x.unflatten(2, (-1, width))).flatten(2)
+        for name, x in zip(one.parts.qk_norms, three[:2], strict=True)
+    ]
+    return (*normed, three[2])
+
+
+def _attention_bias(one: AttentionModule, scope: CausalScope) -> Tensor:
+    """Return the bias of the scores, with tokens outside of the window masked too."""
+    if one.window is None:
+        return scope.bias
+    return _clamp_bias(scope.bias + (scope.distance >= one.window).to(scope.bias.dtype) * MASK_VALUE)
+
+
+def _standard_attention(
+    query: Tensor, key: Tensor, value: Tensor, past: KeyValue, bias: Tensor,
+    *, heads: AttentionHeads, rotary: KeyValue | None, positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (
+        split_heads(query, heads.query_heads),
+        split_heads(key, heads.kv_heads),
+        split_heads(value, heads.kv_heads),
+    )
+    if rotary is not None:
+        cos, sin = (table[positions][:, None] for table in rotary)
+        q, k = _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
+    keys, values = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+    q = q * heads.scale
+    if heads.query_heads == heads.kv_heads:
+        out = torch.softmax(q @ keys.transpose(2, 3) + bias, dim=-1) @ values
+    else:
+        # [B, K, H / K, S, d]: each key is shared by its queries without being repeated
+        q = q.unflatten(1, (heads.kv_heads, heads.query_heads // heads.kv_heads))
+        scores = q @ keys.transpose(2, 3)[:, :, None] + bias[:, :, None]
+        out = (torch.softmax(scores, dim=-1) @ values[:, :, None]).flatten(1, 2)
+    return out.transpose(1, 2).flatten(2), keys, values
+
+
+def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, H, S, d] by angles with cosines and sines [B, 1, S, d / 2] (arXiv:2104.09864)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class DecoderOnlyStep(nn.Module):
+    """Tokens and caches -> logits float32 [B, N, V], the caches S longer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.attentions = model, attention_modules(model)
+        prepare_causal_attention(model, self.attentions)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: list[Tensor],
+        keep: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return logits, then key and value [B, K, P + S, d] of each layer; `keep` is an int64 scalar."""
+        pairs = list(zip(past[::2], past[1::2], strict=True))
+        scope = make_causal_scope(attention_mask, position_ids, pairs)
+        with exportable_causal_model(self.model, self.attentions, scope):
+            hidden = self.model.base_model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=_CacheLength(past[0].shape[2]),
+                use_cache=True,
+            ).last_hidden_state
+        batch, length = input_ids.shape
+        kept = torch.where(keep == 0, length, keep).item()
+        torch._check(kept >= 1)
+        torch._check(kept <= length)
+        hidden = hidden.narrow(1, length - kept, kept)
+        # 2-D, so that the layer uses the embedding's own matrix if both are tied
+        logits = self.model.get_output_embeddings()(hidden.flatten(0, 1))
+        caches = [t for i in range(len(scope.present)) for t in scope.present[i]]
+        return logits.float().reshape(batch, kept, logits.shape[-1]), *caches
+
+
+class _CacheLength:
+    """The part of a transformers cache that a decoder uses: its length."""
+
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+def decoder_only_graph(
+    model: Any,
+) -> tuple[nn.Module, tuple[Any, ...], list[str], list[str], tuple[Any, ...]]:
+    """Return module, example inputs, names of inputs and outputs, and dynamic axes of the one graph."""
+    step = DecoderOnlyStep(model)
+    kind = model.get_input_embeddings()
+    dtype = next((p.dtype for p in kind.parameters() if p.is_floating_point()), torch.float32)
+    batch, length, before = 2, 3, 5
+    ids = torch.ones(batch, length, dtype=torch.int64)
+    mask = torch.ones(batch, before + length, dtype=torch.int64)
+    places = torch.arange(before, before + length).expand(batch, length).contiguous()
+    heads = [one.heads for one in step.attentions]
+    past = [torch.zeros(batch, h.kv_heads, before, h.head_dim, dtype=dtype) for h in heads for _ in "kv"]
+    names = [f"{i}.{part}" for i in range(len(heads)) for part in ("key", "value")]
+    axes = (
+        {0: "batch", 1: "sequence_length"},
+        {0: "batch", 1: "total_sequence_length"},
+        {0: "batch", 1: "sequence_length"},
+        [{0: "batch", 2: "past_sequence_length"} for _ in past],
+        None,
+    )
+    inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names)]
+    inputs.append(NUM_LOGITS_INPUT)
+    return (
+        step,
+        (ids, mask, places, past, torch.tensor(0)),
+        inputs,
+        ["logits", *(f"present.{n}" for n in names)],
+        axes,
+    )

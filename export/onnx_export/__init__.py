@@ -1,1 +1,0 @@
-"""The parts of the onnx stage: its settings, what it asks before work, the files it writes."""

@@ -1,0 +1,320 @@
+"""Calibrate the scales of int8 caches: the largest keys and values on samples of the data.
+
+The float32 graph itself is run, one sample at a time, without padding. Keys are cached after rotary
+positions, which rotate pairs of numbers of a head by an angle that grows with the position: samples of a few
+hundred tokens do not cover slowly rotating pairs. So a rotated pair counts by its length, which does not
+depend on the position.
+
+Shapes: K = key-value heads, S = tokens of a row, d = width of a head.
+
+Convert the keys and values of a decoder's float32 graph to int8.
+
+Each GroupQueryAttention gets scales for its keys and values: new ones become
+clip(round(x / scale), -128, 127), half to even, keys after rotary positions, and attention reads
+int8 value * scale (measured: docs/measurements/int8-caches.md). Source: ONNX Runtime's
+docs/ContribOperators.md, GroupQueryAttention, `k_quant_type`, `v_quant_type`, `kv_cache_bit_width`,
+`k_scale`, `v_scale`.
+
+Shapes: B = batch, K = key-value heads, P = past length, d = width of a head.
+
+Export int8 caches for the onnx stage: calibrate scales, write the graph, compare it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import InputError, RunError
+from smelt.core.stage import Context
+from smelt.data.batch import Tokens
+from smelt.data.splits import Split
+from smelt.export.graph_files import read_graph, write_graph
+from smelt.export.parity.check_int8_caches import check_int8_caches
+from smelt.export.parity.check_parity import ExportedModel
+from smelt.export.parity.torch_reference import TorchReference, check_output, logits_for
+from smelt.export.precision.kv_cache_support import unsupported_head_dim, unsupported_model, unsupported_task
+from smelt.generation.runners import NUM_LOGITS_INPUT
+from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, past_input_name
+
+Float32Array = NDArray[np.float32]
+# of the calibration texts: rows, and tokens of the longest
+CACHE_CALIBRATION_ROWS, CACHE_CALIBRATION_LENGTH = 32, 256
+_MAX_CODE = 127
+_CHARACTERS_PER_TOKEN = 16  # characters of text per wanted token: more than tokens have
+
+
+def cache_calibration_split(data: Mapping[str, Split]) -> str:
+    """Return the name of the split for calibration: calibration if it exists, otherwise train.
+
+    Raises:
+        InputError: neither exists.
+    """
+    found = next((name for name in ("calibration", "train") if name in data and len(data[name])), None)
+    if found is None:
+        raise InputError(
+            "onnx: kv_cache: int8 needs calibration or train data for its scales. Add data:"
+            " {calibration: FILE}, or set kv_cache: float.",
+            code="no-calibration-data",
+        )
+    return found
+
+
+def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tokens]:
+    """Return up to `ROWS` rows of token ids, int64 [S] with S <= `LENGTH`, spread over `split`.
+
+    Args:
+        split: samples of running text.
+        tokenizer: of transformers.
+        limit: the model's maximum number of tokens.
+
+    Raises:
+        InputError: the text has no token.
+    """
+    examples = split.examples
+    said = split.windows.separator if split.windows is not None else None
+    most = min(CACHE_CALIBRATION_LENGTH, limit)
+    found = []
+    for place in dict.fromkeys(
+        np.linspace(0, len(examples) - 1, CACHE_CALIBRATION_ROWS).astype(int).tolist()
+    ):
+        text = examples[place].text
+        for other in examples[place + 1 :]:
+            if len(text) >= most * _CHARACTERS_PER_TOKEN:
+                break
+            text += ("\n\n" if said is None else said) + other.text
+        ids = tokenizer(text[: most * _CHARACTERS_PER_TOKEN], verbose=False)["input_ids"][:most]
+        if ids:
+            found.append(np.asarray(ids, dtype=np.int64))
+    if not found:
+        raise InputError(
+            f"{split.origin}: onnx: kv_cache: int8: the samples contain no tokens to calibrate scales on."
+            f" Use another file.",
+            code="empty-text",
+        )
+    return found
+
+
+def max_cache_magnitudes(
+    session: Any, rows: Sequence[Tokens], rotated: Collection[str], name: str
+) -> dict[str, Float32Array]:
+    """Run a decoder's float32 graph on `rows`; return the largest magnitudes [K, d] of each of its caches.
+
+    Args:
+        session: of ONNX Runtime, for the graph.
+        rows: token ids, int64 [S].
+        rotated: outputs whose two halves of a head are rotated into each other: both numbers of a pair get
+            the largest length of the pair.
+        name: of the split, for the message.
+
+    Raises:
+        RunError: a value is not finite.
+    """
+    outputs = [one.name for one in session.get_outputs() if one.name.startswith(PRESENT_PREFIX)]
+    caches = [one for one in session.get_inputs() if one.name.startswith(PAST_PREFIX)]
+    empty = {one.name: np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32) for one in caches}
+    found: dict[str, Float32Array] = {}
+    for ids in rows:
+        feeds = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64), **empty}
+        feeds |= {"position_ids": np.arange(len(ids))[None], NUM_LOGITS_INPUT: np.array(1, np.int64)}
+        for output, kept in zip(outputs, session.run(outputs, feeds), strict=True):
+            values = np.abs(kept[0])  # [K, S, d]
+            if output in rotated:
+                length = np.hypot(*np.split(values, 2, axis=2))
+                values = np.concatenate([length, length], axis=2)
+            largest = values.max(axis=1)
+            if not np.isfinite(largest).all():
+                raise RunError(
+                    f"onnx: kv_cache: int8: {output} contains NaN or infinite values on the {name}"
+                    " samples, so it has no scale. Check the model's weights, or set kv_cache: float to"
+                    " export the model anyway.",
+                    code="non-finite-outputs",
+                )
+            found[output] = np.maximum(found.get(output, largest), largest)
+    return found
+
+
+def cache_scales(largest: Float32Array) -> Float32Array:
+    """Return the scales float32 [K, 1, d] of a cache whose magnitudes were at most `largest` [K, d].
+
+    A channel that was always 0 gets the largest scale of the cache, or 1 / 127 if all were: its values on
+    other texts are then coarse, but not clipped to 0.
+    """
+    scales = (largest / np.float32(_MAX_CODE)).astype(np.float32)
+    told = scales >= np.finfo(np.float32).tiny  # smaller values cannot be divisors
+    instead = scales[told].max(initial=0.0) or 1.0 / _MAX_CODE
+    return np.where(told, scales, np.float32(instead))[:, None]
+
+
+ATTENTION_OP = "GroupQueryAttention"
+_PER_CHANNEL, _BITS = "PER_CHANNEL", 8
+# indices of the operator's inputs and outputs
+_PAST_INPUTS, _SCALE_INPUTS, _PRESENT_OUTPUTS = (3, 4), (12, 13), (1, 2)
+
+
+def cached_attentions(model: Any) -> Iterator[tuple[Any, str, str]]:
+    """Yield the attentions of an onnx.ModelProto, each with the outputs that are its keys and values.
+
+    Raises:
+        RunError: caches are connected in an unsupported way, or a cache does not belong to such an operator.
+    """
+    ends = {value.name for value in (*model.graph.input, *model.graph.output)}
+    left = {value.name for value in model.graph.output if value.name.startswith(PRESENT_PREFIX)}
+    for node in model.graph.node:
+        if node.op_type != ATTENTION_OP:
+            continue
+        given, made = [node.input[at] for at in _PAST_INPUTS], [node.output[at] for at in _PRESENT_OUTPUTS]
+        if (
+            not ends.issuperset(given)
+            or not ends.issuperset(made)
+            or given != [past_input_name(n) for n in made]
+        ):
+            raise RunError(
+                f"onnx: kv_cache: int8: the caches {', '.join(given)} and {', '.join(made)} of node"
+                f" '{node.name}' do not match the graph's inputs and outputs one to one. Set kv_cache:"
+                " float.",
+                code="crossed-caches",
+            )
+        left -= set(made)
+        yield node, made[0], made[1]
+    if left:
+        raise RunError(
+            f"onnx: kv_cache: int8: the caches {', '.join(sorted(left))} do not belong to any {ATTENTION_OP}"
+            f" node. Set kv_cache: float.",
+            code="unsupported-cache",
+        )
+
+
+def rotated_keys(model: Any) -> set[str]:
+    """Return the outputs of an onnx.ModelProto that are keys rotated by the operator."""
+    return {
+        keys
+        for node, keys, _ in cached_attentions(model)
+        if any(a.name == "do_rotary" and a.i for a in node.attribute)
+    }
+
+
+def quantize_kv_cache(model: Any, scales: Mapping[str, Float32Array]) -> None:
+    """Convert the caches of an onnx.ModelProto to int8, in place.
+
+    Args:
+        model: a decoder's graph with float32 caches.
+        scales: float32 [K, 1, d] of each cache, by the name of its output.
+
+    Raises:
+        RunError: the structure of the graph is not supported.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    for node, *outputs in list(cached_attentions(model)):
+        names = [f"{past_input_name(output)}_scale" for output in outputs]
+        for output, name in zip(outputs, names, strict=True):
+            model.graph.initializer.append(numpy_helper.from_array(scales[output], name))
+        node.input.extend([""] * (_SCALE_INPUTS[0] - len(node.input)))
+        node.input.extend(names)
+        said = {"k_quant_type": _PER_CHANNEL, "v_quant_type": _PER_CHANNEL, "kv_cache_bit_width": _BITS}
+        node.attribute.extend(helper.make_attribute(word, value) for word, value in said.items())
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        if value.name.startswith((PAST_PREFIX, PRESENT_PREFIX)):
+            value.type.tensor_type.elem_type = TensorProto.INT8
+
+
+def has_int8_caches(model: Any) -> bool:
+    """Return whether an onnx.ModelProto has int8 caches."""
+    from onnx import TensorProto
+
+    caches = (value for value in model.graph.input if value.name.startswith(PAST_PREFIX))
+    return any(value.type.tensor_type.elem_type == TensorProto.INT8 for value in caches)
+
+
+INT8_CACHE = "int8"
+
+
+def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
+    """Require, before tracing, a model whose caches can be int8.
+
+    Args:
+        attentions: the `AttentionModule`s of the model.
+        config: config.json of the model.
+        ctx: with task and data.
+
+    Raises:
+        InputError: the task, the heads or the data do not fit.
+    """
+    widths = [(one.heads.head_dim, one.parts.rotary) for one in attentions]
+    found = unsupported_task(ctx.task) or unsupported_model(config)
+    if why := found or next(filter(None, (unsupported_head_dim(*one) for one in widths)), None):
+        code = "unsupported-task" if unsupported_task(ctx.task) else "unsupported-cache"
+        raise InputError(f"onnx: kv_cache: int8: {why}", code=code, setting="kv_cache")
+    cache_calibration_split(ctx.data)
+
+
+def export_int8_cache(subject: ExportedModel, reference: TorchReference, source: Path, ctx: Context) -> None:
+    """Convert keys and values of the finished graph in `ctx.out` to int8, in place; compare it.
+
+    Args:
+        subject: the graph, which passed the parity check.
+        reference: the samples of the parity check.
+        source: the folder with the tokenizer.
+        ctx: gets details: the samples, the cache bytes per token, and the results of the comparison.
+
+    Raises:
+        InputError: there are no samples, or no text in them.
+        RunError: a value is not finite, the structure of the graph is not supported, or ONNX Runtime does not
+            support such caches.
+        ParityError: the outputs differ.
+    """
+    name = subject.graphs[-1].name
+    path = subject.folder / f"{name}.onnx"
+    scales = _cache_scales(path, source, ctx)
+    before = _graph_logits(subject, reference)
+    model = read_graph(path, values=False)
+    quantize_kv_cache(model, scales)
+    write_graph(model, path)
+    try:
+        found = check_int8_caches(subject.folder, name, list(cached_attentions(model)), scales, reference)
+    except InputError as error:
+        raise RunError(
+            f"onnx: kv_cache: int8: {error} Tested with ONNX Runtime 1.31 and newer. Update onnxruntime, or"
+            " set kv_cache: float.",
+            code="unsupported-operator",
+        ) from error
+    moved = check_output(name, "logits", before, _graph_logits(subject, reference), "int8-caches")
+    numbers = sum(scale.size for scale in scales.values())
+    ctx.details["kv_cache"] |= {
+        "bytes_per_token": {"float32": 4 * numbers, INT8_CACHE: numbers},
+        "against_float": moved,
+        **found,
+    }
+
+
+def _cache_scales(path: Path, source: Path, ctx: Context) -> dict[str, Float32Array]:
+    from smelt.core.files import read_json_object
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.models.length_limits import max_input_length
+    from smelt.runtimes.onnx_session import open_onnx_session
+
+    split, tokenizer = cache_calibration_split(ctx.data), load_tokenizer(source)
+    limit = max_input_length(tokenizer, read_json_object(source / "config.json"))
+    rows = cache_calibration_rows(ctx.data[split], tokenizer, limit)
+    rotated = rotated_keys(read_graph(path, values=False))
+    largest = max_cache_magnitudes(open_onnx_session(path, ctx.threads), rows, rotated, split)
+    ctx.details["kv_cache"] = {
+        "dtype": INT8_CACHE,
+        "split": split,
+        "rows": len(rows),
+        "tokens": sum(map(len, rows)),
+    }
+    return {output: cache_scales(values) for output, values in largest.items()}
+
+
+def _graph_logits(subject: ExportedModel, reference: TorchReference) -> Any:
+    """Return the logits of the graph of a step in its folder."""
+    from smelt.runtimes.registry import open_folder
+
+    with open_folder(subject.folder, "onnx", subject.target, subject.threads) as runner:
+        return logits_for(runner, reference)

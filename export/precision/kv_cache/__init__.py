@@ -1,1 +1,0 @@
-"""Keys and values of a decoder-only model's cache as int8."""

@@ -1,1 +1,0 @@
-"""How weights lie in a graph: stored once, shared between files, in blocks beside their scales."""

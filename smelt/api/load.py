@@ -1,0 +1,364 @@
+"""The model that `smelt.load(folder)` returns.
+
+Track concurrent calls of a loaded model, and count truncated texts.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from smelt.api.arguments import as_count, as_images, as_texts, as_texts_or_pairs
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError, SettingError, TruncationWarning, rust_panics_as_errors
+from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Example, Task
+from smelt.models.families.registry import find_family
+from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+
+class TruncationCounter:
+    """Counts truncated texts: `count` texts, truncated at `limit` tokens."""
+
+    def __init__(self) -> None:
+        self.count = self.limit = 0
+
+    def __call__(self, count: int, limit: int) -> None:
+        """Add `count` truncated texts."""
+        self.count, self.limit = self.count + count, limit
+
+
+class ActiveCalls:
+    """Counts active calls of all threads. A context manager around each call.
+
+    closed: message for calls after `close`. most: maximum number of concurrent calls, others wait; None: no
+    limit.
+    """
+
+    def __init__(self, closed: str, most: int | None = None) -> None:
+        self.lock = threading.Condition()
+        self._message, self._max_calls = closed, most
+        self._closed = False
+        self._active = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.lock.wait_for(
+                lambda: self._closed or self._max_calls is None or self._active < self._max_calls
+            )
+            if self._closed:
+                raise InputError(self._message, code="model-closed")
+            self._active += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.lock:
+            self._active -= 1
+            self.lock.notify_all()
+        if error is not None and not isinstance(error, Exception):
+            with rust_panics_as_errors():
+                raise error
+
+    def close(self) -> bool:
+        """Reject new calls and wait for the active ones; return False if it was closed before."""
+        with self.lock:
+            first, self._closed = not self._closed, True
+            self.lock.notify_all()  # waiting calls raise the error
+            self.lock.wait_for(lambda: self._active == 0)
+        return first
+
+
+CLASSIFICATION_TASK: Task = "text-classification"
+# Method of `Model` for each task; `generate` for all others.
+_TASK_METHODS: dict[str, str] = {
+    CLASSIFICATION_TASK: "predict",
+    SENTENCE_SIMILARITY: "embed",
+    CUSTOM_TASK: "run",
+    IMAGE_CLASSIFICATION: "classify",
+}
+TextOrPair = str | tuple[str, str]
+
+
+class Model:
+    """An artifact loaded in its runtime. A context manager that frees the memory on exit.
+
+    Several threads may use one model at the same time; see docs/how-to/serve.md.
+
+    Args:
+        folder: an artifact, such as runs/NAME/artifacts/onnx-int8.
+        threads: CPU threads (default: the artifact's setting, else the runtime's default).
+        device: auto, cpu or cuda; see docs/reference/recipe.md#device.
+        trust_engine: allow TensorRT engines that this user did not build on this machine (native code).
+
+    Raises:
+        InputError: the folder is not an artifact, a file was changed, or cuda is requested but not available.
+        MissingDependencyError: the runtime of this artifact is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        threads: int | None = None,
+        device: str = "auto",
+        trust_engine: bool = False,
+    ) -> None:
+        from smelt.runtimes.registry import find_runtime, open_runner
+        from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+
+        if device not in ("auto", "cpu", "cuda"):
+            raise InputError(
+                f"device: expected auto, cpu or cuda, got {device!r}.", code="wrong-value", setting="device"
+            )
+        count = None if threads is None else as_count(threads, "threads")
+        if not isinstance(folder, str | PathLike):
+            raise InputError(
+                f"artifact: expected the path of a folder, got {folder!r}.",
+                code="wrong-value",
+                setting="artifact",
+            )
+        self._folder = Path(folder).expanduser()  # the caller's path; the artifact's own is in the store
+        self.artifact = read_artifact(self._folder)
+        self.artifact.verify()
+        require_safe_artifact(self.artifact, trust_engine)
+        self._runner = open_runner(self.artifact, count, device)
+        try:
+            if self.task == IMAGE_CLASSIFICATION:
+                self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- report errors now
+            elif self.task != CUSTOM_TASK:
+                self._runner.text.tokenizer  # noqa: B018 -- load it before the first call
+        except BaseException:
+            self._runner.close()
+            raise
+        runtime = find_runtime(self.artifact.format, self.artifact.manifest.details.get("target"))
+        closed = f"{self._folder}: this model is closed. Open it again with smelt.load."
+        self._calls = ActiveCalls(closed, runtime.max_concurrent_calls)
+        self._truncated = 0
+
+    @property
+    def task(self) -> str:
+        """The model's task, as in a recipe."""
+        return self.artifact.manifest.task
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's Hugging Face config."""
+        return dict(self._runner.config)
+
+    @property
+    def device(self) -> str:
+        """The device in use: cpu or cuda."""
+        return self._runner.device
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer library: tokenizers, sentencepiece, or transformers (slow to import).
+
+        Raises:
+            InputError: the model has no text input.
+        """
+        if self.task in (IMAGE_CLASSIFICATION, CUSTOM_TASK):
+            raise InputError(
+                f"{self._folder}: a model for {self.task} has no tokenizer.",
+                code="does-not-fit-task",
+            )
+        return self._runner.text.tokenizer.reader
+
+    @property
+    def truncated(self) -> int:
+        """Number of texts truncated to the model's limit since the model was opened."""
+        return self._truncated
+
+    def generate(self, texts: Iterable[str], batch_size: int = 32, **generation: Any) -> list[str]:
+        """Return the generated text for each input: a translation, a summary or a continuation.
+
+        Warns with `TruncationWarning` if texts were truncated to the model's limit.
+
+        Args:
+            texts: input texts of any length.
+            batch_size: texts per batch.
+            generation: settings as in `score.generation` of a recipe, for example max_new_tokens=64.
+
+        Returns:
+            One text per input, in the order of the inputs.
+
+        Raises:
+            InputError: the model does not generate text or is closed, an input is not a string, or a
+                generation setting is unknown or out of range.
+        """
+        from smelt.runtimes.predict_texts import generate_texts
+
+        with self._calls:
+            self._require_method("generate")
+            settings, given = parse_generation(generation), as_texts(texts)
+            size, cuts = as_count(batch_size, "batch_size"), TruncationCounter()
+            found = generate_texts(self._runner, given, settings, size, on_truncate=cuts) if given else []
+            self._warn_truncated(cuts, len(given))
+        return found
+
+    def predict(self, texts: Iterable[TextOrPair], batch_size: int = 32) -> list[ClassPrediction]:
+        """Return the class of each text, or of each pair of texts (a tuple of two).
+
+        Warns with `TruncationWarning` if texts were truncated to the model's limit.
+
+        Raises:
+            InputError: the model is not a text classifier or is closed, or an input is not a text or pair.
+        """
+        from smelt.runtimes.predict_texts import class_logits
+
+        with self._calls:
+            self._require_method("predict")
+            given = [_example(text) for text in as_texts_or_pairs(texts)]
+            size, cuts = as_count(batch_size, "batch_size"), TruncationCounter()
+            if not given:
+                return []
+            logits = class_logits(self._runner, given, size, on_truncate=cuts)
+            self._warn_truncated(cuts, len(given))
+        return predictions_from_logits(logits, self._runner.config)
+
+    def classify(
+        self, images: Iterable[str | PathLike[str] | Image], batch_size: int = 32
+    ) -> list[ClassPrediction]:
+        """Return the class of each image.
+
+        Args:
+            images: paths of image files, or Pillow images, of any size.
+            batch_size: images per batch; no more are decoded at a time.
+
+        Raises:
+            InputError: the model is not an image classifier or is closed, or an input is not an image or
+                cannot be read.
+        """
+        from smelt.runtimes.images import image_logits
+
+        with self._calls:
+            self._require_method("classify")
+            given = as_images(images)
+            size = as_count(batch_size, "batch_size")
+            if not given:
+                return []
+            logits = image_logits(self._runner, given, size)
+        return predictions_from_logits(logits, self._runner.config)
+
+    def embed(self, texts: Iterable[str], batch_size: int = 32) -> NDArray[np.float32]:
+        """Return the embedding of each text, float32 [n, D], in the order of the texts.
+
+        Warns with `TruncationWarning` if texts were truncated to the model's limit.
+
+        Raises:
+            InputError: the model is not a sentence embedder or is closed, or an input is not a string.
+        """
+        import numpy as np
+
+        from smelt.runtimes.predict_texts import embed_texts
+
+        with self._calls:
+            self._require_method("embed")
+            given = as_texts(texts)
+            size, cuts = as_count(batch_size, "batch_size"), TruncationCounter()
+            if not given:
+                return np.empty((0, self._embedding_size), dtype=np.float32)
+            found = embed_texts(self._runner, given, size, on_truncate=cuts)
+            self._warn_truncated(cuts, len(given))
+        return found
+
+    def run(self, arrays: Mapping[str, Any], batch_size: int = 32) -> dict[str, NDArray[Any]]:
+        """Return the outputs of a `custom` model by name, for all samples.
+
+        Args:
+            arrays: arrays by input name. The batch axis is axis 0, or the one set in the recipe
+                (`data: {axes: ...}`) or given by the dimension's name.
+            batch_size: samples per batch; ignored if the graph has a fixed batch size.
+
+        Raises:
+            InputError: the model is for another task or is closed, or the arrays do not fit the graph.
+            RunError: the graph failed.
+        """
+        from smelt.api.array_models import as_arrays, run_in_batches
+        from smelt.runtimes.third_party.graph_runner import GraphRunner
+
+        with self._calls:
+            self._require_method("run")
+            assert isinstance(self._runner, GraphRunner)
+            rows = as_arrays(arrays, self._runner.signature)
+            return run_in_batches(self._runner, rows, as_count(batch_size, "batch_size"))
+
+    @property
+    def _embedding_size(self) -> int:
+        """Size of an embedding."""
+        family = find_family(self._runner.config)
+        return int(self._runner.config[family.hidden_size_key]) if family else 0
+
+    def _require_method(self, method: str) -> None:
+        """Require that `method` is the one for the model's task.
+
+        Raises:
+            InputError: it is not.
+        """
+        fitting = _TASK_METHODS.get(self.task, "generate")
+        if method != fitting:
+            raise InputError(
+                f"{self._folder}: {method} does not support {self.task}. Use {fitting}.",
+                code="does-not-fit-task",
+            )
+
+    def _warn_truncated(self, cuts: TruncationCounter, total: int) -> None:
+        if cuts.count:
+            with self._calls.lock:
+                self._truncated += cuts.count
+            # the caller of generate, predict or embed
+            warnings.warn(TruncationWarning(cuts.count, total, cuts.limit), stacklevel=3)
+
+    def close(self) -> None:
+        """Reject new calls, wait for those of other threads, and free the memory."""
+        if self._calls.close():
+            self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _example(text: TextOrPair) -> Example:
+    return Example(text) if isinstance(text, str) else Example(text[0], text_pair=text[1])
+
+
+def parse_generation(values: Mapping[str, Any]) -> Any:
+    """Return `values` as `GenerationSettings`.
+
+    Raises:
+        InputError: a setting is unknown, out of range, or in conflict with others.
+    """
+    from pydantic import ValidationError
+
+    from smelt.core.errors import did_you_mean
+    from smelt.generation.config import GenerationSettings
+
+    try:
+        return GenerationSettings(**values)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        if found["type"] == "value_error":
+            refused = found["ctx"]["error"]
+            code = refused.code if isinstance(refused, SettingError) else "wrong-setting"
+            raise InputError(f"generation: {refused}.", code=code) from error
+        name = ".".join(map(str, found["loc"]))
+        code, what = "wrong-value", f"generation: {name}: {found['msg']}, got {found['input']!r}."
+        if found["type"] == "extra_forbidden":
+            code = "unknown-setting"
+            known = GenerationSettings.model_fields
+            what += f" Known settings: {', '.join(known)}.{did_you_mean(name, known)}"
+        raise InputError(what, code=code, setting=name) from error

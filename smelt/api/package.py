@@ -1,0 +1,284 @@
+"""Write an artifact as a self-contained folder, for `smelt package`.
+
+Read steps, scores and warnings of an artifact from the run that made it, for a package's README.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact, read_artifact, read_manifest
+from smelt.core.errors import InputError
+from smelt.core.files import load_json
+from smelt.core.messages import Message, warning
+from smelt.data.splits import CUSTOM_TASK
+from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+
+if TYPE_CHECKING:
+    from smelt.evaluate.report.schema import Quality, ReportData, ScoresOnTest
+    from smelt.evaluate.report.schema import StepReport as ReportStep
+    from smelt.export.package.package_format import OriginScore, OriginStep, PackageOrigin
+    from smelt.export.package.write_package import WrittenPackage
+
+
+_REPORT_FILE = "report.json"
+_MODEL_STEP = "model"
+
+
+def find_run(given: Path, artifact: Artifact) -> tuple[Path, str] | None:
+    """Return the folder of the run that made `artifact` and the step's name; None if unknown.
+
+    Args:
+        given: path from the user: a link in a run's `artifacts`, a folder of the store, or a copy.
+        artifact: the artifact at this path.
+    """
+    from smelt.pipeline.execute.run_folder import list_runs
+
+    place = given.absolute()
+    if _step_keys(place.parent.parent).get(place.name) == artifact.key:
+        return place.parent.parent, place.name
+    store = artifact.path.parent.parent
+    if not (store / "artifacts").is_dir() or artifact.path.name != artifact.key:
+        return None
+    for run in list_runs(store):
+        for step, key in _step_keys(run.folder).items():
+            if key == artifact.key:
+                return run.folder, step
+    return None
+
+
+def run_artifacts(run: Path) -> dict[str, Artifact]:
+    """Return the artifacts of a run by step, without missing or damaged ones."""
+    found = {}
+    for place in sorted((run / "artifacts").glob("*")):
+        try:
+            found[place.name] = Artifact(place.resolve(), read_manifest(place.resolve()))
+        except InputError:
+            continue
+    return found
+
+
+def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOrigin:
+    """Return the origin of `artifact`, which is the step `step` of the run in the folder `run`."""
+    from smelt.evaluate.report.schema import validate_report
+    from smelt.evaluate.report.view import model_name
+    from smelt.export.package.package_format import PackageOrigin
+
+    if run is None:
+        return PackageOrigin(licence=_licence(artifact.manifest.details))
+    try:
+        report = validate_report(load_json(run / _REPORT_FILE))
+    except (InputError, OSError, ValueError, RecursionError):
+        return PackageOrigin(licence=_licence(artifact.manifest.details))
+    root = run_artifacts(run).get(_MODEL_STEP)
+    tested = any(found.test for found in report.steps if found.name == step)
+    split = "test" if tested else report.judged_on
+    return PackageOrigin(
+        run=str(report.recipe.get("name") or run.name),
+        model=model_name(report),
+        licence=None if root is None else _licence(root.manifest.details),
+        steps=tuple(_package_steps(report, step)),
+        scores=tuple(_package_scores(report, step)),
+        latencies=tuple(_latency_lines(report, step)),
+        data=_scored_data(report, split),
+        split=split,
+        warnings=tuple(_gate_warnings(report, step)),
+        generation=dict((report.recipe.get("score") or {}).get("generation") or {}),
+    )
+
+
+def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
+    """Yield warnings for gates that failed or are undecided, and for scores on few samples."""
+    from smelt.evaluate.report.headline import gate_text, gate_value_text, gate_verdict, headline_lines
+
+    found = next(found for found in report.steps if found.name == step)
+    for gate in found.gates:
+        if gate.passed is not True or gate.undecided:
+            read = f": {gate_value_text(gate)}" if gate.value is not None else ""
+            yield warning("gate-not-kept", f"The gate {gate_text(gate)} is {gate_verdict(gate)}{read}.")
+    for gate in found.test.gates if found.test else ():
+        if gate.passed is False:
+            text = f"The gate {gate_text(gate)} failed on test: {gate_value_text(gate)}."
+            yield warning("gate-not-kept-on-test", text)
+    if report.recipe.get("limit") is not None:
+        yield from (warning("scored-on-few-rows", text) for text in headline_lines(report)[:1])
+
+
+def _step_keys(run: Path) -> dict[str, str]:
+    """Return the keys of a run's steps from its report."""
+    try:
+        report = load_json(run / _REPORT_FILE)
+        return {str(step["name"]): str(step["key"]) for step in report["steps"] if step["artifact"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _licence(details: Mapping[str, Any]) -> str | None:
+    said = details.get("licence")
+    return said if isinstance(said, str) else None
+
+
+def _package_steps(report: ReportData, step: str) -> list[OriginStep]:
+    """Return the steps from the model to `step`, with their settings in the recipe."""
+    from smelt.export.package.package_format import OriginStep
+
+    named = {found.name: found for found in report.steps}
+    way: list[OriginStep] = []
+    at: str | None = step
+    while at is not None:
+        found = named[at]
+        way.append(OriginStep(found.name, found.stage, _recipe_settings(report, found.name)))
+        at = found.parent
+    return way[::-1]
+
+
+def _recipe_settings(report: ReportData, step: str) -> Mapping[str, Any]:
+    """Return the settings of a step in the recipe."""
+    from smelt.evaluate.report.schema import STEP_KEYS
+
+    for said in report.recipe.get("stages") or ():
+        entry = {said: {}} if isinstance(said, str) else said
+        word = next((key for key in entry if key not in STEP_KEYS), "")
+        if entry.get("name", word) == step:
+            return dict(entry[word] or {})
+    return {}
+
+
+def _package_scores(report: ReportData, step: str) -> list[OriginScore]:
+    from smelt.evaluate.report.view import metric_digits, metric_label
+    from smelt.export.package.package_format import OriginScore
+
+    found = next(found for found in report.steps if found.name == step)
+    own = (found.test or found).quality
+    base = (
+        {}
+        if report.baseline_step is None or report.baseline == step
+        else _baseline_scores(report.baseline_step, found).quality
+    )
+
+    def text(metric: str, found: Quality) -> str:
+        n = metric_digits(metric)
+        ends = f" [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]" if found.ci95 else ""
+        return f"{found.value:.{n}f}{ends}"
+
+    return [
+        OriginScore(
+            metric_label(metric),
+            text(metric, found),
+            text(metric, base[metric]) if metric in base else None,
+            found.n,
+            found.signature,
+            metric,
+            found.value,
+        )
+        for metric, found in own.items()
+    ]
+
+
+def _baseline_scores(base: ReportStep, found: ReportStep) -> ReportStep | ScoresOnTest:
+    """Return the baseline's scores on the same split as those of `found`."""
+    return base.test if found.test is not None and base.test is not None else base
+
+
+def _scored_data(report: ReportData, split: str) -> str | None:
+    """Return the recipe's source of the scored split; None if it is not a string."""
+    said = (report.recipe.get("data") or {}).get(split)
+    said = said.get("path") or said.get("hub") if isinstance(said, dict) else said
+    return said if isinstance(said, str) else None
+
+
+def _latency_lines(report: ReportData, step: str) -> list[str]:
+    """Return a line for each measured batch size."""
+    from smelt.evaluate.report.view import hardware
+
+    lines = []
+    for row in next(found for found in report.steps if found.name == step).latency:
+        said = f"{row.p50_ms:.3g} ms (median) at batch {row.batch_size}, threads: {row.threads or 'all'}"
+        if row.stable and row.speedup and row.speedup_ci95 and step != report.baseline:
+            low, high = row.speedup_ci95
+            said += f": {row.speedup:.2f} times as fast as {report.baseline} [{low:.2f}, {high:.2f}]"
+        said += "" if row.stable is not False else " (measurement disturbed by other processes)"
+        lines.append(f"{said}; {hardware(report)}")
+    return lines
+
+
+_KEY_DIGITS = 12  # digits of a key
+
+
+def package_artifact(
+    source: str | PathLike[str], format: str = "standalone", out: str | PathLike[str] | None = None
+) -> WrittenPackage:
+    """Write the artifact `source` as a package in `format`.
+
+    Args:
+        source: the folder of an artifact: in a run (runs/x/artifacts/NAME), in a store, or a copy.
+        format: layout; see `smelt package --help`.
+        out: the folder to write (default: NAME-FORMAT in the current folder).
+
+    Raises:
+        InputError: no such artifact or format, the format does not support it, or `out` cannot be written.
+        RunError: the disk is full, or the package failed its checks.
+    """
+    from smelt.export.package.registry import PACKAGE_FORMATS, find_package_format
+    from smelt.export.package.write_package import require_empty_destination, require_supported, write_package
+
+    if out is not None and not os.fspath(out).strip():
+        raise InputError("--out: empty. Set it to the folder to write, or remove --out.", code="empty-text")
+    path, chosen = Path(source).expanduser(), find_package_format(format)
+    artifact = read_artifact(path)
+    if artifact.manifest.task == CUSTOM_TASK:
+        raise InputError(
+            f"{source}: an artifact for task: {CUSTOM_TASK} needs no package; ONNX Runtime opens its"
+            f" model.onnx directly. Copy the folder: cp -rL {shlex.quote(str(source))} NEW",
+            code="nothing-to-do",
+        )
+    run = find_run(path, artifact)
+    others = {} if run is None else {n: a for n, a in run_artifacts(run[0]).items() if n != run[1]}
+    require_supported(chosen, artifact, str(source), PACKAGE_FORMATS.values(), others)
+    name = path.absolute().name if run is None else run[1]
+    name = name[:_KEY_DIGITS] if name == artifact.key else name
+    folder = Path(f"{name}-{format}") if out is None else Path(out).expanduser()
+    require_empty_destination(folder)
+    _require_outside(folder, artifact)
+    artifact.verify()
+    require_safe_artifact(artifact, trust_engine=True)  # an engine is copied, not run
+    origin = package_origin(artifact, None if run is None else run[0], name)
+    return write_package(chosen, artifact, origin, folder)
+
+
+def package_lines(package: WrittenPackage) -> list[str]:
+    """Return the output of `smelt package`: the folder, its size, and how to install and run it."""
+    folder = shlex.quote(str(package.folder))
+    return [
+        f"Wrote {package.folder} ({package.size_bytes:,} bytes). See its README.md for how to use it.",
+        f"Install its requirements: (cd {folder} && {package.usage.install})",
+        f"Run it: (cd {folder} && {package.usage.run})",
+        *(f"warning: {doubt}" for doubt in package.warnings),
+    ]
+
+
+def _require_outside(folder: Path, artifact: Artifact) -> None:
+    """Require that the package is not written inside an artifact or a run's artifacts.
+
+    Raises:
+        InputError: it would become a part of an artifact, or the next run would remove it.
+    """
+    place = folder.absolute()
+    if place.resolve().is_relative_to(artifact.path):
+        raise InputError(
+            f"{folder}: inside the artifact itself. Choose another --out.",
+            code="inside-artifact",
+            file=str(folder),
+        )
+    if place.parent.name == "artifacts" and (place.parent.parent / "recipe.yaml").is_file():
+        raise InputError(
+            f"{folder}: the next run in {place.parent.parent} would remove it from 'artifacts'. Choose"
+            " another --out.",
+            code="inside-run",
+            file=str(folder),
+        )

@@ -1,0 +1,346 @@
+"""Run an artifact on samples and format the outputs as lines or JSON, for `smelt predict`.
+
+Shapes: D = size of an embedding.
+
+Read the inputs of `smelt predict`: arguments, lines of standard input, or a file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.api.load import CLASSIFICATION_TASK, TruncationCounter, parse_generation
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError, TruncationWarning, did_you_mean
+from smelt.core.messages import Message, warning
+from smelt.core.text import find_lone_surrogate
+from smelt.data.csv_rows import read_file_rows
+from smelt.data.images import check_image, read_image_rows
+from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Columns, Example
+from smelt.pipeline.execute.scoring import prediction_text
+from smelt.pipeline.inspect.machine import artifact_device
+from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
+from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+
+# Texts per chunk: outputs are shown after each chunk.
+_CHUNK_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class ExampleOutput:
+    """The output of the artifact for `example`.
+
+    output: generated text; class prediction; embedding of a text, D numbers; cosine similarity of a pair.
+    image: whether the example is an image.
+    """
+
+    example: Example
+    output: str | ClassPrediction | list[float] | float
+    image: bool = False
+
+    @property
+    def line(self) -> str:
+        """The output as `smelt predict` prints it."""
+        if isinstance(self.output, str):
+            return self.output
+        if isinstance(self.output, float):
+            return f"{self.output:.4f}"
+        return json.dumps(self.output) if isinstance(self.output, list) else prediction_text(self.output)
+
+    @property
+    def json_line(self) -> str:
+        """Input and output as one line of JSON."""
+        said: dict[str, Any] = {"image" if self.image else "text": self.example.text}
+        if self.example.text_pair is not None:
+            said["text_b"] = self.example.text_pair
+        if isinstance(self.output, str):
+            said["output"] = self.output
+        elif isinstance(self.output, float):
+            said["similarity"] = self.output
+        elif isinstance(self.output, list):
+            said["embedding"] = self.output
+        else:
+            said |= {"label": self.output.label, "probabilities": dict(self.output.probabilities)}
+        return json.dumps(said, ensure_ascii=False)
+
+
+class Predictor:
+    """Runs the artifact in `folder`.
+
+    Args:
+        folder: an artifact.
+        generation: settings as in `score.generation` of a recipe; None values use the default.
+        threads: CPU threads (default: the artifact's setting, else the runtime's default).
+        device: auto, cpu or cuda.
+        batch_size: texts per batch.
+        trust_engine: as in `smelt.load`.
+
+    Raises:
+        InputError: the folder is not an artifact, a file was changed, or generation settings are invalid.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        generation: Mapping[str, Any],
+        threads: int | None = None,
+        device: str = "auto",
+        batch_size: int = 32,
+        trust_engine: bool = False,
+    ) -> None:
+        self._artifact = read_artifact(folder)
+        self._artifact.verify()
+        require_safe_artifact(self._artifact, trust_engine)
+        self._generation = parse_generation(generation)
+        self._threads, self._device, self._batch_size = threads, device, batch_size
+        self._cuts, self._seen = TruncationCounter(), 0
+
+    @property
+    def task(self) -> str:
+        """The model's task, as in a recipe."""
+        return self._artifact.manifest.task
+
+    def run(self, examples: Sequence[Example]) -> Iterator[ExampleOutput]:
+        """Yield the output for each of `examples`, in order."""
+        if not examples:
+            return
+        from smelt.runtimes.registry import open_runner
+
+        with open_runner(self._artifact, self._threads, self._device) as runner:
+            # random draws depend on the batch number, so sampling is not split into chunks
+            step = len(examples) if self._generation.do_sample else _CHUNK_SIZE
+            for at in range(0, len(examples), step):
+                part = examples[at : at + step]
+                self._seen += len(part)
+                found = self._predict_function()(runner, part)
+                for example, one in zip(part, found, strict=True):
+                    yield ExampleOutput(example, one, self.task == IMAGE_CLASSIFICATION)
+
+    def _predict_classes(self, runner: Any, examples: Sequence[Example]) -> list[ClassPrediction]:
+        from smelt.runtimes.predict_texts import class_logits
+
+        return predictions_from_logits(
+            class_logits(runner, examples, self._batch_size, on_truncate=self._cuts), runner.config
+        )
+
+    def _predict_function(self) -> Callable[[Any, Sequence[Example]], Sequence[Any]]:
+        """Return the prediction function for the model's task."""
+        known: dict[str, Callable[[Any, Sequence[Example]], Sequence[Any]]]
+        known = {
+            CLASSIFICATION_TASK: self._predict_classes,
+            IMAGE_CLASSIFICATION: self._predict_classes,
+            SENTENCE_SIMILARITY: self._predict_vectors,
+        }
+        return known.get(self.task, self._generate_texts)
+
+    def _predict_vectors(self, runner: Any, examples: Sequence[Example]) -> list[list[float] | float]:
+        """Return the cosine similarity of each pair, and the embedding of each single text."""
+        from smelt.evaluate.label_quality import paired_cosines
+        from smelt.runtimes.predict_texts import embed_texts
+
+        paired = [i for i, e in enumerate(examples) if e.text_pair is not None]
+        texts = [e.text for e in examples] + [str(examples[i].text_pair) for i in paired]
+        vectors = embed_texts(runner, texts, self._batch_size, on_truncate=self._cuts)
+        alike = paired_cosines(vectors[paired], vectors[len(examples) :])
+        found: list[list[float] | float] = [[round(float(x), 7) for x in v] for v in vectors[: len(examples)]]
+        for i, value in zip(paired, alike, strict=True):
+            found[i] = float(value)
+        return found
+
+    def _generate_texts(self, runner: Any, examples: Sequence[Example]) -> list[str]:
+        from smelt.runtimes.predict_texts import generate_texts
+
+        texts = [example.text for example in examples]
+        return generate_texts(runner, texts, self._generation, self._batch_size, on_truncate=self._cuts)
+
+    @property
+    def warnings(self) -> list[Message]:
+        """Warnings about truncated texts, and about an artifact that ran on another device than requested."""
+        cuts = self._cuts
+        cut = str(TruncationWarning(cuts.count, self._seen, cuts.limit))
+        found = [warning("truncated-texts", cut)] if cuts.count else []
+        if self._device == "cuda" and artifact_device(self._artifact, self._device) == "cpu":
+            target = self._artifact.manifest.details.get("target") or self._artifact.format
+            found.append(
+                warning(
+                    "other-device",
+                    f"--device cuda: this artifact is for {target} and ran on the CPU. Export one for a GPU"
+                    f" with `onnx: {{target: ort-cuda}}` in the recipe.",
+                )
+            )
+        return found
+
+
+# Tasks whose samples may be pairs of texts.
+_PAIR_TASKS = (CLASSIFICATION_TASK, SENTENCE_SIMILARITY)
+
+
+def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Example]:
+    """Return texts as samples; for classifiers and sentence embedders a tab separates the texts of a pair.
+
+    Args:
+        texts: arguments or lines.
+        task: the artifact's task.
+        name: what a message calls one text.
+
+    Raises:
+        InputError: a text is not valid UTF-8 (Python represents invalid bytes as lone surrogates).
+    """
+    for at, text in enumerate(texts, 1):
+        if find_lone_surrogate(text) is not None:
+            raise InputError(
+                f"{name} {at}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.", code="not-utf8"
+            )
+    if task == IMAGE_CLASSIFICATION:
+        for at, text in enumerate(texts, 1):
+            check_image(text, f"{'image' if name == 'text' else name} {at}")
+    return [_split_pair(text) if task in _PAIR_TASKS else Example(text) for text in texts]
+
+
+def strip_lines(stream: Iterable[str]) -> list[str]:
+    """Return the lines of `stream` without line ends and byte order mark.
+
+    Not `str.splitlines`, which also splits at U+2028, so that there would be more outputs than lines.
+    """
+    lines = [line.removesuffix("\n") for line in stream]
+    return [line.removeprefix("\ufeff") for line in lines[:1]] + lines[1:]
+
+
+def _split_pair(text: str) -> Example:
+    first, tab, second = text.partition("\t")
+    return Example(first, text_pair=second if tab else None)
+
+
+def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
+    """Read the samples in `path`: a table, or a .txt file with one text per line.
+
+    Args:
+        path: a file in any format for data, or .txt.
+        task: the artifact's task.
+        given: columns: NAME for the text, or ROLE=NAME with the role source, text or text_pair.
+
+    Raises:
+        InputError: the file cannot be read, is empty, or lacks a column.
+    """
+    if task == IMAGE_CLASSIFICATION:
+        return _read_images(path, given)
+    if not path.is_file():
+        code, why = (
+            ("not-a-file", "a folder, expected a file") if path.is_dir() else ("missing-file", "no such file")
+        )
+        raise InputError(f"--data {path}: {why}.", code=code, file=str(path))
+    if data_suffix(path) == ".txt":
+        if given:
+            raise InputError(
+                f"--column {given[0]}: {path} is plain text and has no columns. Remove --column.",
+                code="no-columns",
+                file=str(path),
+            )
+        lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
+        return _require_rows(as_examples(lines, task), path)
+    text, pair = _column_names(given, task)
+    # a column for pairs is required only if it was named
+    wanted = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(given) else {})
+    rows = []
+    for where, row in read_file_rows(path):
+        for name in wanted:
+            if name not in row:
+                raise _missing_column(row, name, where)
+        second = row.get(pair) if pair else None
+        other = _cell_text(second, where, str(pair)) if second else None
+        rows.append(Example(_cell_text(row[text], where, text), text_pair=other))
+    return _require_rows(rows, path)
+
+
+def _read_images(path: Path, given: Sequence[str]) -> list[Example]:
+    """Read the images of `path`: any format for data (labels are optional), or a list of files (.txt)."""
+    columns = Columns(image=given[0].removeprefix("image=")) if given else Columns()
+    if len(given) > 1:
+        raise InputError(
+            f"--column {given[1]}: expected only one column, the image column.", code="wrong-value"
+        )
+    if not path.exists():
+        raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
+    if path.is_file() and data_suffix(path) == ".txt":
+        lines = [
+            line for line in strip_lines(io.StringIO(read_text_file(path), newline=None)) if line.strip()
+        ]
+        return _require_rows(
+            as_examples([str(path.parent / line) for line in lines], IMAGE_CLASSIFICATION, f"{path} line"),
+            path,
+        )
+    rows = []
+    for where, row in read_image_rows(path, columns.image, columns.label):
+        if columns.image not in row:
+            raise _missing_column(row, columns.image, where)
+        reference = _cell_text(row[columns.image], where, columns.image)
+        check_image(reference, where)
+        rows.append(Example(reference))
+    return _require_rows(rows, path)
+
+
+def _require_rows(rows: list[Example], path: Path) -> list[Example]:
+    if not rows:
+        raise InputError(f"{path}: the file contains no samples.", code="empty-data", file=str(path))
+    return rows
+
+
+def _has_column_names(given: Sequence[str]) -> bool:
+    return any(item.startswith("text_pair=") for item in given)
+
+
+def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
+    """Return the columns of the text and, for tasks with pairs, of the second text."""
+    usual = Columns()
+    text = usual.source if task in TEXT_TO_TEXT_TASKS else usual.text
+    pair = usual.text_pair if task in _PAIR_TASKS else None
+    seen: dict[bool, str] = {}
+    for item in given:
+        role, sep, name = item.partition("=")
+        second = bool(sep) and role == "text_pair"
+        if (other := seen.setdefault(second, item)) != item:
+            raise InputError(
+                f"--column {other} and --column {item}: two columns for the same text. Remove one.",
+                code="settings-conflict",
+            )
+        if second:
+            if task not in _PAIR_TASKS:
+                raise InputError(
+                    f"--column {item}: a model for {task} does not support pairs of texts. Remove it.",
+                    code="does-not-fit-task",
+                )
+            pair = name
+        elif sep and role in ("source", "text"):
+            text = name
+        else:
+            text = item
+    return text, pair
+
+
+def _missing_column(row: Mapping[str, Any], name: str, where: str) -> InputError:
+    known = ", ".join(map(str, row)) or "none"
+    return InputError(
+        f"{where}: no column '{name}'. Columns: {known}.{did_you_mean(name, map(str, row))}"
+        " Set the right one with --column NAME.",
+        code="missing-column",
+    ).with_location(where)
+
+
+def _cell_text(value: Any, where: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(
+            f"{where}: column '{column}': expected text, got {repr(value)[:80]}.", code="wrong-column-type"
+        ).with_location(where)
+    if (half := find_lone_surrogate(value)) is not None:
+        raise InputError(
+            f"{where}: column '{column}' contains {half!r}, a lone surrogate, which is not a valid character."
+            " Remove it.",
+            code="lone-surrogate",
+        ).with_location(where)
+    return value

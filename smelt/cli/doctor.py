@@ -1,0 +1,319 @@
+"""Check what is installed, what works on this machine, and how to install what is missing.
+
+A runtime counts as working only if it computes a correct result. Errors in a check become its result, so
+that `smelt doctor` does not fail.
+
+Test each runtime with a small computation: torch, ONNX Runtime, OpenVINO, TensorRT.
+"""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from smelt.cli.options import CheckGroup, CheckResult, check_runtime, first_error_line
+
+
+def try_torch() -> Iterator[CheckResult]:
+    """Test torch on the CPU, in bf16, and on a GPU."""
+    import torch
+
+    def product(device: str) -> str:
+        ones = torch.ones(4, 4, device=device)
+        if float((ones @ ones).sum()) != 64.0:
+            raise RuntimeError("wrong result of a matrix multiplication")
+        return ""
+
+    yield check_runtime("torch cpu", lambda: product("cpu") + _thread_count_text(torch.get_num_threads()))
+    yield check_runtime("torch cpu bf16", _test_bf16, "nothing to install; training uses fp32 instead")
+    if torch.version.cuda is None and torch.version.hip is None:
+        yield CheckResult(
+            "runtimes",
+            "torch cuda",
+            False,
+            f"this torch ({torch.__version__}) is built for the CPU only",
+            "with an NVIDIA GPU: choose a CUDA build at https://pytorch.org/get-started/locally",
+        )
+    else:
+        remedy = "check that nvidia-smi works; the driver must support torch's CUDA version"
+        yield check_runtime("torch cuda", lambda: product("cuda") + torch.cuda.get_device_name(), remedy)
+
+
+def _thread_count_text(number: int) -> str:
+    return f"{number} thread{'' if number == 1 else 's'}"
+
+
+def _test_bf16() -> str:
+    from smelt.runtimes.device import bf16_speedup
+
+    gain = bf16_speedup()
+    if not gain:
+        raise RuntimeError("a bf16 matrix multiplication crashes, whatever instructions are listed below")
+    return f"bf16 matrix multiplications work; a layer trains {gain:.1f} times as fast as in fp32"
+
+
+def try_onnxruntime() -> Iterator[CheckResult]:
+    """Test ONNX Runtime for the targets of `onnx`."""
+    import onnxruntime
+
+    from smelt.pipeline.inspect.machine import has_cuda
+
+    onnxruntime.set_default_logger_severity(4)  # keeps errors of providers off the terminal
+    model = _tiny_graph()
+    for target, provider in TARGET_PROVIDERS.items():
+        name = f"onnxruntime {target.removeprefix('ort-')}"
+        remedy = _REMEDIES.get(provider, "")
+        if provider not in onnxruntime.get_available_providers():
+            yield CheckResult("runtimes", name, False, "not included in this build", remedy)
+        elif provider == "CUDAExecutionProvider" and not has_cuda():
+            yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", remedy)
+        else:
+            yield check_runtime(name, lambda p=provider, t=target: _run_session(model, p, t), remedy)  # type: ignore[misc]
+
+
+def try_providers() -> Iterator[CheckResult]:
+    """Test TensorRT in ONNX Runtime."""
+    from smelt.pipeline.inspect.machine import has_cuda
+    from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, missing_package, missing_requirement
+
+    for target in PROVIDERS:
+        name = f"onnxruntime {target.removeprefix('ort-')}"
+        if not has_cuda():
+            mend = missing_package(target) or "everything else is installed"
+            yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", mend)
+        elif (lack := missing_requirement(target)) is not None:
+            yield CheckResult("runtimes", name, False, "cannot be loaded", lack)
+        else:
+            remedy = "see docs/reference/stages/tensorrt.md#tensorrt-in-onnx-runtime"
+            yield check_runtime(name, partial(_build_tiny_engine, target), remedy)
+
+
+def _build_tiny_engine(target: str) -> str:
+    """Build and run an engine of the tiny graph with a TensorRT provider."""
+    import tempfile
+
+    import numpy as np
+
+    from smelt.runtimes.ort_tensorrt_options import ProviderOptions
+    from smelt.runtimes.ort_tensorrt_provider import PROVIDERS, onnxruntime_version
+    from smelt.runtimes.ort_tensorrt_session import open_provider_session
+    from smelt.runtimes.tensorrt_sidecar import graph_hash
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.onnx"
+        path.write_bytes(_tiny_graph())
+        session = open_provider_session(PROVIDERS[target], path, ProviderOptions(graph_hash(path), {}))
+        (result,) = session.run(None, {"x": np.array([1.0, 2.0], dtype=np.float32)})
+    if result.tolist() != [2.0, 4.0]:
+        raise RuntimeError("wrong result of an addition")
+    return f"{onnxruntime_version()}, for target {target}"
+
+
+# Providers that the targets of `onnx` use; other providers of a build are not used.
+TARGET_PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
+_REMEDIES = {"CUDAExecutionProvider": "with an NVIDIA GPU: pip install 'onnxruntime-gpu[cuda,cudnn]'"}
+
+
+def _tiny_graph() -> bytes:
+    """Return y = x + x as a serialized model."""
+    from onnx import TensorProto, helper
+
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in "xy")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "tiny", [x], [y])
+    opset = [helper.make_opsetid("", 17)]
+    return bytes(helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString())
+
+
+def _run_session(model: bytes, provider: str, target: str) -> str:
+    import numpy as np
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model, options, providers=[provider])
+    if provider not in session.get_providers():
+        raise RuntimeError("its libraries (CUDA, cuDNN) cannot be loaded")
+    (result,) = session.run(None, {"x": np.array([1.0, 2.0], dtype=np.float32)})
+    if result.tolist() != [2.0, 4.0]:
+        raise RuntimeError("wrong result of an addition")
+    return f"onnxruntime {onnxruntime.__version__}, for target {target}"
+
+
+def try_openvino() -> Iterator[CheckResult]:
+    """Test OpenVINO on the CPU."""
+    yield check_runtime("openvino", _run_openvino, "pip install 'openvino>=2026'")
+
+
+def _run_openvino() -> str:
+    import numpy as np
+
+    from smelt.runtimes.openvino_backend import (
+        cpu_plugin_options,
+        has_bf16,
+        has_openvino,
+        import_openvino,
+        release_version,
+    )
+
+    if not has_openvino():
+        raise ModuleNotFoundError(name="openvino")
+    ov = import_openvino()
+    core = ov.Core()
+    model = core.compile_model(core.read_model(_tiny_graph()), "CPU", cpu_plugin_options("fp32", 1))
+    result = model([np.array([1.0, 2.0], dtype=np.float32)])[0]
+    if result.tolist() != [2.0, 4.0]:
+        raise RuntimeError("wrong result of an addition")
+    bf16 = "with bf16" if has_bf16() else "no bf16 on this CPU"
+    return f"openvino {release_version(ov)}, for target openvino; {bf16}"
+
+
+def try_engines() -> Iterator[CheckResult]:
+    """Test the builder of TensorRT."""
+    yield check_runtime("tensorrt", _create_builder, "with an NVIDIA GPU: pip install tensorrt")
+
+
+def _create_builder() -> str:
+    from smelt.pipeline.inspect.machine import cuda_missing_reason
+    from smelt.runtimes.tensorrt_module import find_tensorrt, import_tensorrt
+
+    if find_tensorrt() is None:
+        raise ModuleNotFoundError(name="tensorrt")
+    trt = import_tensorrt()
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    if builder is None:
+        raise RuntimeError(f"{trt.__name__} {trt.__version__} is installed, but found no usable GPU")
+    runs = (
+        ""
+        if cuda_missing_reason() is None
+        else "; engines cannot run on this machine: no CUDA GPU that torch can use"
+    )
+    return f"{trt.__name__} {trt.__version__}: the builder works{runs}"
+
+
+_GROUP_TITLES: dict[CheckGroup, str] = {
+    "machine": "This machine",
+    "packages": "Installed",
+    "runtimes": "Runtimes and devices (tested now)",
+    "processor": "CPU instructions for fast int8 and bf16",
+}
+_WIDTH = 80
+
+
+def run_checks() -> list[CheckResult]:
+    """Run all checks and return their results; takes a few seconds, as runtimes are imported and tested."""
+    findings: list[CheckResult] = []
+    for look in (
+        _machine,
+        _packages,
+        try_torch,
+        try_onnxruntime,
+        try_providers,
+        try_openvino,
+        try_engines,
+        _processor,
+    ):
+        findings += _run_probe(look)
+    return findings
+
+
+def format_check_results(results: list[CheckResult]) -> str:
+    """Return the results as text of at most 80 columns."""
+    lines: list[str] = []
+    for group, title in _GROUP_TITLES.items():
+        members = [f for f in results if f.group == group]
+        if not members:
+            continue
+        lines += ["", title] if lines else [title]
+        indent = max(len(f.name) for f in members) + 6
+        for finding in members:
+            mark = {True: "+", False: "-", None: " "}[finding.ok]
+            lines += _wrap_lines(f"  {mark} {finding.name}".ljust(indent), finding.detail, indent)
+            if finding.remedy:
+                lines += _wrap_lines(" " * indent + "-> ", finding.remedy, indent + 3)
+    return "\n".join(lines)
+
+
+def _wrap_lines(start: str, text: str, indent: int) -> list[str]:
+    wrapped = textwrap.wrap(
+        text, _WIDTH, initial_indent=start, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+    return wrapped or [start.rstrip()]
+
+
+def _run_probe(probe: Callable[[], Iterator[CheckResult]]) -> list[CheckResult]:
+    """Return the results of a probe; an exception becomes the last result."""
+    found: list[CheckResult] = []
+    try:
+        found.extend(probe())
+    except Exception as error:  # a broken library must not hide the other results
+        found.append(
+            CheckResult(
+                "runtimes", probe.__name__.removeprefix("try").strip("_"), False, first_error_line(error)
+            )
+        )
+    return found
+
+
+def _machine() -> Iterator[CheckResult]:
+    from smelt.evaluate.environment import describe_environment
+
+    here = describe_environment()
+    memory = f"{here['memory_bytes'] / 2**30:.1f} GiB memory"
+    yield CheckResult("machine", "processor", None, here["cpu"])
+    yield CheckResult(
+        "machine", "cores", None, f"{here['cores']} ({here['logical_cores']} logical), {memory}"
+    )
+    yield CheckResult("machine", "system", None, f"{here['os']}, Python {here['python']}")
+    for gpu in here["gpus"]:
+        text = f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, compute {gpu['compute_capability']}"
+        yield CheckResult("machine", "gpu", None, text)
+    if not here["gpus"]:
+        yield CheckResult("machine", "gpu", None, "no NVIDIA GPU (nvidia-smi is missing or fails)")
+
+
+def _packages() -> Iterator[CheckResult]:
+    from smelt.evaluate.environment import installed_versions
+
+    found = installed_versions()
+    for name, number in found.items():
+        yield CheckResult("packages", name, True, number)
+    required = {"torch", "transformers", "onnx", "onnxsim", "onnxscript", "numpy", "sacrebleu"}
+    for name in sorted(required - found.keys()):
+        yield CheckResult("packages", name, False, "missing", f"pip install {name}")
+    if {"onnxruntime", "onnxruntime-gpu"} <= found.keys():
+        yield CheckResult(
+            "packages",
+            "onnxruntime",
+            False,
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files",
+            "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu",
+        )
+
+
+# Instruction sets with their names in Linux (arch/x86/include/asm/cpufeatures.h, arch/arm64 hwcap).
+_CPU_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86": {
+        "AVX2": ("avx2",),
+        "AVX-512": ("avx512f",),
+        "VNNI (int8)": ("avx512_vnni", "avx_vnni"),
+        "bf16": ("avx512_bf16",),
+        "AMX (int8)": ("amx_int8",),
+        "AMX (bf16)": ("amx_bf16",),
+    },
+    "arm": {"dot product (int8)": ("asimddp",), "i8mm (int8)": ("i8mm",), "bf16": ("bf16",), "SVE": ("sve",)},
+}
+
+
+def _processor() -> Iterator[CheckResult]:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        yield CheckResult("processor", "unknown", None, f"not available on {platform.system()}")
+        return
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    flags = set(info.read_text(encoding="utf-8", errors="replace").split())
+    for name, any_of in _CPU_FLAGS["arm" if arm else "x86"].items():
+        present = [flag for flag in any_of if flag in flags]
+        yield CheckResult("processor", name, bool(present), ", ".join(present) or "no")

@@ -1,0 +1,250 @@
+"""The command line. Heavy dependencies are imported only by the commands that need them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from smelt.cli.bench import bench
+from smelt.cli.init import init
+from smelt.cli.options import FOLDER_TYPE, device_options, generation_options, print_untrusted
+from smelt.cli.package import package
+from smelt.cli.predict import predict
+from smelt.cli.store import store
+from smelt.cli.tensorrt_check import tensorrt_check
+from smelt.core.system import SAFE_PATH_VARIABLE
+from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
+
+
+class _CommandGroup(click.Group):
+    """A command group that prints errors as messages and suggests names for unknown commands and options."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; print errors as messages, without a traceback, and set the exit code."""
+        from smelt.core.errors import DEFAULT_CODE, SmeltError, rust_panics_as_errors
+
+        try:
+            with rust_panics_as_errors():
+                return super().invoke(ctx)
+        except SmeltError as error:
+            print_untrusted(f"error[{error.code or DEFAULT_CODE}]: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except click.NoSuchOption as error:
+            from smelt.pipeline.recipe.mistakes import other_name_hint
+
+            known = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
+            if hint := other_name_hint(error.option_name, known):
+                raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
+            raise
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise  # handled by click
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:  # the reader closed the pipe: `smelt stages | head`
+            sys.stdout = None
+            ctx.exit(0)
+        except Exception as error:
+            from smelt.pipeline.execute.failures import explain_command
+
+            failure = explain_command(error, str(ctx.invoked_subcommand))
+            print_untrusted(f"error[{failure.code}]: {failure}", err=True)
+            ctx.exit(1)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command, or raise an error that suggests the closest name."""
+        from smelt.core.errors import did_you_mean
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(error.message + did_you_mean(args[0], self.commands), ctx) from error
+
+
+@click.group(
+    cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80}
+)
+@click.version_option(package_name="smelt")
+def main() -> None:
+    """Compress trained models and export them, with every step measured.
+
+    Input: text models, image models, or any ONNX model.
+    Start with `smelt run quickstart`; it needs no data and no model.
+    """
+
+
+def program() -> None:
+    """Run the program `smelt`; child processes, also those of libraries, get a safe import path."""
+    os.environ[SAFE_PATH_VARIABLE] = "1"
+    main()
+
+
+def _override_options(command: Any) -> Any:
+    return click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="NAME.KEY=VALUE",
+        help="Change one setting of the recipe: small.energy=0.9, seed=3.",
+    )(
+        click.option("--until", metavar="STEP", help="Run only this step and the steps that it needs.")(
+            command
+        )
+    )
+
+
+@main.command(short_help="Run a recipe and write its report.")
+@click.argument("recipe")
+@_override_options
+@click.option("--out", type=FOLDER_TYPE, help="The run's folder (default: runs/NAME).")
+@click.option(
+    "--store", type=FOLDER_TYPE, help="Folder of stored artifacts (default: .store next to the run)."
+)
+@click.option(
+    "--rebuild",
+    "rebuild",
+    multiple=True,
+    is_flag=False,
+    flag_value="*",
+    metavar="[STEP]",
+    help="Build this step again, or all steps.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Use at most N samples of every split, for a first try.",
+)
+@click.option("--quiet", is_flag=True, help="Print only the table at the end.")
+def run(
+    recipe: str,
+    overrides: tuple[str, ...],
+    until: str | None,
+    out: Path | None,
+    store: Path | None,
+    rebuild: tuple[str, ...],
+    limit: int | None,
+    quiet: bool,
+) -> None:
+    """Run RECIPE: a file, or the name of an included recipe (quickstart)."""
+    from smelt.pipeline.execute.run import RunOptions, run_plan
+    from smelt.pipeline.execute.run_result import summary_lines
+    from smelt.pipeline.plan.load_plan import load_plan
+
+    plan = load_plan(recipe, overrides, until)
+    for warning in plan.warnings:
+        print_untrusted(f"warning: {warning}", err=True)
+    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet))
+    for line in summary_lines(result):
+        print_untrusted(line)
+    sys.exit(result.exit_code)
+
+
+@main.command(short_help="Check a recipe and show its plan.")
+@click.argument("recipe")
+@_override_options
+def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
+    """Check RECIPE and show its plan, without running it.
+
+    Exits with 2 if the recipe has mistakes, or if a step cannot run on this machine.
+    """
+    from smelt.core.errors import InputError
+    from smelt.pipeline.plan.load_plan import load_plan
+
+    made = load_plan(recipe, overrides, until)
+    print_untrusted(str(made))
+    if made.blocked_steps:
+        sys.exit(InputError.exit_code)
+
+
+@main.command()
+@click.argument("name", required=False)
+def stages(name: str | None) -> None:
+    """List the stages, or describe one with its settings."""
+    from smelt.cli.stage_help import describe_stage, list_stages
+
+    click.echo(list_stages() if name is None else describe_stage(name))
+
+
+@main.command("eval", short_help="Score an artifact on your data.")
+@click.argument("artifact", type=FOLDER_TYPE)
+@click.option("--data", required=True, help="Samples to score: a file or a hub id.")
+@click.option(
+    "--metric", "metrics", multiple=True, help="A metric; may be repeated (default: those of the task)."
+)
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="ROLE=NAME",
+    help="Name of a column, such as label=stars; may be repeated.",
+)
+@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--window",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Language models: tokens per window (default: as in the run).",
+)
+@click.option(
+    "--stride", type=click.IntRange(min=1), metavar="N", help="Language models: tokens between windows."
+)
+@click.option(
+    "--baseline",
+    type=FOLDER_TYPE,
+    help="Artifact to compare with (sentence-similarity, custom).",
+)
+@click.option(
+    "--tokenize",
+    type=click.Choice(BLEU_TOKENIZERS),
+    help="BLEU's tokenizer (default: by language).",
+)
+@generation_options
+@click.option("--threads", type=click.IntRange(min=1))
+@device_options
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N samples, spread over the file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
+    """Score ARTIFACT (such as runs/NAME/artifacts/STEP) on your data."""
+    from smelt.api.evaluate import evaluate_artifact, quality_lines
+
+    scores = evaluate_artifact(artifact, **options, say=lambda text: print_untrusted(text, err=True))
+    if as_json:
+        import json
+
+        click.echo(json.dumps(scores, indent=1))
+    else:
+        click.echo("\n".join(quality_lines(scores)))
+
+
+@main.command(short_help="Show a run's table and write its report again.")
+@click.argument("run_folder", metavar="RUN", type=FOLDER_TYPE)
+def report(run_folder: Path) -> None:
+    """Show the table of a finished RUN and write report.md and report.html again."""
+    from smelt.api.recipes import redraw_report
+
+    print_untrusted(redraw_report(run_folder))
+
+
+@main.command(short_help="Check the installation and this machine.")
+def doctor() -> None:
+    """Check which packages, runtimes and devices work, and how to install missing ones."""
+    from smelt.cli.doctor import format_check_results, run_checks
+
+    click.echo(format_check_results(run_checks()))
+
+
+main.add_command(bench)
+main.add_command(init)
+main.add_command(package)
+main.add_command(predict)
+main.add_command(store)
+main.add_command(tensorrt_check)

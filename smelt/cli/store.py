@@ -1,0 +1,358 @@
+"""The command `smelt store`.
+
+The commands of `smelt store`: list stored files, remove unused ones, compare files with their hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from smelt.core.artifact import MANIFEST, read_manifest, unexpected_files
+from smelt.core.errors import InputError
+from smelt.core.files import folder_size, load_json, sha256_of
+from smelt.core.store.caches import CachedFiles, list_cached_files, list_step_checkpoints, remove_cached_files
+from smelt.core.store.store import Store
+from smelt.pipeline.execute.run_folder import StoreRun, cleaning_lock, list_runs
+
+
+def _store_option(command: Any) -> Any:
+    return click.option(
+        "--store",
+        "folder",
+        default="runs",
+        show_default=True,
+        type=click.Path(path_type=Path, file_okay=False),
+        help="The store, or a folder with a .store in it.",
+    )(command)
+
+
+@click.group()
+def store() -> None:
+    """List, clean or check the stored artifacts and scores."""
+
+
+@store.command("list")
+@_store_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(folder: Path, as_json: bool) -> None:
+    """List all artifacts: key, stage, date, size and the runs that use them."""
+    root = find_store(folder)
+    click.echo(store_list_json(root) if as_json else store_list_text(root))
+
+
+@store.command()
+@_store_option
+@click.option("--yes", is_flag=True, help="Remove; without this, only list.")
+def clean(folder: Path, yes: bool) -> None:
+    """Remove the artifacts and scores that no run uses.
+
+    A run uses the artifacts that its folder links to. A run whose folder was
+    moved or deleted uses nothing.
+    """
+    root = find_store(folder)
+    click.echo(store_clean_text(remove_unused(root) if yes else find_unused(root), removed=yes))
+
+
+@store.command()
+@_store_option
+def check(folder: Path) -> None:
+    """Compare every file with its hash; exit with 1 if one is damaged."""
+    root = find_store(folder)
+    found = find_damaged_files(root)
+    click.echo(store_check_text(root, found))
+    sys.exit(1 if found else 0)
+
+
+_WIDTH = 80
+_HASH_MISMATCH = "changed since it was written (hash mismatch)"
+_KEY_DIGITS = 12  # digits of a key in the output
+
+
+@dataclass(frozen=True)
+class StoredArtifact:
+    """An artifact in the store.
+
+    key: its content address. stage: the stage that made it (`?` if its manifest cannot be read). parent: key
+    of its parent artifact. made: seconds since 1970. size_bytes: of all files. used_by: RUN/STEP of each run.
+    """
+
+    key: str
+    stage: str
+    parent: str | None
+    made: float
+    size_bytes: int
+    used_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnusedFiles:
+    """Files that no run uses: artifacts, and scores and latencies of artifacts that do not exist.
+
+    cached_files: files computed from such artifacts. unfinished: checkpoints of interrupted steps.
+    size_bytes: total size.
+    """
+
+    artifacts: tuple[StoredArtifact, ...]
+    files: tuple[Path, ...]
+    size_bytes: int
+    cached_files: tuple[CachedFiles, ...] = ()
+    unfinished: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """A damaged file of the store."""
+
+    path: Path
+    problem: str
+
+
+def find_store(folder: Path) -> Path:
+    """Return the root of the store: `folder`, or `.store` in it.
+
+    Raises:
+        InputError: there is no store.
+    """
+    for root in (folder, folder / ".store"):
+        if (root / "artifacts").is_dir() and (root / "scores").is_dir():
+            return root.resolve()
+    raise InputError(
+        f"{folder}: not a store. Set the store's folder with --store, such as runs/.store or runs.",
+        code="missing-store",
+        file=str(folder),
+    )
+
+
+def stored_artifacts(root: Path) -> list[StoredArtifact]:
+    """Return the artifacts of the store, oldest first."""
+    users = _runs_by_artifact(list_runs(root))
+    found = []
+    for path in (root / "artifacts").iterdir():
+        if not path.is_dir():
+            continue
+        try:
+            manifest = read_manifest(path)
+            stage, parent = manifest.stage, manifest.parent
+        except InputError:
+            stage, parent = "?", None
+        made = (path / MANIFEST if (path / MANIFEST).is_file() else path).stat().st_mtime
+        used = tuple(users.get(path.name, ()))
+        found.append(StoredArtifact(path.name, stage, parent, made, folder_size(path), used))
+    return sorted(found, key=lambda entry: (entry.made, entry.key))
+
+
+def find_unused(root: Path) -> UnusedFiles:
+    """Return the files in the store that no known run uses."""
+    kept = stored_artifacts(root)
+    artifacts = tuple(entry for entry in kept if not entry.used_by)
+    staying = {entry.key for entry in kept if entry.used_by}
+    files = [path for path in (root / "scores").glob("*.json") if _is_orphan(path, staying)]
+    files += [path for path in (root / "checked").glob("*.json") if path.stem not in staying]
+    kept_files = tuple(found for found in list_cached_files(root) if not _has_live_sources(found, staying))
+    size = sum(entry.size_bytes for entry in artifacts) + sum(found.size_bytes for found in kept_files)
+    size += sum(path.stat().st_size for path in files)
+    stopped = list_step_checkpoints(root)
+    return UnusedFiles(
+        artifacts, tuple(sorted(files)), size + sum(stopped.values()), kept_files, tuple(stopped)
+    )
+
+
+def remove_unused(root: Path) -> UnusedFiles:
+    """Remove and return the files that no run uses.
+
+    Raises:
+        InputError: a run is using this store now, and may need files that look unused.
+    """
+    store = Store(root)
+    with cleaning_lock(root):
+        busy = [str(run.folder) for run in list_runs(root) if run.busy]
+        if busy:
+            raise InputError(
+                f"{root}: a run is in progress in {', '.join(busy)}. Clean the store after the run"
+                " has finished.",
+                code="store-in-use",
+                file=str(root),
+            )
+        found = find_unused(root)
+        for entry in found.artifacts:
+            store.remove(entry.key)
+        for path in found.files:
+            path.unlink(missing_ok=True)
+        for kept in found.cached_files:
+            remove_cached_files(kept.path)
+        for folder in found.unfinished:
+            remove_cached_files(folder)
+    return found
+
+
+def find_damaged_files(root: Path) -> list[DamagedFile]:
+    """Return the damaged files: artifacts whose size or hash differs from the record, unreadable scores."""
+    found = []
+    for path in sorted((root / "artifacts").iterdir()):
+        if not path.is_dir():
+            found.append(DamagedFile(path, "not an artifact folder"))
+            continue
+        try:
+            manifest = read_manifest(path)
+        except InputError as error:
+            found.append(DamagedFile(path, str(error).removeprefix(f"{path}: ")))
+            continue
+        if manifest.key != path.name:
+            found.append(DamagedFile(path / MANIFEST, "manifest of another artifact"))
+        noted = _read_json(root / "checked" / f"{path.name}.json") or {}
+        if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
+            found.append(DamagedFile(path / MANIFEST, _HASH_MISMATCH))
+        found += [DamagedFile(stranger, problem) for stranger, _, problem in unexpected_files(path, manifest)]
+        for name, record in manifest.files.items():
+            if problem := _file_problem(path / name, record.size_bytes, record.sha256):
+                found.append(DamagedFile(path / name, problem))
+    for path in sorted((root / "scores").glob("*.json")):
+        if _read_json(path) is None:
+            found.append(DamagedFile(path, "not a JSON object; it is measured again when needed"))
+    for kept in list_cached_files(root):
+        if wrong := kept.find_damage():
+            found.append(DamagedFile(wrong[0], f"{wrong[1]}; it is computed again when needed"))
+    return found
+
+
+def store_list_text(root: Path) -> str:
+    """Return the output of `smelt store list`, text of at most 80 columns."""
+    kept = stored_artifacts(root)
+    scores = list((root / "scores").glob("*.json"))
+    size = sum(entry.size_bytes for entry in kept)
+    head = f"{root}: {_pluralize(len(kept), 'artifact')}, {_megabytes(size)} MB;"
+    head += f" {_pluralize(len(scores), 'score')}, {_megabytes(sum(p.stat().st_size for p in scores))} MB"
+    lines = [*_wrap_lines(head, 2), "", *_artifact_table(kept)]
+    others = list_cached_files(root)
+    if others:
+        lines += ["", "cached files, computed again if removed:"]
+        lines += [f"  {_megabytes(found.size_bytes):>8} MB  {found.description}" for found in others]
+    stopped = list_step_checkpoints(root)
+    if stopped:
+        lines += ["", "checkpoints of interrupted steps, from which they resume:"]
+        lines += [
+            f"  {_megabytes(size):>8} MB  {folder.name[:_KEY_DIGITS]}" for folder, size in stopped.items()
+        ]
+    spare = [entry for entry in kept if not entry.used_by]
+    if spare:
+        size = sum(entry.size_bytes for entry in spare)
+        lines += [
+            "",
+            *_wrap_lines(
+                f"{_pluralize(len(spare), 'artifact')} not used by any run, {_megabytes(size)} MB. Remove"
+                " with `smelt store clean`.",
+                0,
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def store_clean_text(unused: UnusedFiles, removed: bool) -> str:
+    """Return the output of `smelt store clean`. removed: whether the files were removed, not only listed."""
+    if not (unused.artifacts or unused.files or unused.cached_files or unused.unfinished):
+        return "Nothing to remove: all files are used by a run."
+    what = f"{_pluralize(len(unused.artifacts), 'artifact')}, {_pluralize(len(unused.files), 'score file')}"
+    if unused.cached_files:
+        what += f", {_pluralize(len(unused.cached_files), 'folder')} of logits or statistics"
+    if unused.unfinished:
+        what += f", checkpoints of {_pluralize(len(unused.unfinished), 'interrupted step')}"
+    total = f"{what}; {_megabytes(unused.size_bytes)} MB"
+    last = f"Removed {total}." if removed else f"Not used by any run: {total}. Remove with --yes."
+    return "\n".join([*_artifact_table(unused.artifacts), "", *_wrap_lines(last, 0)])
+
+
+def store_check_text(root: Path, damaged: list[DamagedFile]) -> str:
+    """Return the output of `smelt store check`."""
+    count = _pluralize(sum(path.is_dir() for path in (root / "artifacts").iterdir()), "artifact")
+    if not damaged:
+        return f"{count}: no damaged files."
+    lines = [f"{damage.path}: {damage.problem}" for damage in damaged]
+    advice = "Run the recipe again with --rebuild STEP to build an artifact again."
+    return "\n".join([*lines, f"{count}, {_pluralize(len(damaged), 'damaged file')}. {advice}"])
+
+
+def store_list_json(root: Path) -> str:
+    """Return the output of `smelt store list --json`."""
+    artifacts = [asdict(entry) for entry in stored_artifacts(root)]
+    kept = [
+        {"key": found.path.name, "what": found.description, "size_bytes": found.size_bytes}
+        for found in list_cached_files(root)
+    ]
+    stopped = {path.name: size for path, size in list_step_checkpoints(root).items()}
+    return json.dumps(
+        {"store": str(root), "artifacts": artifacts, "kept": kept, "unfinished": stopped}, indent=1
+    )
+
+
+def _runs_by_artifact(runs: list[StoreRun]) -> dict[str, list[str]]:
+    users: dict[str, list[str]] = {}
+    for run in runs:
+        for step, key in run.steps.items():
+            users.setdefault(key, []).append(f"{run.folder.name}/{step}")
+    return users
+
+
+def _has_live_sources(found: CachedFiles, used_keys: set[str]) -> bool:
+    """Return whether all artifacts that cached files were computed from are used; False if damaged."""
+    return found.note is not None and used_keys.issuperset(found.note.artifacts)
+
+
+def _is_orphan(path: Path, used_keys: set[str]) -> bool:
+    """Return whether a score is of an unused artifact; one that names no artifact is kept."""
+    of = (_read_json(path) or {}).get("artifact")
+    return isinstance(of, str) and of not in used_keys
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    try:
+        value = load_json(path)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _file_problem(path: Path, size_bytes: int, sha256: str) -> str:
+    """Return what is wrong with a file, or an empty string."""
+    if not path.is_file():
+        return "missing"
+    size = path.stat().st_size
+    if size != size_bytes:
+        return f"{size:,} bytes instead of {size_bytes:,}"
+    return "" if sha256_of(path) == sha256 else _HASH_MISMATCH
+
+
+def _artifact_table(artifacts: tuple[StoredArtifact, ...] | list[StoredArtifact]) -> list[str]:
+    if not artifacts:
+        return []
+    stage = max(5, *(len(entry.stage) for entry in artifacts))
+    sizes = [_megabytes(entry.size_bytes) for entry in artifacts]
+    width = max(2, *map(len, sizes))
+    lines = [f"{'key':{_KEY_DIGITS}}  {'stage':{stage}}  {'made':16}  {'MB':>{width}}  used by"]
+    for entry, size in zip(artifacts, sizes, strict=True):
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
+        line = f"{entry.key[:_KEY_DIGITS]:{_KEY_DIGITS}}  {entry.stage:{stage}}  {made}  {size:>{width}}  "
+        used = ", ".join(entry.used_by) or "-"
+        room = _WIDTH - len(line)
+        lines.append(line + (used if len(used) <= room else used[: room - 3] + "..."))
+    return lines
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
+
+
+def _pluralize(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _wrap_lines(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)

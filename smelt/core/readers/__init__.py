@@ -1,1 +1,0 @@
-"""Read samples: CSV, JSON, Parquet and plain text files, and data sets of the hub."""

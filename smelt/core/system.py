@@ -1,0 +1,141 @@
+"""Free memory, memory requirements, and pausing of the garbage collector.
+
+Optional packages: check whether they are installed in a sufficient version, without importing them.
+
+Start Python in a child process that imports nothing from the current folder.
+
+`python -m MODULE` and `python -c CODE` put the current folder first on `sys.path`. That folder is often a
+download: a `json.py` or `torch.py` in it would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from smelt.core.errors import MissingDependencyError, RunError
+
+# (limit, usage, file with the reclaimable cache) of a container: cgroup v2, then v1.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+
+
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that a process can still allocate: memory and swap, within its container's limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available) + int(psutil.swap_memory().free)
+    left = _container_free_bytes(cgroup)
+    return free if left is None else min(free, left)
+
+
+def require_memory(needed_bytes: int, purpose: str, remedy: str, free_bytes: int | None = None) -> None:
+    """Require memory for work.
+
+    Args:
+        needed_bytes: a lower bound of the needed memory.
+        purpose: the work, for the message.
+        remedy: what the user can do, a sentence.
+        free_bytes: of the device that does the work (default: `available_bytes`).
+
+    Raises:
+        RunError: not enough memory.
+    """
+    free = available_bytes() if free_bytes is None else free_bytes
+    if needed_bytes > free:
+        raise RunError(
+            f"{purpose} needs at least {needed_bytes / 1e9:.1f} GB more memory, but only"
+            f" {free / 1e9:.1f} GB are free. {remedy}",
+            code="out-of-memory",
+        )
+
+
+def _container_free_bytes(cgroup: Path) -> int | None:
+    for limit_name, used_name in _CGROUP_FILES:
+        try:
+            limit = int((cgroup / limit_name).read_text(encoding="ascii"))
+            used = int((cgroup / used_name).read_text(encoding="ascii"))
+            return max(0, limit - used + _page_cache_bytes(cgroup / limit_name))
+        except (OSError, ValueError):  # no such group, or "max": no limit
+            continue
+    return None
+
+
+def _page_cache_bytes(limit: Path) -> int:
+    """Return the bytes of the group's file cache, which the kernel reclaims when needed."""
+    for line in (limit.parent / "memory.stat").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable Python's garbage collector inside the context; if it was disabled before, it stays so."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def package_problem(package: str, oldest: str) -> str | None:
+    """Return the problem if `package` is not installed at release `oldest` or later, else None."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return f"{package} {oldest} or later is needed, but it is not installed"
+    if _release_number(found) < _release_number(oldest):
+        return f"{package} {oldest} or later is needed, but {found} is installed"
+    return None
+
+
+def install_command(package: str, oldest: str) -> str:
+    """Return the command that installs `package`."""
+    return f"pip install '{package}>={oldest}'"
+
+
+def require_package(package: str, oldest: str, feature: str) -> None:
+    """Require `package` at release `oldest` or a later one.
+
+    Args:
+        package: its name in the package index.
+        oldest: such as `0.48`; the first two numbers of a release are compared.
+        feature: the feature that needs it, for the message.
+
+    Raises:
+        MissingDependencyError: it is not installed, or too old.
+    """
+    lack = package_problem(package, oldest)
+    if lack is not None:
+        raise MissingDependencyError(
+            f"{feature}: {lack}. {install_command(package, oldest)}", code="not-installed"
+        )
+
+
+def _release_number(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+
+
+SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"  # also for processes that a child starts (multiprocessing, compilers)
+
+
+def python_command(*arguments: str) -> list[str]:
+    """Return the command that runs this Python with `arguments` (`-m ...`, `-c ...`) on a safe path."""
+    return [sys.executable, "-P", *arguments]
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment variables with `more`, for a child process on a safe path."""
+    return {**os.environ, SAFE_PATH_VARIABLE: "1", **more}

@@ -1,0 +1,1 @@
+"""Datasets: readers (CSV, JSON, Parquet, images, arrays), splits and labels."""

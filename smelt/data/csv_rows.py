@@ -1,0 +1,297 @@
+"""Read CSV: separated by commas, semicolons or tabs, with fields of any length.
+
+Read the rows of a file or of a hub data set, each with its position, independent of the task.
+
+JSON lines and JSON (also .gz), CSV and TSV (also .gz), Parquet, hub ids through `datasets`. Text files are
+read as a stream: one row at a time is in memory, not the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.core.hub import hub_cache_only, hub_unreachable_reason
+from smelt.data.json_rows import (
+    DuplicateKeyError,
+    data_suffix,
+    open_text,
+    read_json_rows,
+    reject_duplicate_keys,
+    require_object,
+)
+
+# The longest field. Python's own limit, 131,072, is less than some documents; without a limit, an unclosed
+# quote would make the rest of the file one field.
+MAX_FIELD_CHARACTERS = 16 * 2**20
+_SAMPLE_CHARACTERS = 65_536
+_SAMPLE_RECORDS = 50
+_DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
+
+
+def read_csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a CSV file by the names in its first line, each with its end position.
+
+    In a tab-separated file, a line with as many fields as the header is a complete row: a quote that is not
+    closed within its field is an ordinary character and does not start a field of several lines.
+
+    Raises:
+        InputError: the file cannot be read, the number of fields of a row differs from the header
+            (`csv-field-count`), or two columns have the same name (`duplicate-column`).
+    """
+    delimiter = detect_delimiter(path)
+    with open_text(path, newline="") as stream, _long_fields_allowed():
+        lines = _CountedLines(stream)
+        records = _read_tab_records(lines) if delimiter == "\t" else _read_records(lines, delimiter)
+        try:
+            names = next(records, [])
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise InputError(
+                    f"{path}:1: several columns are named '{twice[0][:80]}'. Rename or remove all but one.",
+                    code="duplicate-column",
+                    file=str(path),
+                )
+            for record in records:
+                where = f"{path}:{lines.number}"
+                if len(record) != len(names):
+                    raise InputError(
+                        f"{where}: this row has {len(record)} fields, but the header has {len(names)},"
+                        f" separated by {_DELIMITER_NAMES[delimiter]}.",
+                        code="csv-field-count",
+                    ).with_location(where)
+                yield where, dict(zip(names, record, strict=True))
+        except csv.Error as error:
+            long = "field limit" in str(error)
+            why = (
+                f"a field has more than {MAX_FIELD_CHARACTERS:,} characters; check that its quote is closed."
+                if long
+                else ""
+            )
+            raise InputError(
+                f"{path}:{lines.number}: invalid CSV: {why or f'{error}.'}",
+                code="field-too-long" if long else "invalid-csv",
+                file=str(path),
+                line=lines.number,
+            ) from error
+
+
+class _CountedLines:
+    """The lines of a stream, with a line counter."""
+
+    def __init__(self, stream: Iterable[str]) -> None:
+        self._lines = iter(stream)
+        self.number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.number += 1
+        return line
+
+
+def _read_records(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
+    return (record for record in csv.reader(lines, delimiter=delimiter, strict=True) if record)
+
+
+def _read_tab_records(lines: _CountedLines) -> Iterator[list[str]]:
+    """Yield the fields of each row, starting with the header; if that is quoted, all rows are."""
+    first = next(lines, "")
+    if '"' in first:
+        yield from _read_records(itertools.chain([first], lines), "\t")
+        return
+    names = first.rstrip("\r\n").split("\t")
+    yield names
+    for line in lines:
+        fields = line.rstrip("\r\n").split("\t")
+        if fields == [""]:
+            continue
+        if len(fields) == len(names):
+            yield [_unquote(field) for field in fields]
+        else:  # a tab or a line break within quotes
+            yield next(csv.reader(itertools.chain([line], lines), delimiter="\t", strict=True))
+
+
+def _unquote(field: str) -> str:
+    """Return the text of a quoted field, with doubled quotes undone."""
+    inside = field[1:-1]
+    quoted = len(field) > 2 and field[0] == field[-1] == '"' and '""' in inside
+    return inside.replace('""', '"') if quoted and '"' not in inside.replace('""', "") else field
+
+
+def detect_delimiter(path: Path) -> str:
+    """Return the field separator: a comma, a semicolon or a tab.
+
+    The header decides: the separator must give several names. If several separators do, the one with which
+    the first rows have as many fields as the header wins, then the one with more names, then the comma (in
+    .tsv the tab). So a semicolon in a text does not matter.
+    """
+    usual = "\t" if data_suffix(path) == ".tsv" else ","
+    with open_text(path, newline="") as stream:
+        sample = stream.read(_SAMPLE_CHARACTERS)
+    whole = len(sample) < _SAMPLE_CHARACTERS
+    ranks = {}
+    for delimiter in _DELIMITER_NAMES:
+        names, even = _try_delimiter(sample, delimiter, whole)
+        if names > 1:
+            ranks[delimiter] = (even, names, delimiter == usual)
+    return max(ranks, key=ranks.__getitem__, default=usual)
+
+
+def _try_delimiter(sample: str, delimiter: str, whole: bool) -> tuple[int, bool]:
+    """Return the number of names in the header with `delimiter`, and whether all sampled rows match."""
+    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter, strict=True)
+    sizes: list[int] = []
+    try:
+        sizes += (len(record) for record in itertools.islice(reader, _SAMPLE_RECORDS) if record)
+    except csv.Error:
+        if whole or not sizes:
+            return (sizes or [0])[0], False
+    if not whole and len(sizes) > 1 and len(sizes) < _SAMPLE_RECORDS:
+        sizes.pop()  # it is cut at the end of the sample
+    return (sizes or [0])[0], len(set(sizes)) == 1
+
+
+class _FieldSizeLimit:
+    """The csv module's field limit is global: raised while any reader is active, then restored."""
+
+    lock = threading.Lock()
+    readers = 0
+    previous = 0
+
+
+@contextmanager
+def _long_fields_allowed() -> Iterator[None]:
+    """Allow fields of `MAX_FIELD_CHARACTERS` inside the context, in all threads."""
+    with _FieldSizeLimit.lock:
+        if _FieldSizeLimit.readers == 0:
+            _FieldSizeLimit.previous = csv.field_size_limit()
+            csv.field_size_limit(max(_FieldSizeLimit.previous, MAX_FIELD_CHARACTERS))
+        _FieldSizeLimit.readers += 1
+    try:
+        yield
+    finally:
+        with _FieldSizeLimit.lock:
+            _FieldSizeLimit.readers -= 1
+            if _FieldSizeLimit.readers == 0:
+                csv.field_size_limit(_FieldSizeLimit.previous)
+
+
+RowIterator = Iterator[tuple[str, Mapping[str, Any]]]
+_JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+_TABLE_SUFFIXES = (".csv", ".tsv")
+
+
+def read_file_rows(path: Path) -> RowIterator:
+    """Yield every row of a file with its position.
+
+    Raises:
+        InputError: the file cannot be read, or has an unknown format.
+    """
+    kind = data_suffix(path)
+    if kind == ".parquet":
+        return _flatten_translation(_read_parquet(path))
+    if kind in _TABLE_SUFFIXES:
+        return read_csv_rows(path)
+    if kind in _JSON_LINES_SUFFIXES:
+        return _flatten_translation(_read_json_lines(path))
+    if kind == ".json":
+        return _flatten_translation(read_json_rows(path))
+    plain = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
+    raise InputError(
+        f"{path}: unknown file format '{kind}'. Supported: .jsonl, .json, .csv, .tsv (each also .gz),"
+        f" .parquet.{plain}",
+        code="unknown-file-type",
+        file=str(path),
+    )
+
+
+def _flatten_translation(rows: RowIterator) -> RowIterator:
+    """Yield rows with the columns inside of `translation`, which some hub data sets nest."""
+    for where, row in rows:
+        inner = row.get("translation")
+        yield where, inner if isinstance(inner, Mapping) else row
+
+
+def _read_json_lines(path: Path) -> RowIterator:
+    with open_text(path, newline="\n") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line, object_pairs_hook=reject_duplicate_keys)
+            except DuplicateKeyError as error:
+                raise InputError(
+                    f"{path}:{number}: {error}", code="duplicate-column", file=str(path), line=number
+                ) from error
+            except (ValueError, RecursionError) as error:
+                # a line that does not start like a JSON value is of another format
+                plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
+                what = str(error)
+                if isinstance(error, json.JSONDecodeError):  # its own text counts lines within this line
+                    what = f"{error.msg} at character {error.pos + 1}"
+                raise InputError(
+                    f"{path}:{number}: invalid JSON: {what}. Got: {line[:80]!r}.{plain}",
+                    code="invalid-json",
+                    file=str(path),
+                    line=number,
+                ) from error
+            yield f"{path}:{number}", require_object(row, f"{path}:{number}")
+
+
+def _read_parquet(path: Path) -> RowIterator:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise InputError(
+                    f"{path}: several columns are named '{twice[0][:80]}'. Rename or remove all but one.",
+                    code="duplicate-column",
+                    file=str(path),
+                )
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+    except InputError:
+        raise
+    except Exception as error:  # pyarrow raises many types of errors
+        raise InputError(
+            f"{path}: not a readable Parquet file: {error}", code="damaged-file", file=str(path)
+        ) from error
+
+
+def read_hub_rows(origin: str, name: str) -> RowIterator:
+    """Yield the rows of a hub data set; `owner/name:config@split` selects configuration and split.
+
+    name: the default split.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    import datasets
+
+    repository, _, split = origin.partition("@")
+    repository, _, config = repository.partition(":")
+    lack = hub_unreachable_reason()
+    try:
+        with hub_cache_only(lack):
+            rows: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
+    except Exception as error:  # the hub client raises many types of errors
+        why = f"nor cached on this machine; {lack}." if lack else f"nor a usable data set of the hub: {error}"
+        raise InputError(f"{origin}: neither a local file, {why}", code="missing-data") from error
+    yield from _flatten_translation(
+        (f"{origin} row {number}", row) for number, row in enumerate(rows, start=1)
+    )

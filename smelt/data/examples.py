@@ -1,0 +1,450 @@
+"""Convert the rows of a file to the examples of a task.
+
+Reads all formats of `smelt.data.csv_rows`; for language modeling also plain text (.txt, also .gz), a
+sample per line. Settings map columns to roles; several references per example are kept.
+
+Similarity scores of text pairs: a number in a column, in all rows of a file or in none.
+
+Read unlabelled samples, on which a student learns its teacher's outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import resolve_path
+from smelt.core.text import find_lone_surrogate
+from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
+from smelt.data.images import check_image, read_image_rows
+from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
+from smelt.data.splits import (
+    CLASSIFICATION_TASKS,
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
+    Columns,
+    Example,
+    Label,
+    Split,
+    Task,
+    Windows,
+    split_from_arrays,
+)
+
+
+def parse_score(value: Any, location: str, column: str) -> float | None:
+    """Return `value` as a number, None if it is empty.
+
+    Raises:
+        InputError: it is not a number.
+    """
+    if value is None or value == "":
+        return None
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise InputError(
+            f"{location}: column '{column}' must be a number, the similarity of the two texts, got"
+            f" {repr(value)[:80]}. Leave it empty in files without scores.",
+            code="wrong-column-type",
+        )
+    return score
+
+
+def require_all_or_none(present: Iterable[bool], lines: Iterable[int], column: str, description: str) -> None:
+    """Require that all rows have a value in `column`, or none of them.
+
+    Args:
+        present: whether each row has a value.
+        lines: the line of each row.
+        column: the name of the column.
+        description: of the value, for the message.
+
+    Raises:
+        InputError: only some rows have a value; the first of each kind are named.
+    """
+    firsts: dict[bool, int] = {}
+    for has, line in zip(present, lines, strict=True):
+        firsts.setdefault(has, line)
+    if len(firsts) == 2:
+        raise InputError(
+            f"row {firsts[True]} has a {description} (column '{column}'), but row {firsts[False]} has"
+            " none. Set it in all rows of a file, or in none.",
+            code="partly-missing-column",
+        )
+
+
+def read_split(
+    origin: str,
+    task: Task,
+    columns: Columns,
+    base: Path,
+    name: str = "test",
+    axes: SampleAxes = NO_SAMPLE_AXES,
+) -> Split:
+    """Return the samples of `origin`: a path (relative to `base`) or a hub id.
+
+    axes: the sample axes of arrays.
+
+    Raises:
+        InputError: no such file, no samples, invalid lines (the first ones are named), a missing column (with
+            the nearest).
+    """
+    path = resolve_path(base, origin)
+    if task == CUSTOM_TASK:
+        return split_from_arrays(origin, read_npz(path, name, axes))
+    if task == IMAGE_CLASSIFICATION:
+        return _read_image_split(path, origin, columns, name)
+    if path.is_file():
+        if task == "language-modeling" and data_suffix(path) == ".txt":
+            return _read_text_split(path, origin, name)
+        rows = read_file_rows(path)
+    elif path.is_dir():
+        raise InputError(
+            f"{path}: this is a folder, not a data file (data for '{name}'){_hub_hint(origin)}.",
+            code="not-a-file",
+            file=str(path),
+        )
+    elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
+        raise InputError(
+            f"{path}: no such file (data for '{name}').{_similar_file_hint(path)}",
+            code="missing-file",
+            file=str(path),
+        )
+    else:
+        rows = read_hub_rows(origin, name)
+    examples = _parse_examples(rows, task, columns)
+    if not examples:
+        raise InputError(
+            f"{path}: this file has no samples, but '{name}' needs at least one.",
+            code="empty-data",
+            file=str(path),
+        )
+    windows = Windows(separator="\n\n") if task == "language-modeling" else None
+    return Split(origin, examples, windows)
+
+
+def _hub_hint(origin: str) -> str:
+    """Return a hint if `origin` could also be a hub id, else ""."""
+    hub = "/" in origin and not origin.startswith((".", "/", "~"))
+    return "; the hub data set of that name is used only if there is no such folder" if hub else ""
+
+
+_MAX_LISTED = 5  # wrong rows that are named; the others are counted
+
+
+def _parse_examples(rows: RowIterator, task: Task, columns: Columns) -> tuple[Example, ...]:
+    """Return the examples of all rows; mistakes of several rows are reported together.
+
+    Raises:
+        InputError: a row cannot be an example. A missing column usually is missing in all rows, so reading
+            stops there.
+    """
+    found: list[Example] = []
+    mistakes: list[InputError] = []
+    try:
+        for number, (where, row) in enumerate(rows, start=1):
+            try:
+                found.append(replace(_parse_example(row, where, task, columns), row=number))
+            except _MissingColumnError as error:
+                raise (_missing_columns(row, where, task, columns) or error).with_location(where) from error
+            except InputError as error:
+                mistakes.append(error.with_location(where))
+    except InputError as error:  # the file itself is invalid here
+        mistakes.append(error)
+    if mistakes:
+        raise _combined_mistakes(mistakes)
+    if task == SENTENCE_SIMILARITY:
+        lines = [example.line or number for number, example in enumerate(found, start=1)]
+        require_all_or_none((e.text_pair is not None for e in found), lines, columns.text_pair, "second text")
+        require_all_or_none((e.label is not None for e in found), lines, columns.label, "score")
+    return tuple(found)
+
+
+def _combined_mistakes(mistakes: Sequence[InputError]) -> InputError:
+    """Return an error with the first of `mistakes` and the number of the others."""
+    others = len(mistakes) - _MAX_LISTED
+    named = [str(one) for one in mistakes[:_MAX_LISTED]]
+    named += [f"{others} more rows of this file have mistakes."] if others > 0 else []
+    kinds = {one.code for one in mistakes}
+    first = mistakes[0]
+    return InputError(
+        "\n".join(named),
+        code=kinds.pop() if len(kinds) == 1 else "several-mistakes",
+        file=first.file,
+        line=first.line,
+        found=[one.as_message() for one in mistakes],
+    )
+
+
+def _read_image_split(path: Path, origin: str, columns: Columns, name: str) -> Split:
+    """Return samples that name images; the header of each image is checked."""
+    if not path.exists():
+        raise InputError(
+            f"{path}: no such file or folder (data for '{name}').{_similar_file_hint(path)}",
+            code="missing-file",
+            file=str(path),
+        )
+    examples = _parse_examples(
+        read_image_rows(path, columns.image, columns.label), IMAGE_CLASSIFICATION, columns
+    )
+    if not examples:
+        raise InputError(
+            f"{path}: this file has no samples, but '{name}' needs at least one.",
+            code="empty-data",
+            file=str(path),
+        )
+    return Split(origin, examples, images=True)
+
+
+def _read_text_split(path: Path, origin: str, name: str) -> Split:
+    """Return the lines of plain text; joined with line breaks they are the file's text again."""
+    lines = read_text_file(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    if not any(line.strip() for line in lines):
+        raise InputError(
+            f"{path}: this file has no text, but '{name}' needs at least one line.",
+            code="empty-data",
+            file=str(path),
+        )
+    rows = tuple(Example(line, line=number) for number, line in enumerate(lines, start=1))
+    return Split(origin, rows, Windows(separator="\n"))
+
+
+class _MissingColumnError(InputError):
+    """A row lacks a column that the task needs."""
+
+
+def _parse_example(row: Mapping[str, Any], location: str, task: Task, columns: Columns) -> Example:
+    tail = location.rpartition(":")[2]
+    line = int(tail) if tail.isdecimal() else None
+    if task in TEXT_TO_TEXT_TASKS:
+        references = _parse_references(row, location, columns)
+        return Example(_nonempty_text(row, columns.source, location, "source"), references, line=line)
+    if task == "language-modeling":
+        return Example(_text_of_column(row, columns.text, location, "text"), line=line)
+    if task == IMAGE_CLASSIFICATION:
+        return replace(
+            _parse_labelled(_parse_image(row, location, columns), None, row, location, columns), line=line
+        )
+    # a column named in the recipe must exist; formats without null use an empty text
+    if "text_pair" in columns.model_fields_set and columns.text_pair not in row:
+        raise _missing_column(row, columns.text_pair, location, "text_pair")
+    there = row.get(columns.text_pair) is not None
+    pair = (_text_of_column(row, columns.text_pair, location, "text_pair") or None) if there else None
+    if task == SENTENCE_SIMILARITY:
+        if "label" in columns.model_fields_set and columns.label not in row:
+            raise _missing_column(row, columns.label, location, "label")
+        score = parse_score(row.get(columns.label), location, columns.label)
+        if score is not None and pair is None:
+            raise InputError(
+                f"{location}: there is a score ('{columns.label}') but no second text in"
+                f" '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair:"
+                " NAME}}.",
+                code="missing-column",
+            )
+        return Example(
+            _nonempty_text(row, columns.text, location, "text"), text_pair=pair, label=score, line=line
+        )
+    return replace(
+        _parse_labelled(_nonempty_text(row, columns.text, location, "text"), pair, row, location, columns),
+        line=line,
+    )
+
+
+def _parse_labelled(
+    text: str, pair: str | None, row: Mapping[str, Any], location: str, columns: Columns
+) -> Example:
+    if columns.label not in row:
+        raise _missing_column(row, columns.label, location, "label")
+    label = _parse_label(row[columns.label], location, columns.label)
+    for item in label if isinstance(label, tuple) else (label,):
+        _reject_surrogates(str(item), location, columns.label)
+    return Example(text, text_pair=pair, label=label)
+
+
+def _parse_image(row: Mapping[str, Any], location: str, columns: Columns) -> str:
+    reference = _text_of_column(row, columns.image, location, "image")
+    check_image(reference, location)
+    return reference
+
+
+def _parse_references(row: Mapping[str, Any], location: str, columns: Columns) -> tuple[str, ...]:
+    references = row.get(columns.references)
+    if references is None:
+        references = [_text_of_column(row, columns.target, location, "target")]
+    if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
+        raise InputError(
+            f"{location}: column '{columns.references}' must be a list of texts, got {repr(references)[:80]}",
+            code="wrong-column-type",
+        )
+    if not references or not all(reference.strip() for reference in references):
+        raise InputError(
+            f"{location}: the target is empty; a model would learn to generate nothing. Remove or fill such"
+            " rows.",
+            code="empty-text",
+        )
+    for reference in references:
+        _reject_surrogates(reference, location, columns.references)
+    return tuple(references)
+
+
+_BOOLEAN_HINT = ". Write true and false as 1 and 0, or in quotes"
+
+
+def _parse_label(value: Any, location: str, column: str) -> Label:
+    if isinstance(value, list | tuple):
+        items = [_integral_as_int(item) for item in value]
+        if all(_is_class(item) for item in items):
+            return tuple(items)
+    value = _integral_as_int(value)
+    if _is_class(value) or (isinstance(value, float) and math.isfinite(value)):
+        label: Label = value
+        return label
+    raise InputError(
+        f"{location}: column '{column}' must be an integer or a name, a list of these (several labels),"
+        " or a number (regression), got"
+        f" {repr(value)[:80]}{_BOOLEAN_HINT if isinstance(value, bool) else ''}",
+        code="wrong-column-type",
+    )
+
+
+def _integral_as_int(value: Any) -> Any:
+    """Return 1 for 1.0: pandas writes integers so if a value is missing in another row."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def _text_of_column(row: Mapping[str, Any], column: str, location: str, setting: str) -> str:
+    if column not in row:
+        raise _missing_column(row, column, location, setting)
+    value = row[column]
+    if not isinstance(value, str):
+        raise InputError(
+            f"{location}: column '{column}' must be text, got {repr(value)[:80]}", code="wrong-column-type"
+        )
+    _reject_surrogates(value, location, column)
+    return value
+
+
+def _nonempty_text(row: Mapping[str, Any], column: str, location: str, setting: str) -> str:
+    """Return the text in `column`, which must not be blank.
+
+    Raises:
+        InputError: `empty-text`, or the column is missing, or not text.
+    """
+    value = _text_of_column(row, column, location, setting)
+    if not value.strip():
+        raise InputError(
+            f"{location}: column '{column}' is empty. Remove or fill such rows.", code="empty-text"
+        )
+    return value
+
+
+def _reject_surrogates(text: str, location: str, column: str) -> None:
+    """Reject halves of surrogate pairs, which JSON can represent and tokenizers cannot process.
+
+    Raises:
+        InputError: there is one.
+    """
+    if (half := find_lone_surrogate(text)) is not None:
+        raise InputError(
+            f"{location}: column '{column}' contains {half!r}, a lone surrogate, which is not a valid"
+            " character. Remove it.",
+            code="lone-surrogate",
+        )
+
+
+# Usual column names of public data sets. They are never used, only suggested in the message.
+_ALIASES = {
+    "source": ("document", "article", "dialogue", "input", "text", "src", "en"),
+    "target": ("summary", "highlights", "abstract", "output", "reference", "tgt", "de"),
+    "image": ("file_name", "filename", "path", "file", "img", "image_path"),
+}
+
+
+def _missing_column(row: Mapping[str, Any], column: str, location: str, setting: str) -> _MissingColumnError:
+    names = ", ".join(map(str, row)) or "none"
+    hint = did_you_mean(column, map(str, row))
+    usual = next((name for name in _ALIASES.get(setting, ()) if name in row), None)
+    if usual:
+        hint = f" '{usual}' usually holds it."
+    return _MissingColumnError(
+        f"{location}: no column '{column}'; available: {names}.{hint}"
+        f" Name the right one with data: {{columns: {{{setting}: {usual or 'NAME'}}}}}.",
+        code="missing-column",
+    )
+
+
+def _missing_columns(
+    row: Mapping[str, Any], location: str, task: Task, columns: Columns
+) -> _MissingColumnError | None:
+    """Return the error about several columns that `row` lacks; None if it lacks only one."""
+    roles: tuple[str, ...] = ("text",)
+    if task in TEXT_TO_TEXT_TASKS:
+        roles = ("source",) if columns.references in row else ("source", "target")
+    elif task in CLASSIFICATION_TASKS:
+        roles = ("image" if task == IMAGE_CLASSIFICATION else "text", "label")
+    roles += tuple(role for role in ("text_pair", "label") if role in columns.model_fields_set - {*roles})
+    lacking = {role: name for role in roles if (name := getattr(columns, role)) not in row}
+    if len(lacking) < 2:
+        return None
+    names = ", ".join(map(str, row)) or "none"
+    wrong = ", ".join(f"'{name}'" for name in lacking.values())
+    guessed = {role: next((n for n in _ALIASES.get(role, ()) if n in row), "NAME") for role in lacking}
+    right = ", ".join(f"{role}: {name}" for role, name in guessed.items())
+    return _MissingColumnError(
+        f"{location}: no columns {wrong}; available: {names}."
+        f" Name the right ones with data: {{columns: {{{right}}}}}.",
+        code="missing-column",
+    )
+
+
+def _similar_file_hint(path: Path) -> str:
+    return did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+UNLABELLED = "unlabelled"  # the split
+_NO_COLUMN = "\0"  # a name that no column has
+# Tasks whose samples may lack labels: a teacher provides the targets.
+UNLABELLED_TASKS: frozenset[Task] = frozenset({"text-classification", SENTENCE_SIMILARITY})
+
+
+def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Split:
+    """Return texts, or pairs of texts: plain text (.txt, also .gz), one per line, or rows as in `read_split`.
+
+    The column of labels is not read. Empty lines are skipped.
+
+    Raises:
+        InputError: as `read_split`; no texts, or a task whose samples have no labels.
+    """
+    if task not in UNLABELLED_TASKS:
+        raise InputError(
+            f"{origin}: unlabelled samples are for {' and '.join(sorted(UNLABELLED_TASKS))}, not for {task}.",
+            code="unsupported-task",
+        )
+    path = resolve_path(base, origin)
+    if path.is_file() and data_suffix(path) == ".txt":
+        lines = read_text_file(path).splitlines()
+        found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())
+        if not found:
+            raise InputError(
+                f"{path}: this file has no text, but '{UNLABELLED}' needs at least one line.",
+                code="empty-data",
+            )
+        return Split(origin, found)
+    # samples of sentence similarity are the same with and without a score
+    texts = columns.model_copy(update={"label": _NO_COLUMN})
+    texts.model_fields_set.discard("label")  # the user did not set it
+    return read_split(origin, SENTENCE_SIMILARITY, texts, base, UNLABELLED)

@@ -1,0 +1,347 @@
+"""Labels of a classifier: its problem type, the names of its outputs, the labels of a sample.
+
+The problem types are those of transformers (`config.problem_type`): a sample has one class, any number of
+classes, or a number. The model's config decides; if it has no problem type, the data decide.
+
+An integer is the same label in any notation: 1, 1.0, "1". `smelt.data.labels` maps labels to
+the outputs of a model.
+
+Map the labels of samples to targets of a classifier: classes, sets of classes, numbers.
+
+An integer is the same label in any notation: 1, 1.0, "1". If one of the model's names is an integer too,
+numbers are names; otherwise they are indices of outputs, from 0.
+
+Shapes: n = samples, C = outputs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.data.splits import Example, Label
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+SINGLE_LABEL: ProblemType = "single_label_classification"
+MULTI_LABEL: ProblemType = "multi_label_classification"
+REGRESSION: ProblemType = "regression"
+# Suffixes of transformers' classifier classes.
+CLASSIFIER_SUFFIXES = ("ForSequenceClassification", "ForImageClassification")
+# Separates the names of several labels in one field, in files without lists (CSV).
+LABEL_SEPARATOR = "|"
+# "007" is a name: leading zeros are significant.
+_INTEGER_PATTERN = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,15}))(?:\.0*)?")
+
+
+def class_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of a model's outputs, in order, from its Hugging Face config as a dict.
+
+    Raises:
+        InputError: `id2label` does not map 0, 1, ... to names.
+    """
+    names = config.get("id2label") or {}
+    try:
+        count = len(names) or int(config.get("num_labels") or 2)
+        by_output = {int(output): str(name) for output, name in names.items()}
+        return [by_output[i] if names else f"LABEL_{i}" for i in range(count)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"config.json: id2label must map the outputs 0, 1, ... to names, got {repr(names)[:80]}.",
+            code="wrong-label-names",
+        ) from error
+
+
+def problem_type(config: Mapping[str, Any]) -> ProblemType:
+    """Return the problem type of a classifier from its config; one output without a type is regression.
+
+    Raises:
+        InputError: the config's `problem_type` is unknown, or is regression with several outputs.
+    """
+    outputs = len(class_names(config))
+    said = config.get("problem_type")
+    if said is None:
+        return REGRESSION if outputs == 1 else SINGLE_LABEL
+    if said not in get_args(ProblemType):
+        known = ", ".join(get_args(ProblemType))
+        hint = did_you_mean(str(said), get_args(ProblemType))
+        raise InputError(
+            f"config.json: problem_type is {said!r}; known: {known}.{hint}", code="unknown-problem-type"
+        )
+    if said == REGRESSION and outputs > 1:
+        raise InputError(
+            f"config.json: problem_type is regression, but the model has {outputs} outputs. Regression"
+            " is supported only with one output.",
+            code="too-many-outputs",
+        )
+    if said == SINGLE_LABEL and outputs == 1:
+        raise InputError(
+            "config.json: problem_type is single_label_classification, but the model has one output."
+            " Use two outputs for two classes, or problem_type: regression for a number.",
+            code="too-few-outputs",
+        )
+    kind: ProblemType = said
+    return kind
+
+
+def infer_problem_type(config: Mapping[str, Any] | None, labels: Iterable[Label | None]) -> ProblemType:
+    """Return the problem type of a classifier from its config, or from the labels if it has none.
+
+    Lists of labels (or names separated by `|`) are multi-label; decimal numbers are regression.
+
+    Args:
+        config: of a model with a classifier; None if the classifier is still to be made.
+        labels: all labels of the data.
+
+    Raises:
+        InputError: see `problem_type`.
+    """
+    known: frozenset[str] = frozenset()
+    if config is not None:
+        said = problem_type(config)
+        if config.get("problem_type") or said == REGRESSION:
+            return said
+        known = frozenset(class_names(config))
+    found = {label for label in labels if not is_blank_label(label)}
+    if any(
+        isinstance(v, tuple) or (isinstance(v, str) and LABEL_SEPARATOR in v and v not in known)
+        for v in found
+    ):
+        return MULTI_LABEL
+    if config is None and found and _are_decimals(found):
+        return REGRESSION
+    return SINGLE_LABEL
+
+
+def infer_label_names(labels: Iterable[Label | None], problem: ProblemType) -> list[str]:
+    """Return names for the outputs of a new classifier: the labels of the data, sorted; numbers by value."""
+    if problem == REGRESSION:
+        return ["LABEL_0"]
+    found = (
+        set(labels)
+        if problem == SINGLE_LABEL
+        else {item for label in set(labels) for item in split_labels(label)}
+    )
+    numbers = {label: label_as_int(label) for label in found if not is_blank_label(label)}
+    whole = {number for number in numbers.values() if number is not None}
+    if None not in numbers.values():
+        return [str(number) for number in sorted(whole)]
+    return sorted({str(label if number is None else number) for label, number in numbers.items()})
+
+
+def similar_labels(labels: Iterable[Label | None]) -> list[dict[str, int]]:
+    """Return groups of labels that differ only in case or surrounding spaces: label -> count."""
+    counts: Counter[str] = Counter()
+    for label in labels:
+        whole = isinstance(label, str) and LABEL_SEPARATOR not in label
+        counts.update(str(item) for item in ([label] if whole else split_labels(label)))
+    groups: dict[str, dict[str, int]] = {}
+    for name, rows in counts.items():
+        if label_as_int(name) is None:
+            groups.setdefault(name.strip().casefold(), {})[name] = rows
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def label_as_int(label: Label | None) -> int | None:
+    """Return `label` as an integer, also from text ("1", " 1.0"); None if it is none."""
+    if isinstance(label, str):
+        found = _INTEGER_PATTERN.fullmatch(label.strip())
+        return int(found[1]) if found else None
+    if isinstance(label, float):
+        return int(label) if label.is_integer() else None
+    return label if isinstance(label, int) else None
+
+
+def is_blank_label(label: Label | None) -> bool:
+    """Return whether `label` is text without visible characters."""
+    return isinstance(label, str) and not label.strip()
+
+
+def label_as_float(label: Label | None) -> float | None:
+    """Return `label` as a finite number, also from text; None if it is none."""
+    try:
+        value = float(label) if isinstance(label, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def split_labels(label: Label | None) -> list[Label]:
+    """Return the labels in one field of a multi-label sample."""
+    if isinstance(label, tuple):
+        return list(label)
+    if isinstance(label, str):
+        return [item for part in label.split(LABEL_SEPARATOR) if (item := part.strip())]
+    return [] if label is None else [label]
+
+
+def _are_decimals(labels: set[Label | None]) -> bool:
+    """Return whether all labels are numbers and one is not an integer; CSV has numbers as text."""
+    whole = all(label_as_int(v) is not None for v in labels)
+    return not whole and all(label_as_float(v) is not None for v in labels)
+
+
+_MAX_LISTED = 5  # rows that are named in a message
+TargetT = TypeVar("TargetT")
+
+
+def class_targets(examples: Sequence[Example], names: Sequence[str], origin: str = "") -> list[int]:
+    """Return the class of each sample: the index of one of `names`, or an integer below C.
+
+    Raises:
+        InputError: labels that the model does not have; their lines are named.
+    """
+    outputs = _output_index(names)
+    return _convert_labels(examples, names, origin, SINGLE_LABEL, lambda label: _class_index(label, outputs))
+
+
+def multi_label_targets(
+    examples: Sequence[Example], names: Sequence[str], origin: str = ""
+) -> list[tuple[int, ...]]:
+    """Return the classes of each sample, rising; a sample may have none. A text is split at `|`.
+
+    Raises:
+        InputError: as `class_targets`.
+    """
+    outputs = _output_index(names)
+
+    def of(label: Label | None) -> tuple[int, ...] | None:
+        found = [_class_index(item, outputs) for item in split_labels(label)]
+        known = {index for index in found if index is not None}
+        return None if None in found or label is None else tuple(sorted(known))
+
+    return _convert_labels(examples, names, origin, MULTI_LABEL, of)
+
+
+def regression_targets(examples: Sequence[Example], origin: str = "") -> list[float]:
+    """Return the number of each sample, also from text.
+
+    Raises:
+        InputError: a label is not a finite number; their lines are named.
+    """
+    return _convert_labels(examples, (), origin, REGRESSION, label_as_float)
+
+
+def check_labels(
+    examples: Sequence[Example], names: Sequence[str], problem: ProblemType, origin: str = ""
+) -> None:
+    """Require that every label can be a target of a model with the outputs `names`.
+
+    Raises:
+        InputError: a label cannot.
+    """
+    if problem == REGRESSION:
+        regression_targets(examples, origin)
+    elif problem == MULTI_LABEL:
+        multi_label_targets(examples, names, origin)
+    else:
+        class_targets(examples, names, origin)
+
+
+class _OutputIndex(NamedTuple):
+    """The index of each name among the outputs (the first of equal ones), and the number of outputs.
+
+    by_number: indices of the names that are integers. If there are any, every number is a name.
+    """
+
+    by_name: dict[str, int]
+    by_number: dict[int, int]
+    total: int
+
+
+def _output_index(names: Sequence[str]) -> _OutputIndex:
+    places = {name: place for place, name in reversed(list(enumerate(names)))}
+    numbers = {whole: place for name, place in places.items() if (whole := label_as_int(name)) is not None}
+    return _OutputIndex(places, numbers, len(names))
+
+
+def _class_index(label: Label | None, outputs: _OutputIndex) -> int | None:
+    if isinstance(label, str) and label in outputs.by_name:
+        return outputs.by_name[label]
+    number = label_as_int(label)
+    if number is None or outputs.by_number:
+        return None if number is None else outputs.by_number.get(number)
+    return number if 0 <= number < outputs.total else None
+
+
+def _convert_labels(
+    examples: Sequence[Example],
+    names: Sequence[str],
+    origin: str,
+    problem: ProblemType,
+    of: Callable[[Label | None], TargetT | None],
+) -> list[TargetT]:
+    found = [of(example.label) for example in examples]
+    wrong = [at for at, value in enumerate(found) if value is None]
+    if wrong:
+        code, complaint = _label_error(examples[wrong[0]].label, names, problem)
+        place = _first_location(examples, wrong, origin)
+        raise InputError(f"{place}: {complaint}{_other_locations(examples, wrong)}", code=code).with_location(
+            place
+        )
+    return [value for value in found if value is not None]
+
+
+def _first_location(examples: Sequence[Example], wrong: list[int], origin: str) -> str:
+    """Return the position of the first wrong sample: its line, or its number if lines are ambiguous."""
+    word, numbers = _line_numbers(examples, wrong[:1])
+    if word == "line" and origin:
+        return f"{origin}:{numbers[0]}"
+    return f"{origin}: {word} {numbers[0]}" if origin else f"{word} {numbers[0]}"
+
+
+def _other_locations(examples: Sequence[Example], wrong: list[int]) -> str:
+    """Return a sentence with the positions of the other wrong samples, "" if there are none."""
+    word, numbers = _line_numbers(examples, wrong[1:_MAX_LISTED])
+    more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+    return f" Also {word} {', '.join(map(str, numbers))}{more}." if numbers else ""
+
+
+def _line_numbers(examples: Sequence[Example], places: Sequence[int]) -> tuple[str, list[int]]:
+    """Return the lines of the samples at `places`, or their numbers in the file if they have no lines.
+
+    A split may have only some samples of the file, so their indices are not their numbers.
+    """
+    lines = [example.line for example in examples]
+    if None not in lines:
+        return "line", [line for at in places if (line := lines[at]) is not None]
+    return "row", [examples[at].row or at + 1 for at in places]
+
+
+def _label_error(label: Label | None, names: Sequence[str], problem: ProblemType) -> tuple[str, str]:
+    """Return code and text of the error for `label`: what is wrong, valid labels, and the fix."""
+    shown = repr(list(label) if isinstance(label, tuple) else label)[:80]
+    if is_blank_label(label):
+        return "empty-label", "the label is empty. Fill it in, or remove the row."
+    if problem == REGRESSION:
+        return "non-finite-label", f"the label {shown} is not a finite number (regression)."
+    if problem == SINGLE_LABEL and isinstance(label, tuple):
+        return (
+            "several-labels",
+            f"the label {shown} is a list, but the model has one label per text (problem_type"
+            f" {SINGLE_LABEL}).",
+        )
+    outputs = _output_index(names)
+    odd = (
+        [item for item in split_labels(label) if _class_index(item, outputs) is None]
+        if problem == MULTI_LABEL
+        else [label]
+    )
+    known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    places = "" if outputs.by_number else f" or 0 to {len(names) - 1}"
+    text = (
+        f"the label {repr(odd[0] if odd else label)[:80]} is not one of the model's {len(names)} labels:"
+        f" {known}{places}.{did_you_mean(str(odd[0] if odd else label), names)}"
+    )
+    if outputs.by_number and any(label_as_int(item) is not None for item in odd):
+        text += " The labels are numbers, so a number in the data is a name, not the index of an output."
+    nameless = all(name == f"LABEL_{i}" for i, name in enumerate(names))
+    if nameless and any(isinstance(item, str) for item in odd):
+        text += (
+            " The model's outputs have no names: add them in order as id2label to its config.json,"
+            " or use indices as labels."
+        )
+    return "unknown-label", text

@@ -1,0 +1,282 @@
+"""Read samples that are arrays: an `.npz` file with an array for each input of a graph.
+
+In the file the samples are on axis 0 of each array, or on the one that `axes` names; here always on axis 0.
+
+Nothing is unpickled, and the memory that a file needs is computed from its headers before it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+NPZ_SUFFIX = ".npz"
+_NPY_SUFFIX = ".npy"
+_MAX_HEADER_BYTES = 1 << 16  # bytes of a header; numpy itself accepts 10,000 characters
+_WRITE_HINT = "Write it with numpy.savez(FILE, **arrays), an array for each input of the graph."
+
+
+# By array: the axis of its samples; None if it is shared by all samples.
+SampleAxes = Mapping[str, int | None]
+NO_SAMPLE_AXES: SampleAxes = {}
+
+
+class ArrayHeader(NamedTuple):
+    """The header of an array. dtype: numpy's name, such as `float32`; `str` for texts of any length."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    item_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SampleArrays:
+    """Arrays by name. Those of rank 0 and `shared` belong to all samples; others have samples on axis 0.
+
+    values: inputs of the graph, with the sample axis moved to the front.
+    """
+
+    values: Mapping[str, NDArray[Any]] = field(repr=False)
+    num_samples: int
+    shared: frozenset[str] = frozenset()
+
+    def is_shared(self, name: str) -> bool:
+        """Return whether an array belongs to all samples."""
+        return name in self.shared or self.values[name].ndim == 0
+
+    @property
+    def per_sample(self) -> dict[str, NDArray[Any]]:
+        """The arrays with samples on axis 0."""
+        return {name: value for name, value in self.values.items() if not self.is_shared(name)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, types, shapes and values."""
+        return json_hash(
+            [
+                [name, str(v.dtype), list(v.shape), hashlib.sha256(v.tobytes()).hexdigest()]
+                for name, v in sorted(self.values.items())
+            ]
+        )
+
+    @property
+    def sample_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of the content of each sample."""
+        parts = [value for _, value in sorted(self.per_sample.items())]
+        rows = (b"".join(value[at].tobytes() for value in parts) for at in range(self.num_samples))
+        return tuple(hashlib.sha256(row).hexdigest() for row in rows)
+
+    def padded_to(self, size: int) -> SampleArrays:
+        """Return at least `size` samples: the last one is repeated."""
+        lacking = size - self.num_samples
+        return (
+            self
+            if lacking <= 0
+            else self.select([*range(self.num_samples), *[self.num_samples - 1] * lacking])
+        )
+
+    def select(self, places: Sequence[int]) -> SampleArrays:
+        """Return the samples at `places`."""
+        values = {n: v if self.is_shared(n) else v[list(places)] for n, v in self.values.items()}
+        return SampleArrays(values, len(places), self.shared)
+
+
+def read_npz(path: Path, name: str = "test", axes: SampleAxes = NO_SAMPLE_AXES) -> SampleArrays:
+    """Return the arrays of the `.npz` file `path`; `name` is the split, for messages.
+
+    axes: if it names any, other arrays are not read.
+
+    Raises:
+        InputError: no such file, not a valid `.npz`, not enough memory, Python objects, or
+            arrays with different numbers of samples.
+    """
+    import numpy as np
+
+    from smelt.core.system import available_bytes
+
+    shapes = {key: shape for key, shape in read_npz_headers(path, name).items() if not axes or key in axes}
+    rows = count_array_samples(shapes, path, axes)
+    needed, free = sum(s.item_bytes * math.prod(s.shape) for s in shapes.values()), available_bytes()
+    if needed > free:
+        raise InputError(
+            f"{path}: the arrays need {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB"
+            " are free. Write fewer samples to this file.",
+            code="out-of-memory",
+            file=str(path),
+        )
+    values: dict[str, NDArray[Any]] = {}
+    try:
+        with zipfile.ZipFile(path) as file:  # numpy.load would confuse `x` and `x.npy` if both exist
+            for key in shapes:
+                with file.open(key + _NPY_SUFFIX) as stream:
+                    values[key] = np.lib.format.read_array(stream, allow_pickle=False)
+    except Exception as error:  # errors of numpy and of compression have no other common base
+        raise InputError(
+            f"{path}: cannot be read: {error}. {_WRITE_HINT}", code="damaged-file", file=str(path)
+        ) from error
+    return samples_first(values, rows, axes)
+
+
+def write_npz(path: Path, values: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays of any names to an `.npz` file: numpy.savez accepts no array called `file`."""
+    import numpy as np
+
+    with zipfile.ZipFile(path, "w") as file:
+        for name, value in values.items():
+            with file.open(name + _NPY_SUFFIX, "w", force_zip64=True) as stream:
+                texts = value.astype(str) if value.dtype == object else value
+                np.lib.format.write_array(stream, np.asanyarray(texts), allow_pickle=False)
+
+
+def samples_first(values: Mapping[str, NDArray[Any]], rows: int, axes: SampleAxes) -> SampleArrays:
+    """Return arrays with the sample axis moved to the front."""
+    import numpy as np
+
+    shared = frozenset(name for name in values if axes.get(name, 0) is None)
+    moved = {
+        name: np.moveaxis(value, axis, 0) if (axis := axes.get(name, 0)) and value.ndim > axis else value
+        for name, value in values.items()
+    }
+    return SampleArrays(moved, rows, shared)
+
+
+def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
+    """Return the type and shape of each array in `path`, from the headers only.
+
+    Raises:
+        InputError: see `read_npz`.
+    """
+    if not path.is_file():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise InputError(
+            f"{path}: no such file (data for '{name}').{did_you_mean(path.name, beside)}",
+            code="missing-file",
+            file=str(path),
+        )
+    if path.suffix != NPZ_SUFFIX:
+        raise InputError(
+            f"{path}: expected an {NPZ_SUFFIX} file with the graph's inputs. {_WRITE_HINT}",
+            code="wrong-format",
+            file=str(path),
+        )
+    found: dict[str, ArrayHeader] = {}
+    try:
+        with zipfile.ZipFile(path) as file:
+            for member in file.infolist():
+                if member.filename.endswith(_NPY_SUFFIX):
+                    with file.open(member) as stream:
+                        found[member.filename.removesuffix(_NPY_SUFFIX)] = _read_header(
+                            stream, member.filename
+                        )
+    except InputError as error:
+        raise InputError(f"{path}: {error}", code=error.code, file=str(path)) from error
+    except Exception as error:  # errors of numpy and of compression have no other common base
+        raise InputError(
+            f"{path}: not a readable {NPZ_SUFFIX} file: {error}. {_WRITE_HINT}",
+            code="damaged-file",
+            file=str(path),
+        ) from error
+    if not found:
+        raise InputError(
+            f"{path}: this file contains no arrays. {_WRITE_HINT}", code="missing-array", file=str(path)
+        )
+    return found
+
+
+def count_array_samples(
+    shapes: Mapping[str, ArrayHeader],
+    path: Path | str,
+    axes: SampleAxes = NO_SAMPLE_AXES,
+    by_name: Collection[str] = (),
+    of_artifact: bool = False,
+) -> int:
+    """Return the number of samples in arrays of these shapes.
+
+    Args:
+        shapes: by array.
+        path: of the file, for messages.
+        axes: as in `read_npz`.
+        by_name: arrays whose samples are counted together by the names of the graph's dimensions.
+        of_artifact: the axes are those of an artifact, which no recipe can change.
+
+    Raises:
+        InputError: no samples, or different numbers of samples (`unequal-rows`).
+    """
+    places = {name: axis for name in shapes if (axis := axes.get(name, 0)) is not None}
+    counts = {
+        name: shapes[name].shape[axis] for name, axis in places.items() if axis < len(shapes[name].shape)
+    }
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
+        advice = _sample_axis_hint(shapes, counts, by_name, of_artifact)
+        raise InputError(
+            f"{path}: all arrays must have the same number of samples, but {said}.{advice}",
+            code="unequal-rows",
+            file=str(path),
+        )
+    rows = next(iter(counts.values()), 0)
+    if not rows:
+        raise InputError(
+            f"{path}: this file has no samples. Samples are counted along axis 0 of each array, or"
+            " along the axis set in data.axes.",
+            code="empty-data",
+            file=str(path),
+        )
+    return rows
+
+
+def _sample_axis_hint(
+    shapes: Mapping[str, ArrayHeader], counts: Mapping[str, int], by_name: Collection[str], of_artifact: bool
+) -> str:
+    """Return what to do if the samples of an array may be on another axis, or it may have none."""
+    numbers = list(counts.values())
+    rows = max(numbers, key=numbers.count)  # the first of the most frequent
+    name = next((name for name, count in counts.items() if count != rows), None)
+    if name is None:
+        return ""
+    dims = shapes[name].shape
+    axis = next((at for at, size in enumerate(dims) if size == rows), None)
+    if axis is None and (name in by_name or of_artifact):
+        return " The graph needs one of each per sample: write the same number of samples of all."
+    if axis is not None and of_artifact:
+        return f" '{name}' is {list(dims)}; if its samples are on axis {axis}, move them: numpy.moveaxis."
+    what = "is shared by all samples" if axis is None else f"has its samples on axis {axis}"
+    written = f"data: {{axes: {{{name}: {'null' if axis is None else axis}}}}}"
+    return f" '{name}' is {list(dims)}; if it {what}, add {written} to the recipe."
+
+
+def _read_header(stream: Any, name: str) -> ArrayHeader:
+    import numpy as np
+
+    start = io.BytesIO(stream.read(_MAX_HEADER_BYTES))  # numpy would allocate any size that a header claims
+    version = np.lib.format.read_magic(start)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    dims, _, dtype = read(start)
+    if dtype.hasobject:
+        raise InputError(
+            f"the array '{name.removesuffix(_NPY_SUFFIX)}' contains Python objects, which smelt does"
+            " not unpickle. Convert it to numbers, or to strings (dtype=str).",
+            code="pickled-objects",
+        )
+    if any(size < 0 for size in dims):
+        raise ValueError(f"the array '{name.removesuffix(_NPY_SUFFIX)}' has the shape {dims}")
+    return ArrayHeader(dtype_name(dtype), tuple(int(size) for size in dims), int(dtype.itemsize))
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return numpy's name of a type; `str` for texts."""
+    return "str" if dtype.kind in "US" else dtype.name

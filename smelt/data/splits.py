@@ -1,0 +1,186 @@
+"""Samples for training, calibration and scoring; `smelt.data.examples` reads them.
+
+Settings for cutting running text into windows for a language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from smelt.core.errors import SettingError
+from smelt.core.files import json_hash
+from smelt.data.images import image_hash
+from smelt.data.npz_arrays import SampleArrays
+
+
+class Windows(BaseModel):
+    """How running text is cut into windows for a language model: samples are joined, tokenized and cut."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    length: int | None = Field(
+        default=None, ge=2, description="tokens per window; default: 1024, or the model's limit if smaller"
+    )
+    stride: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens between the starts of two windows when scoring; smaller: more context,"
+        " slower; default: length",
+    )
+    separator: str | None = Field(
+        default=None,
+        description="text between two samples; default: a line break for plain text, else an empty line",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Windows:
+        if self.length is not None and self.stride is not None and self.stride > self.length:
+            raise SettingError(
+                f"stride {self.stride} is larger than length {self.length}, so text between two"
+                " windows would be skipped; set stride to at most length",
+                code="settings-conflict",
+            )
+        return self
+
+
+SplitName = Literal["train", "unlabelled", "validation", "calibration", "test"]
+Task = Literal[
+    "translation",
+    "summarization",
+    "text-classification",
+    "language-modeling",
+    "sentence-similarity",
+    "image-classification",
+    "custom",
+]
+# Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
+CUSTOM_TASK: Task = "custom"
+ALL_TASKS: tuple[Task, ...] = get_args(Task)
+# The tasks of the supported model families.
+TASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if task != CUSTOM_TASK)
+# The task of embedding texts; its samples are texts, or pairs of texts that are embedded separately.
+SENTENCE_SIMILARITY: Task = "sentence-similarity"
+# The task of labelling images; the text of a sample is an image reference (smelt.data.images).
+IMAGE_CLASSIFICATION: Task = "image-classification"
+# Tasks whose models are classifiers.
+CLASSIFICATION_TASKS: frozenset[Task] = frozenset({"text-classification", IMAGE_CLASSIFICATION})
+# The tasks of models with text inputs.
+TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != IMAGE_CLASSIFICATION)
+# Tasks with a target text.
+TEXT_TO_TEXT_TASKS: frozenset[Task] = frozenset({"translation", "summarization"})
+
+
+# A class by index or name, a number (regression), or several classes; see smelt.data.labels.
+Label = int | str | float | tuple[int | str, ...]
+
+
+class Columns(BaseModel):
+    """Names of the columns in the data."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str = Field(default="source", description="source text")
+    target: str = Field(default="target", description="target text")
+    references: str = Field(default="targets", description="list of target texts; takes precedence")
+    text: str = Field(default="text", description="text")
+    text_pair: str = Field(default="text_b", description="second text")
+    image: str = Field(default="image", description="image")
+    label: str = Field(default="label", description="label")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sample: a text, and its target in the task.
+
+    Translation, summarization: `references`; classification: `label`, optionally `text_pair`; sentence
+    similarity: optionally `text_pair`, and with it optionally the score as a float `label`; image
+    classification: `label`, and an image reference as the text.
+
+    line: its line in the file, None if the file has no lines or several samples in this one; row: its
+    number in the file, from 1; None without a file. Neither is part of the content.
+    """
+
+    text: str
+    references: tuple[str, ...] = ()
+    text_pair: str | None = None
+    label: Label | None = None
+    line: int | None = field(default=None, compare=False)
+    row: int | None = field(default=None, compare=False)
+
+
+# Raise it whenever the same text and settings give other windows.
+WINDOWS_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Split:
+    """The samples of one split, in file order, and their origin.
+
+    windows: how samples are joined and cut; only for language modeling. arrays: the values of samples
+    that are arrays; the text of an example is then its index. images: the texts are references to
+    images.
+    """
+
+    origin: str
+    examples: tuple[Example, ...] = field(repr=False)
+    windows: Windows | None = None
+    arrays: SampleArrays | None = field(default=None, repr=False, compare=False)
+    images: bool = False
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the samples' content; independent of the file's path."""
+        if self.arrays is not None:
+            return self.arrays.fingerprint
+        rows = json_hash(
+            [
+                [text, list(e.references), e.text_pair, e.label]
+                for text, e in zip(self.row_contents, self.examples, strict=True)
+            ]
+        )
+        return rows if self.windows is None else json_hash([rows, self.windows.model_dump(), WINDOWS_VERSION])
+
+    @cached_property
+    def row_contents(self) -> tuple[str, ...]:
+        """The content of each sample without its label: its text, or a hash of an image or of arrays."""
+        if self.arrays is not None:
+            return self.arrays.sample_hashes
+        return tuple(image_hash(e.text) if self.images else e.text for e in self.examples)
+
+    def select(self, places: Iterable[int]) -> Split:
+        """Return the samples at `places`."""
+        if self.arrays is not None:
+            return split_from_arrays(self.origin, self.arrays.select(list(places)))
+        return replace(self, examples=tuple(self.examples[i] for i in places))
+
+    def take(self, rows: int) -> Split:
+        """Return the first `rows` samples."""
+        return self.select(range(min(rows, len(self))))
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the samples have labels; all of a split have, or none."""
+        return bool(self.examples) and self.examples[0].label is not None
+
+
+def split_from_arrays(origin: str, arrays: SampleArrays) -> Split:
+    """Return the samples of `arrays` as a split."""
+    rows = tuple(Example(str(at), row=at + 1) for at in range(arrays.num_samples))
+    return Split(origin, rows, arrays=arrays)
+
+
+def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:
+    """Return the input texts of `examples`, and the second text of each.
+
+    For sentence similarity the texts of a pair are separate inputs: all first ones, then all second ones.
+    """
+    texts = [e.text for e in examples]
+    if task == SENTENCE_SIMILARITY:
+        return texts + [e.text_pair for e in examples if e.text_pair is not None], None
+    return texts, [e.text_pair for e in examples]

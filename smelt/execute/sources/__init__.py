@@ -1,1 +1,0 @@
-"""Create the first artifact of a run."""

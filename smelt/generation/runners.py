@@ -1,0 +1,309 @@
+"""Runner of decoder-only language models: prompts, positions, and the inputs of a step.
+
+One graph takes prompts and single tokens: input_ids and position_ids [R, S], and the attention mask of all
+tokens so far [R, P + S].
+
+Shapes: B = batch, L = prompt, R = rows, S = input tokens of one call, P = tokens of previous calls, V =
+vocabulary.
+
+Decoder-only language models: detection, positions, losses of tokens.
+
+Shapes: B = batch, L = tokens of a row, S = input tokens of one call, V = vocabulary.
+
+Runner of encoder-decoder models: the encoder's outputs, the inputs of a step, and what beams share.
+
+The encoder returns the keys and values of cross-attention, which every step of the decoder takes unchanged,
+with the mask of the source; the self-attention caches of a step are the inputs of the next one.
+
+Shapes: B = batch, L = source length, R = rows, D = width of the model, H = heads, d = width of a head,
+V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import RunError
+from smelt.core.stage import Progress, no_progress
+from smelt.data.batch import Batch, Logits, Tokens
+from smelt.generation.shortlist import Shortlist, read_shortlist, vocabulary_sizes
+from smelt.models.families.registry import find_family
+from smelt.models.text_windows import TextWindows
+from smelt.runtimes.backend import GENERATION_GRAPHS, Backend, Feeds, GraphInterface, ModelGraphs
+from smelt.runtimes.runner import ModelFiles, Runner, TokenGenerator
+
+# The input with the number of last tokens whose logits are needed, 0 for all; transformers.js' name
+NUM_LOGITS_INPUT = "num_logits_to_keep"
+# float32 logits per call; with more, rows or pieces of tokens are run one after another
+_LOGITS_BYTES = 256 * 2**20
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Return whether `config` (config.json) is that of a decoder-only language model."""
+    names = config.get("architectures") or []
+    family = find_family(config)
+    return (
+        family is not None
+        and family.architecture == "decoder"
+        and any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in names)
+    )
+
+
+def position_ids(mask: Tokens) -> Tokens:
+    """Return position ids [B, L] that follow the attention mask, 0 for padding, as `generate` does."""
+    return np.where(mask == 0, 0, mask.cumsum(axis=1) - 1).astype(np.int64)
+
+
+def token_nll(runner: Any, ids: Tokens) -> NDArray[np.float32]:
+    """Return the negative log-likelihood in nats of every token but the first: int64 [B, L] -> [B, L - 1].
+
+    Logits of all tokens are never in memory at once where they are many: rows are run one by one, and a long
+    row in pieces that continue on the cache. How it is split depends on the shapes only, so that every step
+    of a run is scored in the same way.
+
+    Raises:
+        RunError: the model's outputs are not finite.
+    """
+    rows, length = ids.shape[0], ids.shape[1] - 1
+    at_once = _LOGITS_BYTES // (4 * int(runner.config["vocab_size"]))
+    losses = np.empty((rows, length), dtype=np.float32)
+    step = max(1, at_once // length)
+    for top in range(0, rows, step):
+        part = slice(top, min(rows, top + step))
+        count = part.stop - top
+        state = runner.start(count)
+        stretch = length if count > 1 else max(1, at_once)
+        for begin in range(0, length, stretch):
+            end = min(length, begin + stretch)
+            fed = np.ascontiguousarray(ids[part, begin:end])
+            logits = runner.extend(state, fed, np.ones_like(fed))
+            losses[part, begin:end] = nll_from_logits(logits, ids[part, begin + 1 : end + 1])
+    if not np.isfinite(losses).all():
+        raise RunError(
+            "the model's outputs are not finite, so perplexity is undefined: a weight is not finite,"
+            " or a value exceeds the range of its type. Check the step that created the model; if"
+            " it sets dtype, use fp32.",
+            code="non-finite-outputs",
+        )
+    return losses
+
+
+def nll_from_logits(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
+    """Return -log softmax(logits)[target]: float32 [B, S, V], int64 [B, S] -> float32 [B, S]."""
+    import torch
+
+    values = torch.from_numpy(logits)
+    chosen = values.gather(2, torch.from_numpy(np.ascontiguousarray(targets))[..., None])[..., 0]
+    losses: NDArray[np.float32] = (values.logsumexp(dim=2) - chosen).numpy()
+    return losses
+
+
+def window_nll(
+    runner: Any, text: TextWindows, batch_size: int = 32, progress: Progress = no_progress
+) -> list[float]:
+    """Return for each window of `text` the summed loss of its scored tokens, nats.
+
+    A batch contains windows of one length only, so nothing is padded.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, ids in enumerate(text.ids):
+        groups.setdefault(len(ids), []).append(place)
+    sums = [0.0] * len(text.ids)
+    done = 0
+    for places in groups.values():
+        for at in range(0, len(places), batch_size):
+            chosen = places[at : at + batch_size]
+            losses = token_nll(runner, np.stack([text.ids[i] for i in chosen]))
+            for i, row in zip(chosen, losses, strict=True):
+                sums[i] = float(row[-text.scored_tokens[i] :].sum(dtype=np.float64))
+            done += len(chosen)
+            progress(done, len(sums), "windows")
+    return sums
+
+
+@dataclass
+class DecoderOnlyState:
+    """backend_state: of the backend, with keys and values of P tokens. mask: int64 [R, P], 1 for tokens."""
+
+    backend_state: Any
+    mask: Tokens
+
+
+class DecoderOnlyRunner(Runner):
+    """A `Runner` of a language model; prompts are padded on the left."""
+
+    chunked_prefill: ClassVar[bool] = True
+    graphs: ClassVar[ModelGraphs] = ModelGraphs(
+        GraphInterface(
+            "model", frozenset({"input_ids", "attention_mask", "position_ids"}), frozenset({"logits"})
+        ),
+        generation_graphs=GENERATION_GRAPHS,
+    )
+
+    def forward(self, batch: Batch) -> Logits:
+        """Return float32 [B, L, V] for a batch padded on the right."""
+        return self.extend(self.start(batch.input_ids.shape[0]), batch.input_ids, batch.attention_mask)
+
+    def encode(self, batch: Batch) -> DecoderOnlyState:
+        """Run all tokens but the last of a batch that is padded on the left."""
+        state = self.start(batch.input_ids.shape[0])
+        if batch.input_ids.shape[1] > 1:
+            self._feed_chunks(state, batch.input_ids[:, :-1], batch.attention_mask[:, :-1], 0)
+        return state
+
+    def decode_step(self, state: DecoderOnlyState, tokens: Tokens) -> Logits:
+        """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V]."""
+        ids = tokens[:, None]
+        return self._step(state, ids, np.ones_like(ids), 1)[:, -1]
+
+    def start(self, rows: int) -> DecoderOnlyState:
+        """Return the state of `rows` empty rows."""
+        return DecoderOnlyState(self.backend.start(rows), np.zeros((rows, 0), dtype=np.int64))
+
+    def extend(self, state: DecoderOnlyState, ids: Tokens, mask: Tokens, last: int = 0) -> Logits:
+        """Run int64 [R, S] with their mask, update `state`, return float32 [R, S or last, V].
+
+        Args:
+            state: changed in place.
+            ids: input tokens; S > 1 on a state that has tokens is only for R = 1.
+            mask: 1 for tokens.
+            last: number of last tokens whose logits are needed; 0 for all.
+
+        Raises:
+            InputError: the backend cannot take several tokens with a filled cache for these rows.
+            RunError: more tokens than the engines' size limit, or the device failed.
+        """
+        found = self._feed_chunks(state, ids, mask, last or ids.shape[1])
+        return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
+
+    def _feed_chunks(self, state: DecoderOnlyState, ids: Tokens, mask: Tokens, last: int) -> list[Logits]:
+        """Run as many tokens at once as the backend takes; return the logits of the `last` ones in parts."""
+        length = ids.shape[1]
+        most = self.backend.max_tokens_per_call or length
+        found = []
+        for at in range(0, length, most):
+            end = min(length, at + most)
+            wanted = min(end - at, max(0, end - (length - last)))
+            logits = self._step(state, ids[:, at:end], mask[:, at:end], wanted)
+            if wanted:
+                found.append(logits[:, -wanted:])
+        return found
+
+    def _step(self, state: DecoderOnlyState, ids: Tokens, mask: Tokens, last: int) -> Logits:
+        whole = np.concatenate([state.mask, mask], axis=1)
+        feeds = {
+            "input_ids": ids,
+            "attention_mask": whole,
+            "position_ids": position_ids(whole)[:, -ids.shape[1] :],
+        }
+        logits = self.backend.step(state.backend_state, feeds, last)
+        state.mask = whole
+        return logits
+
+    def reorder_cache(self, state: DecoderOnlyState, rows: Tokens) -> DecoderOnlyState:
+        """Return the state whose row i is row rows[i] (int64 [R]) of `state`, which becomes invalid."""
+        if not np.array_equal(rows, np.arange(state.mask.shape[0])):
+            self.backend.reorder_cache(
+                state.backend_state, rows, shared=True
+            )  # rows of one text share nothing
+            state.mask = state.mask[rows]
+        return state
+
+
+def prefill(runner: Runner, batch: Batch, tokens: Tokens, single_prefill: bool) -> tuple[Any, Logits]:
+    """Run the prompts of a batch; return its state and the logits of each row's next token, float32 [B, V].
+
+    Args:
+        runner: of a generating model.
+        batch: the prompts.
+        tokens: int64 [B], the last token of each prompt, or the decoder's first.
+        single_prefill: run prompts with their last token in one call, as a graph with the generation loop
+            does: int8 scales, which depend on all inputs of a call, are then equal. Only for a
+            `DecoderOnlyRunner`.
+    """
+    if single_prefill and isinstance(runner, DecoderOnlyRunner):
+        state = runner.start(len(tokens))
+        return state, runner.extend(state, batch.input_ids, batch.attention_mask, 1)[:, -1]
+    taken = runner.encode(batch)
+    return taken, runner.decode_step(taken, tokens)
+
+
+ENCODER_GRAPH, DECODER_GRAPH = "encoder_model", "decoder_with_past_model"
+
+
+@dataclass
+class EncoderDecoderState:
+    """backend_state: of the backend. batch_rows: int64 [R], the batch row that each row continues.
+
+    excluded_tokens: bool [B, V], tokens that are excluded in a row of the batch; None: none.
+    """
+
+    backend_state: Any
+    batch_rows: Tokens
+    excluded_tokens: NDArray[np.bool_] | None = None
+
+
+class EncoderDecoderRunner(Runner):
+    """A `Runner` of a model that reads a text and generates another; batches are padded on the right.
+
+    shortlist: restricts the tokens of a text; None: all tokens are allowed.
+    """
+
+    shortlist: Shortlist | None
+
+    graphs: ClassVar[ModelGraphs] = ModelGraphs(
+        encoder=GraphInterface(
+            ENCODER_GRAPH, frozenset({"input_ids", "attention_mask"}), frozenset({"last_hidden_state"})
+        ),
+        main=GraphInterface(
+            DECODER_GRAPH, frozenset({"input_ids", "encoder_attention_mask"}), frozenset({"logits"})
+        ),
+        generation_graphs=GENERATION_GRAPHS,
+    )
+
+    def __init__(self, files: ModelFiles, backend: Backend, generator: TokenGenerator) -> None:
+        super().__init__(files, backend, generator)
+        self.shortlist = read_shortlist(files.folder, files.config)
+
+    def encoder_outputs(self, batch: Batch) -> dict[str, NDArray[np.floating[Any]]]:
+        """Return the encoder's outputs by name: hidden states [B, L, D], keys and values [B, H, L, d]."""
+        return self.backend.call(ENCODER_GRAPH, _encoder_feeds(batch))
+
+    def encode(self, batch: Batch) -> EncoderDecoderState:
+        """Run the encoder; nothing is decoded yet."""
+        rows = batch.input_ids.shape[0]
+        shared = {"encoder_attention_mask": batch.attention_mask}
+        hidden = None
+        if self.shortlist is not None:
+            hidden = ~self.shortlist.allowed_tokens(batch, vocabulary_sizes(self.config)[1])
+        return EncoderDecoderState(
+            self.backend.start(rows, _encoder_feeds(batch), shared), np.arange(rows), hidden
+        )
+
+    def decode_step(self, state: EncoderDecoderState, tokens: Tokens) -> Logits:
+        """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V].
+
+        Tokens that are not on a row's shortlist have -inf.
+        """
+        logits = self.backend.step(state.backend_state, {"input_ids": tokens.reshape(-1, 1)})
+        if state.excluded_tokens is not None:
+            logits[state.excluded_tokens[state.batch_rows]] = -np.inf
+        return logits
+
+    def reorder_cache(self, state: EncoderDecoderState, rows: Tokens) -> EncoderDecoderState:
+        """Return the state whose row i is row rows[i] of `state`; tensors shared by beams are not copied."""
+        sentences = state.batch_rows[rows]
+        moved = not np.array_equal(sentences, state.batch_rows)
+        if moved or not np.array_equal(rows, np.arange(len(rows))):
+            self.backend.reorder_cache(state.backend_state, rows, shared=moved)
+        state.batch_rows = sentences
+        return state
+
+
+def _encoder_feeds(batch: Batch) -> Feeds:
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}

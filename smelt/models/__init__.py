@@ -1,0 +1,1 @@
+"""Models in torch: checkpoints, structure edits, tokenizers, image processors."""

@@ -1,0 +1,372 @@
+"""Reads and writes torch artifacts: Hugging Face config, structure edits, safetensors, tokenizer.
+
+Checks that weights match a config: no tensor is ignored, and none is initialized at random.
+
+Assigns tensors to a model's parameters by name, and ties shared ones.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from smelt.core.artifact import is_artifact_file
+from smelt.core.errors import InputError
+from smelt.core.files import read_json_object
+from smelt.core.messages import Message
+from smelt.core.stage import StoredDtype
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.models.conv1d import transpose_conv1d_tensors
+from smelt.models.empty_model import empty_model
+from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.sentence_model import as_bare_encoder, is_sentence_model
+from smelt.models.silence_transformers import silence_transformers
+from smelt.models.stored_dtype import cast_to_stored, config_dtype, stored_dtypes
+from smelt.models.structure import Edit, add_mask_edits, write_edits
+from smelt.models.text_rules import (
+    MODULES_FILE,
+    SENTENCE_CONFIG_FILE,
+    SENTENCE_FILES,
+    apply_text_rules,
+    read_text_rules,
+)
+from smelt.models.weight_files import (
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX_FILE,
+    find_weights,
+    is_unused_tensor,
+    oversized_setting,
+)
+from smelt.quantization.layers import quantized_dtypes
+
+
+def require_no_unexpected(
+    family: str, unexpected: Iterable[str], folder: Path, new_head: bool = False, embeds: bool = False
+) -> None:
+    """Require that no needed tensor is ignored because the model has no parameter for it.
+
+    Args:
+        family: the config's model_type.
+        unexpected: names of the tensors.
+        folder: of the tensors, for the message.
+        new_head: the model gets another head than the checkpoint was trained with.
+        embeds: the model is a sentence embedder.
+
+    Raises:
+        InputError: a tensor is not one of those that models can ignore.
+    """
+    lost = sorted(name for name in unexpected if not is_unused_tensor(family, name, new_head, embeds))
+    if lost:
+        more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
+        names = ", ".join(name[:120] for name in lost[:5])
+        raise InputError(
+            f"{folder}: the config has no parameters for the tensors {names}{more}. The files belong"
+            " to another model, or contain parts that smelt does not support.",
+            code="unknown-tensor",
+        )
+
+
+def require_no_missing(missing: Iterable[str], folder: Path) -> None:
+    """Require that no weight is `missing`; transformers would initialize it at random.
+
+    Raises:
+        InputError: one is.
+    """
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        raise InputError(
+            f"{folder}: missing weights: {', '.join(names[:5])}{more}. Copy or download the model again.",
+            code="missing-tensor",
+        )
+
+
+def require_base_weights(family: str, info: Mapping[str, Any], folder: Path, new_head: bool = False) -> None:
+    """Require that all but the head of a model was read from a checkpoint with another or no head.
+
+    Args:
+        family: the config's model_type.
+        info: the result of `from_pretrained(..., output_loading_info=True)`.
+        folder: the checkpoint, for the message.
+        new_head: the model gets another head than the checkpoint was trained with.
+
+    Raises:
+        InputError: a tensor has no parameter, is missing, or has another shape.
+    """
+    require_no_unexpected(family, info["unexpected_keys"], folder, new_head)
+    require_no_missing((n for n in info["missing_keys"] if not _is_head_tensor(family, n)), folder)
+    for name, found, place in sorted(info["mismatched_keys"], key=lambda odd: str(odd[0])):
+        if not (new_head and _is_head_tensor(family, name)):
+            raise InputError(
+                f"{folder}: the weights do not match the config: the tensor '{name}' is {list(found)}, but"
+                f" the model expects {list(place)}.",
+                code="shape-mismatch",
+            )
+
+
+def _is_head_tensor(family: str, name: str) -> bool:
+    """Return whether a tensor belongs to the head of a family's models."""
+    known = FAMILIES.get(family)
+    return known is not None and (
+        name == known.logits_bias or name.startswith(tuple(f"{module}." for module in known.head_modules))
+    )
+
+
+_NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
+
+
+def add_model_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` with the names of the model.
+
+    A checkpoint that was saved without its head (such as the first GPT-2) has names relative to the body; the
+    first BERTs call the weight and bias of a norm gamma and beta; a family defines its older names.
+    """
+    family = family_of(model)
+    tensors = {
+        rename_tensor(
+            re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: _NORMS[found[1]], n),
+            family.renamed_tensors if family else (),
+        ): t
+        for n, t in tensors.items()
+    }
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or any(name.startswith(prefix) for name in tensors):
+        return tensors
+    wanted = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
+    return {prefix + n if n in wanted else n: t for n, t in tensors.items()}
+
+
+def rename_tensor(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a tensor with each pattern of `pairs` replaced, in order."""
+    for pattern, instead in pairs:
+        name = re.sub(pattern, instead, name)
+    return name
+
+
+def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Assign `tensors`, tie shared weights, and compute the ones that are in no file (fixed positions)."""
+    try:
+        loaded = model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        odd = _shape_mismatch(model, tensors) or str(error)[:500]
+        raise InputError(
+            f"{folder}: the weights do not match the config: {odd}", code="shape-mismatch"
+        ) from error
+    require_no_unexpected(
+        model.config.model_type, loaded.unexpected_keys, folder, embeds=is_sentence_model(model)
+    )
+    _untie_different_weights(model, tensors)
+    _tie_weights(model)
+    ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            means = f"{module_name}.running_mean"
+            require_no_missing([means] if means in loaded.missing_keys else [], folder)
+        empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
+        if not empty:
+            continue
+        names = [f"{module_name}.{n}".removeprefix(".") for n in empty]
+        require_no_missing((n for n in names if n not in ignorable), folder)
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            model._init_weights(module)
+
+
+def _shape_mismatch(model: Any, tensors: dict[str, Tensor]) -> str | None:
+    """Return the error text for the first tensor with another shape than its parameter, None if all match."""
+    for name, place in model.state_dict().items():
+        if name in tensors and tensors[name].shape != place.shape:
+            return (
+                f"the tensor '{name}' is {list(tensors[name].shape)}, but the model expects"
+                f" {list(place.shape)}."
+            )
+    return None
+
+
+def _untie_different_weights(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Remove the ties of weights that the file has twice, with different values, as transformers does.
+
+    T5 v1.1 has an untied output layer while its config, as transformers reads it, ties everything.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        if target in tensors and source in tensors and not torch.equal(tensors[target], tensors[source]):
+            del tied[target]
+
+
+def _tie_weights(model: Any) -> None:
+    """Tie tied parameters again, wherever both are still plain parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in tied.items():  # a file may have the tensor under any of its names
+        if target in parameters and source in parameters and parameters[source].is_meta:
+            owner, _, name = source.rpartition(".")
+            setattr(model.get_submodule(owner), name, parameters[target])
+            parameters[source] = parameters[target]
+    for target, source in tied.items():
+        if target in parameters and source in parameters:
+            owner, _, name = target.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
+_NOT_TOKENIZER = {
+    "config.json",
+    "generation_config.json",
+    "structure.json",
+    "manifest.json",
+    WEIGHTS_INDEX_FILE,
+    MODULES_FILE,
+    SENTENCE_CONFIG_FILE,
+}
+TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer stored in `folder`, with the prefix and languages stored next to it.
+
+    Raises:
+        InputError: its files are missing or do not match.
+    """
+    try:
+        with silence_transformers():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # tokenizers raises bare Exceptions from Rust: the file cannot be read
+        raise InputError(
+            f"{folder}: the tokenizer cannot be read: {error}", code="damaged-tokenizer"
+        ) from error
+    apply_text_rules(tokenizer, read_text_rules(folder))
+    return tokenizer
+
+
+def load_model(folder: Path) -> tuple[Any, list[Edit]]:
+    """Build the model on the meta device, apply its edits, then read its tensors.
+
+    Returns the model (float32, CPU, eval mode) and the edits, to which a stage appends its own.
+
+    Raises:
+        InputError: weights are missing, damaged, or do not match the config and the edits.
+    """
+    if (wrong := oversized_setting(folder, read_json_object(folder / "config.json"))) is not None:
+        raise InputError(wrong, code="config-exceeds-weights")
+    model, edits = empty_model(folder)
+    load_weights(
+        model, transpose_conv1d_tensors(model, add_model_prefix(model, read_tensors(folder))), folder
+    )
+    model.eval()
+    return model, edits
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the model in `folder`; floating ones as float32.
+
+    Raises:
+        InputError: there are none, or a file of them is missing, damaged or incomplete.
+    """
+    weights = find_weights(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in weights.files:
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"{path}: not a readable safetensors file: {error}", code="damaged-weights"
+            ) from error
+        weights.require_complete(path, found)
+        tensors.update({name: tensor for name, tensor in found.items() if weights.holds(path, name)})
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def save_model(
+    model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep"
+) -> list[Message]:
+    """Write `model` into `out`: config, edits, weights; the tokenizer's files are copied from `src`.
+
+    Tensors that share memory are stored once, under the first of their names. Quantized weights and their
+    scales are stored in the types of their scheme.
+
+    Args:
+        model: float32.
+        edits: its structure.
+        out: a folder.
+        src: the folder of the source model.
+        dtype: storage type of float weights; keep: each as in `src` (float32 if `src` has no weights).
+
+    Returns:
+        Warnings: weights that do not fit into 16 bits.
+    """
+    edits = add_mask_edits(model, edits)
+    tensors, names = _unique_tensors(model)
+    types = stored_dtypes(src, dtype)
+    fixed = quantized_dtypes(model)
+    wanted = {
+        name: fixed[name] if name in fixed else types.dtype_for(names[name])
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+    }
+    stored, notes = cast_to_stored(tensors, wanted)
+    stored = transpose_conv1d_tensors(model, stored)
+    if is_sentence_model(model) and not edits:  # else only smelt reads it, with the names in its edits
+        stored = as_bare_encoder(model, stored)
+    save_file(stored, out / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_config_files(
+        model, edits, out, src, config_dtype(t for name, t in stored.items() if name not in fixed)
+    )
+    return notes
+
+
+def save_config_files(model: Any, edits: list[Edit], out: Path, src: Path, dtype: str) -> None:
+    """Write the files next to the weights into `out`: config (with `dtype`), edits, tokenizer's files."""
+    model.config.architectures = [getattr(model, "body_class", type(model)).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)
+    write_edits(out, edits)
+    copy_tokenizer(src, out)
+
+
+def _unique_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the tensors of a file by the first of their names, and all names of each."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    first: dict[tuple[int, torch.Size], str] = {}
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        if name in ignored:
+            continue
+        place = (tensor.data_ptr(), tensor.shape)
+        known = first.setdefault(place, name) if tensor.numel() else name
+        names.setdefault(known, []).append(name)
+        if known == name:
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors, names
+
+
+def _is_tokenizer_file(path: Path) -> bool:
+    return (
+        path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER and is_artifact_file(path.name)
+    )
+
+
+def copy_tokenizer(src: Path, out: Path) -> None:
+    """Copy the tokenizer's files, the shortlist and the files of a sentence embedder from `src`."""
+    if (src / SHORTLIST).is_file():
+        shutil.copyfile(src / SHORTLIST, out / SHORTLIST)
+    for path in sorted(src.iterdir()):
+        if path.is_file() and _is_tokenizer_file(path):
+            shutil.copyfile(path, out / path.name)
+    for name in SENTENCE_FILES:
+        if (src / MODULES_FILE).is_file() and (src / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(src / name, out / name)

@@ -1,0 +1,377 @@
+"""Implementation of the edits, one function per op.
+
+An edit is a dict with `op` and `module` (dotted name) and the arguments of the op:
+
+    {"op": "linear", "module": m, "in_features": i, "out_features": o}   a Linear of another size
+    {"op": "set", "module": m, "attribute": a, "value": v}               a whole number kept by a module
+    {"op": "low_rank", "module": m, "rank": r}                           Linear -> LowRankLinear
+    {"op": "low_rank_conv", "module": m, "kind": k, "ranks": [r, ...]}   Conv2d -> LowRankConv
+    {"op": "low_rank_table", "module": m, "rank": r}                     Embedding -> LowRankEmbedding
+    {"op": "tie", "module": m, "with": n}                                Linear m multiplies with the table n
+    {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
+    {"op": "scale", "module": m}                                         a Linear gets factors before it
+    {"op": "conv", "module": m, "in_channels": s, "out_channels": t}     Conv2d -> one of these sizes
+    {"op": "batch_norm", "module": m, "num_features": c}                 BatchNorm2d -> one of this size
+    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias, its norm n is
+    removed {"op": "round", "module": m, "signed": s}                            states are rounded before m
+    {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
+    {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets a low-rank
+    one {"op": "binary_inputs", "module": m, "signed": s}                    a quantized Linear has binary
+    inputs {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
+    {"op": "split", "module": m}                                         Linear -> the sum of two
+    {"op": "share", "module": m, "with": n}                              m becomes the same module as n
+    {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
+    {"op": "mask", "module": m}                                          zeros of a Linear's weight are kept
+    {"op": "width", "module": "", "keep": [c, ...]}                      these channels of the states are kept
+    {"op": "skip", "module": b, "part": p}                               a part of the block b is removed
+
+Edits only create the structure; the values come from the tensors. They work on the meta device.
+
+Ties a Linear to the rows of an embedding: they share one matrix, also after loading.
+
+Folds batch norms into the convolution before them.
+
+In inference a batch norm multiplies and shifts each channel by constants, and so can the convolution
+before it. Graph optimizers fold the two as well, but then a constant of the graph belongs to no layer of the
+model, and quantized kernels would differ.
+
+Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2; torch.nn.utils.fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.models.families.registry import family_of
+from smelt.models.hidden_width import prune_hidden_width
+from smelt.models.layers import (
+    LowRankConv,
+    LowRankEmbedding,
+    LowRankLinear,
+    ScaledLinear,
+    SharedLinear,
+    conv_end_names,
+    make_conv_steps,
+    resize_conv,
+)
+from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.structure import STRUCTURE_FILE, Edit, mark_masked, quantize_edit_options, replace_module
+from smelt.quantization.layers import make_split_linear
+
+
+def tie_linear(model: Any, name: str, table: str) -> Edit:
+    """Tie the Linear `name` to the embedding `table`; return the edit.
+
+    A file then contains their matrix once, and loading ties it again.
+
+    Raises:
+        TypeError: they are not a Linear and an Embedding.
+        ValueError: their matrices have other shapes.
+    """
+    from smelt.quantization.layers import is_embedding_table
+
+    linear, rows = model.get_submodule(name), model.get_submodule(table)
+    if not isinstance(linear, nn.Linear) or not is_embedding_table(rows):
+        raise TypeError("they are not a Linear and an Embedding")
+    if linear.weight.shape != rows.weight.shape:
+        raise ValueError("they have different sizes")
+    linear.weight = rows.weight
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    model.all_tied_weights_keys = {**tied, f"{name}.weight": f"{table}.weight"}
+    return {"op": "tie", "module": name, "with": table}
+
+
+def fold_batch_norms(model: Any) -> list[Edit]:
+    """Fold each batch norm of `model` into its convolution, in place; return the edits.
+
+    The model's family defines which norm follows which convolution.
+    """
+    family = family_of(model)
+    if family is None or family.conv_and_norm is None:
+        return []
+    convolution, norm = family.conv_and_norm
+    edits: list[Edit] = []
+    for name, module in list(model.named_modules()):
+        before, behind = (getattr(module, word, None) for word in (convolution, norm))
+        if not isinstance(before, nn.Module) or not isinstance(behind, nn.BatchNorm2d):
+            continue
+        _, last = conv_end_names(model, f"{name}.{convolution}")
+        layer = model.get_submodule(last)
+        if not isinstance(layer, nn.Conv2d):
+            continue
+        mean, variance = behind.running_mean, behind.running_var
+        assert mean is not None
+        assert variance is not None
+        with torch.no_grad():
+            layer.weight, layer.bias = fuse_conv_bn_weights(
+                layer.weight, layer.bias, mean, variance, behind.eps, behind.weight, behind.bias
+            )  # fmt: skip
+        setattr(module, norm, nn.Identity())
+        edits.append({"op": "fold", "module": last, "norm": f"{name}.{norm}"})
+    return edits
+
+
+def prepare_folded_conv(model: nn.Module, convolution: str, norm: str) -> None:
+    """Give `convolution` a bias and replace `norm` by an identity, as `fold_batch_norms` does.
+
+    Raises:
+        TypeError: they are not a convolution and a batch norm.
+    """
+    layer, behind = model.get_submodule(convolution), model.get_submodule(norm)
+    if not isinstance(layer, nn.Conv2d) or not isinstance(behind, nn.BatchNorm2d):
+        raise TypeError("they are not a Conv2d and a BatchNorm2d")
+    bias = torch.zeros(layer.out_channels, device=layer.weight.device, dtype=layer.weight.dtype)
+    layer.bias = nn.Parameter(bias)
+    replace_module(model, norm, nn.Identity())
+
+
+def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
+    """Apply `edits` to `model` in order, in place.
+
+    Raises:
+        InputError: an unknown op, or a module that the model does not have.
+    """
+    for edit in edits:
+        word = str(edit.get("op"))[:60]
+        op = _OPS.get(word)
+        if op is None:
+            raise InputError(
+                f"{STRUCTURE_FILE}: unknown edit '{word}'. Known:"
+                f" {', '.join(_OPS)}.{did_you_mean(word, _OPS)}",
+                code="unknown-edit",
+            )
+        try:
+            op(model, edit)
+        except InputError:
+            raise
+        except Exception as error:  # torch raises many kinds for invalid sizes and names
+            raise InputError(
+                f"{STRUCTURE_FILE}: the edit {str(edit)[:200]} does not fit the model: {str(error)[:200]}",
+                code="does-not-fit-model",
+            ) from error
+
+
+def _linear(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    new = nn.Linear(
+        edit["in_features"],
+        edit["out_features"],
+        bias=old.bias is not None,
+        device=old.weight.device,
+        dtype=old.weight.dtype,
+    )
+    replace_module(model, edit["module"], new)
+
+
+def _set(model: Any, edit: Edit) -> None:
+    # only head counts: an artifact must not be able to change anything else of a module
+    family = family_of(model)
+    stacks = family.stacks(vars(model.config)) if family else ()
+    counted = {
+        name
+        for stack in stacks
+        for a in stack.attentions
+        for name in (a.heads_attribute, a.all_head_size_attribute)
+    }
+    if edit["attribute"] not in counted or not isinstance(edit["value"], int):
+        raise KeyError(f"attribute {edit['attribute']!r}")
+    module = model.get_submodule(edit["module"])
+    getattr(module, edit["attribute"])
+    setattr(module, edit["attribute"], edit["value"])
+
+
+def _low_rank(kind: type[LowRankLinear | SharedLinear], model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    # the factors are created on the CPU, where an invalid rank would take all memory
+    if not 0 < edit["rank"] <= max(old.in_features, old.out_features):
+        raise ValueError(f"no matrix of this size has rank {edit['rank']}")
+    new = kind(old.in_features, old.out_features, edit["rank"], old.bias is not None)
+    replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
+
+
+def _low_rank_conv(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Conv2d):
+        raise TypeError("it is not a Conv2d")
+    ranks = edit["ranks"]
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        raise TypeError(f"ranks {ranks!r}")
+    replace_module(model, edit["module"], LowRankConv(make_conv_steps(str(edit["kind"]), old, ranks)))
+
+
+def _conv(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Conv2d) or old.groups != 1:
+        raise TypeError("it is not a Conv2d of one group")
+    into, out = (
+        _checked_width(edit["in_channels"], old.in_channels),
+        _checked_width(edit["out_channels"], old.out_channels),
+    )
+    replace_module(model, edit["module"], resize_conv(old, into, out))
+
+
+def _batch_norm(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.BatchNorm2d):
+        raise TypeError("it is not a BatchNorm2d")
+    size = _checked_width(edit["num_features"], old.num_features)
+    new = nn.BatchNorm2d(size, old.eps, old.momentum, device=old.weight.device, dtype=old.weight.dtype)
+    replace_module(model, edit["module"], new)
+
+
+def _fold(model: nn.Module, edit: Edit) -> None:
+    prepare_folded_conv(model, edit["module"], edit["norm"])
+
+
+def _round(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.matrix import QuantizedActivation
+
+    if not isinstance(edit["signed"], bool):
+        raise TypeError(f"signed {edit['signed']!r}")
+    device = next((parameter.device for parameter in model.parameters()), None)
+    new = QuantizedActivation(model.get_submodule(edit["module"]), edit["signed"], device)
+    replace_module(model, edit["module"], new)
+
+
+def _unsigned(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.matrix import QuantizedConv2d
+
+    layer = model.get_submodule(edit["module"])
+    if not isinstance(layer, QuantizedConv2d):
+        raise TypeError("it is not a quantized Conv2d")
+    layer.signed = False
+
+
+def _checked_width(asked: object, there: int) -> int:
+    """Return the number of kept channels: more than before would take memory that no file has filled."""
+    if type(asked) is not int or not 0 < asked <= there:
+        raise ValueError(f"{str(asked)[:60]} of {there} channels")
+    return asked
+
+
+def _low_rank_table(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.layers import copy_embed_scale, is_embedding_table
+
+    old = model.get_submodule(edit["module"])
+    if not is_embedding_table(old):
+        raise TypeError("it is not an Embedding")
+    if not 0 < edit["rank"] <= max(old.weight.shape):
+        raise ValueError(f"no table of this size has rank {edit['rank']}")
+    new = LowRankEmbedding(old.num_embeddings, old.embedding_dim, edit["rank"], old.padding_idx)
+    copy_embed_scale(new, old)
+    replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
+
+
+def _tie(model: nn.Module, edit: Edit) -> None:
+    tie_linear(model, edit["module"], edit["with"])
+
+
+def _quantize(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.layers import empty_quantized
+
+    new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], quantize_edit_options(edit))
+    replace_module(model, edit["module"], new)
+
+
+def _adapter(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear
+
+    old = model.get_submodule(edit["module"])
+    coded = old.coded if isinstance(old, LowRankCorrectedLinear) else old
+    if not isinstance(coded, QuantizedLinear):
+        raise TypeError("it is not a quantized Linear")
+    # it is created on the CPU, where an invalid rank would take all memory
+    if not 0 < edit["rank"] <= min(coded.in_features, coded.out_features):
+        raise ValueError(f"no adapter has rank {edit['rank']}")
+    replace_module(model, edit["module"], LowRankCorrectedLinear(coded, edit["rank"]))
+
+
+def _binary_inputs(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.binary_input_linear import BinaryInputs
+    from smelt.quantization.layers import QuantizedLinear
+
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, QuantizedLinear):
+        raise TypeError("it is not a quantized Linear")
+    if not isinstance(edit["signed"], bool):
+        raise TypeError(f"signed {edit['signed']!r}")
+    replace_module(model, edit["module"], BinaryInputs(old, edit["signed"]))
+
+
+def _scale(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    replace_module(model, edit["module"], ScaledLinear(old))
+
+
+def _split(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    replace_module(model, edit["module"], make_split_linear(old))
+
+
+def _share(model: nn.Module, edit: Edit) -> None:
+    replace_module(model, edit["module"], model.get_submodule(edit["with"]))
+
+
+def _own_bias(model: nn.Module, edit: Edit) -> None:
+    family = family_of(model)
+    if family is None or family.relative_bias is None:
+        raise TypeError("the model has no position bias")
+    family.relative_bias().make_independent(
+        model.get_submodule(edit["module"]), edit["heads"], edit["module"]
+    )
+
+
+def _mask(model: nn.Module, edit: Edit) -> None:
+    from smelt.quantization.layers import QuantizedLinear
+
+    module = model.get_submodule(edit["module"])
+    if not isinstance(module, nn.Linear | QuantizedLinear):
+        raise TypeError("it is not a Linear")
+    mark_masked(module)
+
+
+def _skip(model: nn.Module, edit: Edit) -> None:
+    skip_sublayer(model, edit["module"], edit["part"])
+
+
+def _width(model: nn.Module, edit: Edit) -> None:
+    prune_hidden_width(model, edit["keep"])
+
+
+_OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
+    "linear": _linear,
+    "set": _set,
+    "low_rank": partial(_low_rank, LowRankLinear),
+    "difference": partial(_low_rank, SharedLinear),
+    "low_rank_conv": _low_rank_conv,
+    "conv": _conv,
+    "batch_norm": _batch_norm,
+    "fold": _fold,
+    "round": _round,
+    "unsigned": _unsigned,
+    "low_rank_table": _low_rank_table,
+    "tie": _tie,
+    "quantize": _quantize,
+    "adapter": _adapter,
+    "binary_inputs": _binary_inputs,
+    "scale": _scale,
+    "split": _split,
+    "share": _share,
+    "own_bias": _own_bias,
+    "mask": _mask,
+    "skip": _skip,
+    "width": _width,
+}

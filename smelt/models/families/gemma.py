@@ -1,0 +1,46 @@
+"""Gemma: Llama's blocks; its norms multiply by 1 + weight, its embedding is scaled inside its module.
+
+Source: transformers' modeling_gemma.py. Gemma 2 and 3 cap their scores and outputs and have norms after each
+part; they are other families.
+"""
+
+from __future__ import annotations
+
+from smelt.models.families.family import (
+    Config,
+    Family,
+    PublishedLearningRate,
+    RmsNormForm,
+    TokenizerFiles,
+    TokenizerSpec,
+)
+from smelt.models.families.llama import LM_HEAD, stacks, unsupported_config
+
+
+def _unsupported_config(config: Config) -> list[str]:
+    found = unsupported_config(config)
+    if config.get("use_bidirectional_attention"):
+        found.append("use_bidirectional_attention is not supported; attention must be causal.")
+    return found
+
+
+FAMILY = Family(
+    name="gemma",
+    architecture="decoder",
+    tasks=("language-modeling",),
+    stacks=stacks,
+    embedding_suffixes=("embed_tokens.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
+    head_modules=LM_HEAD,
+    embedding_scale=lambda config: float(config["hidden_size"]) ** 0.5,
+    tokenizer_files=TokenizerFiles(("tokenizer.model",)),
+    tokenizer_spec=TokenizerSpec(
+        ("<pad>", "<eos>", "<bos>", "<unk>"),
+        {"pad": "<pad>", "eos": "<eos>", "bos": "<bos>", "unk": "<unk>"},
+        "<bos> $A",
+        "<bos> $A $B",
+    ),
+    rms_norm=RmsNormForm(epsilon_attribute="eps", adds_one_to_weight=True),
+    unsupported_config=_unsupported_config,
+)

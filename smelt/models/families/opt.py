@@ -1,0 +1,82 @@
+"""OPT. Source: transformers' modeling_opt.py (Zhang et al. 2022, arXiv:2205.01068).
+
+Blocks are a BART decoder's without cross-attention. They flatten their states to [texts * tokens, width]
+before the feed-forward part. Positions are counted over tokens without padding; the first is row 2 of
+the table, which has two more rows than the config's value.
+"""
+
+from __future__ import annotations
+
+from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS
+from smelt.models.families.bart_layout import LM_HEAD, bart_attention
+from smelt.models.families.family import (
+    Config,
+    Family,
+    FeedForward,
+    PublishedLearningRate,
+    ResidualStream,
+    Stack,
+    TokenizerFiles,
+    TokenizerSpec,
+)
+
+_DECODER_PATH = "model.decoder"
+_EOS_TOKEN = "</s>"
+
+
+def stacks(config: Config) -> tuple[Stack, ...]:
+    """Return the blocks."""
+    stream = ResidualStream(
+        (f"{_DECODER_PATH}.embed_tokens.weight", f"{_DECODER_PATH}.embed_positions.weight"),
+        part_norms=("self_attn_layer_norm", "final_layer_norm"),
+        pre_norm=True,
+        final_norm=None if config.get("_remove_final_layer_norm") else f"{_DECODER_PATH}.final_layer_norm",
+    )
+    block = FeedForward("", "fc1", "fc2", "ffn_dim", "activation_function")
+    of_heads = bart_attention("self_attn", "num_attention_heads")
+    return (
+        Stack(
+            "layers", "num_hidden_layers", f"{_DECODER_PATH}.layers", (of_heads,), block, stream, causal=True
+        ),
+    )
+
+
+def unsupported_config(config: Config) -> list[str]:
+    """Return the unsupported settings of a config."""
+    found = []
+    width, words = config.get("hidden_size"), config.get("word_embed_proj_dim")
+    if words not in (None, width):
+        found.append(
+            f"word_embed_proj_dim is {words} and hidden_size is {width}: an OPT with token embeddings of"
+            " another width than its hidden states is not supported. Use a model with equal widths, as all"
+            " published OPTs except OPT-350m."
+        )
+    if not config.get("do_layer_norm_before", True):
+        found.append(
+            "do_layer_norm_before is false: an OPT with norms after the sums is not supported. Use"
+            " a model where it is true, as all published OPTs except OPT-350m."
+        )
+    if not config.get("layer_norm_elementwise_affine", True):
+        found.append("layer_norm_elementwise_affine is false: norms without weights are not supported.")
+    return found
+
+
+FAMILY = Family(
+    name="opt",
+    architecture="decoder",
+    tasks=("language-modeling",),
+    stacks=stacks,
+    embedding_suffixes=("embed_tokens.weight",),
+    hidden_size_key="hidden_size",
+    learning_rate=PublishedLearningRate(2e-5, 4096),  # Stanford Alpaca's command for OPT-6.7B
+    head_modules=LM_HEAD,
+    tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
+    tokenizer_spec=TokenizerSpec(
+        ("<s>", "<pad>", _EOS_TOKEN, "<unk>"),
+        {"bos": _EOS_TOKEN, "eos": _EOS_TOKEN, "unk": _EOS_TOKEN, "pad": "<pad>"},
+        f"{_EOS_TOKEN} $A",
+        f"{_EOS_TOKEN} $A {_EOS_TOKEN} $B",
+    ),
+    unused_tensors=(FAIRSEQ_VERSION_TENSORS,),
+    unsupported_config=unsupported_config,
+)

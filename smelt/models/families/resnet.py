@@ -1,0 +1,33 @@
+"""ResNet, a convolutional network. Source: transformers' modeling_resnet.py.
+
+It has no blocks of attention and feed-forward parts: techniques on those reject it.
+"""
+
+from __future__ import annotations
+
+from smelt.models.families.family import Config, Family, PositionEncoding, PublishedLearningRate
+
+
+def unsupported_config(config: Config) -> list[str]:
+    """Return the unsupported settings of a config."""
+    if config.get("num_channels", 3) != 3:
+        return [f"num_channels is {config['num_channels']}; only 3 (RGB) is supported."]
+    return []
+
+
+FAMILY = Family(
+    name="resnet",
+    architecture="encoder",
+    tasks=("image-classification",),
+    stacks=lambda config: (),
+    embedding_suffixes=(),
+    hidden_size_key="hidden_sizes",
+    learning_rate=PublishedLearningRate(5e-4, None),  # as benchmarks/recipes/resnet-cifar10.yaml
+    head_modules=("classifier.1",),
+    input_kind="images",
+    conv_and_norm=("convolution", "normalization"),
+    conv_chain="layer",  # of a basic or a bottleneck block
+    conv_shortcut="shortcut",
+    position_encoding=PositionEncoding(None),
+    unsupported_config=unsupported_config,
+)

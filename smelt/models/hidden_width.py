@@ -1,0 +1,295 @@
+"""Pruning of the hidden width: channels are removed from every tensor that reads, gives, norms or adds them.
+
+The number and width of heads, and neurons, are kept. Values that depend on the width in other models are kept
+too (the factor of an embedding, sines of positions, which are those of the kept channels): the config
+still has the original width, and the edit lists the kept channels.
+
+Every axis of a model that is as wide as its hidden states, for width pruning.
+
+A channel of the hidden states runs through all blocks, since each adds to the output of the previous one: it
+is removed from all axes listed here, or from none. Other values that depend on the width (the scale of the
+embedding, sines) are defined by the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.errors import InputError
+from smelt.core.text import with_article
+from smelt.models.families.model_blocks import blocks_of, is_token_embedding, norm_consumers, output_modules
+from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.layers import LowRankConv, LowRankEmbedding, LowRankLinear
+
+HiddenStream = Literal["hidden", "head"]
+
+
+@dataclass(frozen=True)
+class HiddenAxis:
+    """One axis of a tensor, a parameter or a buffer of the model.
+
+    names: all names of the tensor. dim: the axis. stream: `hidden`, or `head` for the inner states of a
+    classifier's head: as wide in transformers' models, though with channels of their own. is_input: the
+    tensor multiplies its input along this axis; otherwise it gives, norms
+    or scales it.
+    """
+
+    names: tuple[str, ...]
+    dim: int
+    stream: HiddenStream
+    is_input: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the first of its names."""
+        return self.names[0]
+
+
+def hidden_axes(model: Any) -> list[HiddenAxis]:
+    """Return the axes as wide as the hidden states of `model`, each once, wherever its tensor is used.
+
+    A word embedding that is also the output layer is listed twice, with the same dim: as a table, and with
+    `is_input` as an output layer.
+
+    Args:
+        model: of floats; layers may be low-rank, and may be shared.
+
+    Raises:
+        InputError: another family, or a quantized layer.
+    """
+    family = family_of(model)
+    if family is None:
+        raise InputError(
+            f"{with_article(model.config.model_type)} model is not supported. Supported:"
+            f" {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    names: dict[Tensor, list[str]] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
+    found: dict[tuple[Tensor, int, bool], HiddenAxis] = {}
+    for name, dim, stream, reads in _iter_axes(model):
+        tensor = _tensor(model, name)
+        axis = HiddenAxis(tuple(names[tensor]), dim, stream, reads)
+        found.setdefault((tensor, dim, reads), axis)
+    return list(found.values())
+
+
+def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
+    """Yield name of the tensor, dim, stream and whether it multiplies its input."""
+    family: Any = family_of(model)
+    config = model.config.to_dict()
+    for stack in family.stacks(config):
+        for table in stack.stream.embeddings:
+            yield from _table_axes(model, table)
+        for name, dim in stack.stream.other_tensors:
+            yield _last_conv_step(model, name), dim, "hidden", False
+    # where BART's sides have embeddings of their own, a third one remains, which gets the same width
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if is_token_embedding(family, config, name):
+            yield name, 1, "hidden", False
+    for block in blocks_of(model):
+        for part in block.parts:
+            for name in part.linear_layers[:-1]:
+                yield from _input_axes(model, name, "hidden")
+            yield from _output_axes(model, part.linear_layers[-1], "hidden")
+    of_heads = {norm for block in blocks_of(model) for a in block.attentions for norm in a.qk_norms or ()}
+    norms = [feed.norm for feed in norm_consumers(model) if feed.norm not in of_heads]
+    for norm in norms:
+        yield from _norm_axes(model, norm, "head" if norm in family.head_modules else "hidden")
+    head = [name for name in output_modules(model) if name not in norms]
+    for place, name in enumerate(head):
+        yield from _input_axes(model, name, "head" if place else "hidden")
+        if place < len(head) - 1:
+            yield from _output_axes(model, name, "head")
+
+
+def _table_axes(model: Any, name: str) -> Iterator[tuple[str, int, HiddenStream, bool]]:
+    owner = name.rpartition(".")[0]
+    if isinstance(model.get_submodule(owner), LowRankEmbedding):
+        yield f"{owner}.up.weight", 0, "hidden", False
+    else:
+        yield name, 1, "hidden", False
+
+
+def _last_conv_step(model: Any, name: str) -> str:
+    """Return the name of a tensor, for a factorized convolution in its last factor."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return f"{owner}.steps.{len(module.steps) - 1}.{last}" if isinstance(module, LowRankConv) else name
+
+
+def _input_axes(model: Any, name: str, stream: HiddenStream) -> Iterator[tuple[str, int, HiddenStream, bool]]:
+    module = model.get_submodule(name)
+    half = f"{name}.down" if isinstance(module, LowRankLinear) else name
+    yield f"{half}.weight", 1, stream, True
+
+
+def _output_axes(
+    model: Any, name: str, stream: HiddenStream
+) -> Iterator[tuple[str, int, HiddenStream, bool]]:
+    module = model.get_submodule(name)
+    half = f"{name}.up" if isinstance(module, LowRankLinear) else name
+    yield f"{half}.weight", 0, stream, False
+    if model.get_submodule(half).bias is not None:
+        yield f"{half}.bias", 0, stream, False
+
+
+def _norm_axes(model: Any, norm: str, stream: HiddenStream) -> Iterator[tuple[str, int, HiddenStream, bool]]:
+    for name, _ in model.get_submodule(norm).named_parameters():
+        yield f"{norm}.{name}", 0, stream, False
+
+
+def _tensor(model: Any, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    tensor = getattr(module, last, None)
+    if not isinstance(tensor, Tensor):
+        raise InputError(
+            f"{owner} is {with_article(type(module).__name__)}, whose width cannot change. Prune the width of"
+            " the model before it is quantized, or before matrices are shared with low_rank_delta.",
+            code="unsupported-layer",
+        )
+    return tensor
+
+
+# Attributes of layers with the length of an axis, by the axis of their weight.
+_SIZES = {
+    nn.Linear: ("out_features", "in_features"),
+    nn.Embedding: (None, "embedding_dim"),
+    nn.Conv2d: ("out_channels", None),
+}
+
+
+def prune_hidden_width(model: Any, keep: list[int]) -> dict[str, Any]:
+    """Keep the channels `keep` of the hidden states of `model`, in place; return the edit.
+
+    Args:
+        model: of floats; layers may be low-rank, and may be shared. Works on the meta device.
+        keep: rising channel indices.
+
+    Raises:
+        InputError: another family, or a quantized layer.
+        ValueError: the channels do not exist.
+    """
+    axes = [axis for axis in hidden_axes(model) if axis.stream == "hidden"]
+    width = _hidden_width_tensor(model, axes[0].name).shape[axes[0].dim]
+    if not keep or any(type(at) is not int for at in keep) or sorted(set(keep)) != keep:
+        raise ValueError("the kept channels are not in increasing order")
+    if keep[0] < 0 or keep[-1] >= width:
+        raise ValueError(f"the model has {width} channels, from 0 to {width - 1}")
+    _init_sinusoidal(model)
+    cuts: dict[tuple[str, ...], set[int]] = {}
+    for axis in axes:
+        cuts.setdefault(axis.names, set()).add(axis.dim)
+    for names, dims in cuts.items():
+        _select_channels(model, names, dims, torch.tensor(keep))
+    for owner in {name.rpartition(".")[0] for names in cuts for name in names}:
+        _update_sizes(model.get_submodule(owner))
+    return {"op": "width", "module": "", "keep": keep}
+
+
+@contextmanager
+def temporary_hidden_width(model: Any, keep: list[int]) -> Iterator[dict[str, Any]]:
+    """Reduce `model` to the channels `keep` within the context; yield the edit.
+
+    Its tensors are restored afterwards. Args and Raises: as in `prune_hidden_width`.
+    """
+    axes = [axis for axis in hidden_axes(model) if axis.stream == "hidden"]
+    before = {name: _hidden_width_tensor(model, name) for axis in axes for name in axis.names}
+    edit = prune_hidden_width(model, keep)
+    try:
+        yield edit
+    finally:
+        for name, tensor in before.items():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, tensor)
+        for owner in {name.rpartition(".")[0] for name in before}:
+            _update_sizes(model.get_submodule(owner))
+
+
+def hidden_width(model: Any) -> int:
+    """Return the current number of channels of the hidden states of `model`."""
+    axis = next(axis for axis in hidden_axes(model) if axis.stream == "hidden")
+    return int(_hidden_width_tensor(model, axis.name).shape[axis.dim])
+
+
+def write_width_to_config(
+    model: Any, before: list[dict[str, Any]], edit: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the remaining edits: none if the config alone can hold the width, which is then changed.
+
+    It can where it has the width of a head separately and nothing else depends on the width, for a model
+    whose structure is otherwise that of its config (`before` is empty).
+    """
+    family: Any = family_of(model)
+    said = model.config.to_dict()
+    attentions = [a for stack in family.stacks(said) for a in stack.attentions]
+    after = said | {family.hidden_size_key: hidden_width(model)}
+    scales = (family.embedding_scale, family.output_scale)
+    alone = (
+        not before and not family.position_encoding.is_sinusoidal and all(a.head_dim_key for a in attentions)
+    )
+    inside = any(axis.stream == "head" for axis in hidden_axes(model))
+    if not alone or inside or any(scale(said) != scale(after) for scale in scales):
+        return [*before, edit]
+    from smelt.models.families.model_blocks import model_attentions
+
+    for attention in model_attentions(model):
+        width = int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))
+        setattr(model.config, str(attention.head_dim_key), width)
+    setattr(model.config, family.hidden_size_key, after[family.hidden_size_key])
+    return []
+
+
+def _hidden_width_tensor(model: Any, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), last)
+    return found
+
+
+def _select_channels(model: Any, names: tuple[str, ...], dims: set[int], keep: Tensor) -> None:
+    """Keep some indices of some axes of the tensor with these names; set the result under all of them."""
+    old = _hidden_width_tensor(model, names[0])
+    new = old.detach()
+    for dim in dims:
+        new = new.index_select(dim, keep.to(new.device))
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, old.requires_grad)
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, new)
+
+
+def _init_sinusoidal(model: Any) -> None:
+    """Compute tables of sines that are in no file, in their current width, if they are on the meta device."""
+    family: Any = family_of(model)
+    if not family.position_encoding.is_sinusoidal:
+        return
+    for stack in family.stacks(model.config.to_dict()):
+        for name in stack.stream.embeddings[1:]:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                module.to_empty(device="cpu", recurse=False)
+                with torch.no_grad():
+                    model._init_weights(module)
+
+
+def _update_sizes(module: nn.Module) -> None:
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return
+    if isinstance(module, nn.LayerNorm):
+        module.normalized_shape = tuple(weight.shape)
+    for kind, words in _SIZES.items():
+        if isinstance(module, kind):
+            for dim, word in enumerate(words):
+                if word is not None:
+                    setattr(module, word, weight.shape[dim])

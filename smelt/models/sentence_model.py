@@ -1,0 +1,118 @@
+"""Sentence embedder: an encoder whose output is one vector per text, pooled and normalized.
+
+It is a transformers model like a classifier without a head: its body has the name that it has in the family's
+other models, so that parts are found by their names. In a file for other readers (no edits) the names are
+those of the bare encoder, as in sentence-transformers and AutoModel.
+
+Shapes: B = batch, L = tokens, D = width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
+from smelt.core.errors import InputError
+from smelt.core.text import with_article
+from smelt.models.text_rules import SentenceRules
+
+# Below all values of hidden states, and finite in float16.
+_MASKED_VALUE = -1e4
+
+
+@dataclass
+class SentenceOutput(ModelOutput):  # type: ignore[misc]
+    """sentence_embedding: float [B, D]."""
+
+    sentence_embedding: Tensor | None = None
+
+
+def sentence_class(config: Any, rules: SentenceRules) -> Any:
+    """Return the sentence embedder class for a config of transformers.
+
+    Raises:
+        InputError: transformers has no bare encoder for it.
+    """
+    body = transformers.MODEL_MAPPING.get(type(config), None)
+    if body is None:
+        raise InputError(
+            f"config.json: {with_article(config.model_type)} model has no bare encoder for sentence"
+            " embeddings.",
+            code="unsupported-family",
+        )
+    parent: Any = body.__bases__[0]  # the family's, which initializes its weights
+
+    class SentenceModel(parent):  # type: ignore[misc]
+        """input_ids, attention_mask int64 [B, L] -> sentence_embedding float [B, D]."""
+
+        sentence_rules = rules
+        body_class = body
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            setattr(self, self.base_model_prefix, body(config, **_without_pooler(body)))
+            self.post_init()
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            attention_mask: Tensor | None = None,
+            token_type_ids: Tensor | None = None,
+        ) -> SentenceOutput:
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+            hidden = self.base_model(input_ids, attention_mask=mask, **types).last_hidden_state
+            return SentenceOutput(sentence_embedding=pool_hidden_states(hidden, mask, rules))
+
+    return SentenceModel
+
+
+def _without_pooler(body: Any) -> dict[str, bool]:
+    """Return the argument that omits the pooler, which no embedder uses, where `body` has it."""
+    known = inspect.signature(body.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
+
+
+def is_sentence_model(model: Any) -> bool:
+    """Return whether `model` is of `sentence_class`."""
+    return hasattr(model, "sentence_rules")
+
+
+def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
+    """Return one vector for each text, float [B, D].
+
+    Args:
+        hidden: float [B, L, D], the last hidden states.
+        mask: int64 [B, L], 1 for tokens; padding is ignored.
+        rules: pooling and normalization.
+    """
+    if rules.pooling == "cls":
+        pooled = hidden[:, 0]
+    elif rules.pooling == "max":
+        pooled = hidden.masked_fill(mask[:, :, None] == 0, _MASKED_VALUE).amax(dim=1)
+    else:
+        # mean of shares that sum to 1: no sum over a long text exceeds the range of float16
+        there = mask.to(hidden.dtype)
+        shares = there / there.sum(dim=1, keepdim=True).clamp(min=1)
+        pooled = (shares[:, None, :] @ hidden)[:, 0]
+    if rules.normalize:
+        pooled = pooled / torch.linalg.vector_norm(pooled, dim=-1, keepdim=True).clamp(min=1e-12)
+    return pooled
+
+
+def encoder_result(output: Any) -> Tensor:
+    """Return the output of a transformers encoder: a classifier's logits, or the vectors of texts."""
+    found: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
+    return cast(Tensor, found)
+
+
+def as_bare_encoder(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `tensors` of a sentence model under the names of its bare encoder."""
+    prefix = f"{model.base_model_prefix}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

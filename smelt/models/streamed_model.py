@@ -1,0 +1,198 @@
+"""A model of which only one block is in memory: read from its file, changed, written, freed.
+
+For stages that process a model block by block. The weights of a loaded block are float32. The output is a
+checkpoint in shards, one per block and one of all other tensors, in the types of the source
+(or another requested one). The layers before the first block and between the stacks also stay in memory;
+an output layer that is not the embedding does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from smelt.core.files import write_json
+from smelt.core.messages import Message
+from smelt.core.stage import StoredDtype
+from smelt.models.checkpoint import save_config_files
+from smelt.models.empty_model import empty_model
+from smelt.models.families.model_blocks import Block, blocks_of, output_modules
+from smelt.models.families.registry import family_of
+from smelt.models.stored_dtype import cast_to_stored, stored_dtypes, weight_files_size
+from smelt.models.structure import Edit, add_mask_edits
+from smelt.models.weight_files import WEIGHTS_INDEX_FILE, weight_tensors
+from smelt.quantization.layers import is_quantized, quantized_dtypes
+
+# A model whose file is larger than this is processed block by block.
+LARGE_BYTES = 2**30
+
+
+class StreamedModel:
+    """A model that is read from `src` and written to `out` block by block.
+
+    model: its blocks are on the meta device except the loaded one. edits: its structure.
+    """
+
+    def __init__(
+        self, model: Any, edits: list[Edit], places: dict[str, Path], src: Path, out: Path, dtype: StoredDtype
+    ) -> None:
+        self.model, self.edits = model, edits
+        self._notes: list[Message] = []
+        self._places, self._src, self._out = places, src, out
+        self._types = stored_dtypes(src, dtype)
+        self._files: dict[str, str] = {}
+        self._bytes = 0
+        self._blocks = blocks_of(model)
+
+    def load_block(self, block: Block) -> None:
+        """Read the weights of `block`, float32."""
+        names = {name: f"{block.module_path}.{name}" for name, _ in block.module.named_parameters()}
+        _assign(block.module, names, self._places)
+
+    def save_block(self, block: Block) -> None:
+        """Write the current block, and free its weights."""
+        number = self._blocks.index(block)
+        self._write(number, {f"{block.module_path}.{n}": t for n, t in block.module.state_dict().items()})
+        for module in block.module.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+        _trim_memory()
+
+    def load_head(self) -> None:
+        """Read the weights of the output layer, float32, unless it is the embedding."""
+        for place in output_modules(self.model):
+            named = self.model.get_submodule(place).named_parameters()
+            names = {f"{place}.{name}": f"{place}.{name}" for name, tensor in named if tensor.is_meta}
+            _assign(self.model, names, self._places)
+
+    def finish(self, edits: list[Edit]) -> list[Message]:
+        """Write the tensors outside of blocks and the other files; every block must be written before.
+
+        Layers that were quantized are written in their current state, all others unchanged.
+
+        Args:
+            edits: the current structure of the model.
+
+        Returns:
+            Warnings: weights that do not fit into 16 bits.
+        """
+        inside = tuple(f"{block.module_path}." for block in self._blocks)
+        named = self.model.named_modules(remove_duplicate=False)
+        coded = {n: m for n, m in named if is_quantized(m) and not n.startswith(inside)}
+        others = [n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))]
+        tensors = {name: _read(self._places, name) for name in others}
+        written: set[int] = set()  # one that several layers have is written once, under its first name
+        for name, module in coded.items():
+            held = {f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written}
+            written |= {id(tensor) for tensor in held.values()}
+            tensors |= held
+        self._write(len(self._blocks), tensors)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
+        write_json(self._out / WEIGHTS_INDEX_FILE, index)
+        dtype = str(self._types.default).removeprefix("torch.")
+        save_config_files(self.model, add_mask_edits(self.model, edits), self._out, self._src, dtype)
+        return self._notes
+
+    def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
+        file = f"model-{number + 1:05}-of-{len(self._blocks) + 1:05}.safetensors"
+        coded = quantized_dtypes(self.model)
+        wanted = {
+            n: coded.get(n) or self._types.dtype_for([n]) for n, t in tensors.items() if t.is_floating_point()
+        }
+        stored, notes = cast_to_stored({n: t.detach().contiguous() for n, t in tensors.items()}, wanted)
+        self._notes.extend(notes)
+        save_file(stored, self._out / file, metadata={"format": "pt"})
+        self._files |= dict.fromkeys(stored, file)
+        self._bytes += sum(t.numel() * t.element_size() for t in stored.values())
+
+
+def open_streamed(
+    src: Path, out: Path, dtype: StoredDtype = "keep", larger_than: int | None = None
+) -> StreamedModel | None:
+    """Return the model in `src` for processing block by block, None where it must be loaded whole.
+
+    The latter are models of at most `larger_than` bytes (LARGE_BYTES unless given), with quantized or shared
+    layers, or whose file has other names for weights of its blocks than the model (the old names of
+    some checkpoints).
+
+    Args:
+        src: its folder.
+        out: an empty folder for the output.
+        dtype: storage type of float weights.
+        larger_than: bytes of its files.
+
+    Raises:
+        InputError: the folder holds no readable model.
+    """
+    if weight_files_size(src) <= (LARGE_BYTES if larger_than is None else larger_than):
+        return None
+    model, edits = empty_model(src)
+    family = family_of(model)
+    if (
+        family is None
+        or family.transposed_suffixes
+        or any(e.get("op") in ("quantize", "share") for e in edits)
+    ):
+        return None
+    places = {name: path for path, name, _ in weight_tensors(src)}
+    blocks = blocks_of(model)
+    if any(block.aliases for block in blocks) or not _load_outside_blocks(model, blocks, places):
+        return None
+    model.eval()
+    return StreamedModel(model, edits, places, src, out, dtype)
+
+
+def _load_outside_blocks(model: Any, blocks: Iterable[Block], places: dict[str, Path]) -> bool:
+    """Read the tensors outside of blocks and output layer; return whether the file has all tensors."""
+    inside = tuple(f"{block.module_path}." for block in blocks)
+    head = tuple(f"{name}." for name in output_modules(model))
+    wanted = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if any(n.startswith(inside) and n not in places for n in wanted):
+        return False
+    outside = {n for n in wanted if not n.startswith((*inside, *head))}
+    names = {n: n if n in places else tied.get(n, n) for n in outside}
+    if any(n not in places for n in names.values()):
+        return False
+    read = set(names.values())  # an output layer that is the embedding stays tied, as in a whole model
+    names |= {n: tied[n] for n in wanted - outside if n not in places and tied.get(n) in read}
+    _assign(model, names, places)
+    return True
+
+
+@torch.no_grad()
+def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> None:
+    """Set the parameters of `root` to the values of the file, float32: file names by their names.
+
+    Parameters with the same name in the file are tied.
+    """
+    made: dict[str, nn.Parameter] = {}
+    for name, stored in names.items():
+        owner, _, last = name.rpartition(".")
+        if stored not in made:
+            held = _read(places, stored).to(torch.float32, copy=True)  # not a view of the file
+            made[stored] = nn.Parameter(held, requires_grad=False)
+        setattr(root.get_submodule(owner), last, made[stored])
+
+
+def _trim_memory() -> None:
+    """Return freed memory to the system, where the C library is glibc.
+
+    It keeps free memory between allocated pieces, which would grow with each block.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def _read(places: dict[str, Path], name: str) -> Tensor:
+    with safe_open(places[name], framework="pt") as file:
+        found: Tensor = file.get_tensor(name)
+    return found

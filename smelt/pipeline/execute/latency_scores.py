@@ -1,0 +1,261 @@
+"""Measure the latency of a run's artifacts; results are stored by artifact, baseline, texts and machine.
+
+Check before the first step that no text exceeds the model's limit, for `truncation: error`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import combined_error
+from smelt.core.files import json_hash
+from smelt.core.messages import error_message, messages_to_json
+from smelt.core.stage import Progress
+from smelt.core.store.store import Store
+from smelt.core.text import with_count
+from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split, Task
+from smelt.pipeline.execute.scoring import library_versions
+from smelt.pipeline.inspect.machine import artifact_device
+
+if TYPE_CHECKING:
+    from smelt.evaluate.latency import LatencyResults, LatencySettings
+
+
+# Libraries that affect the latency from text to text.
+_LATENCY_LIBRARIES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "sentencepiece",
+    "numpy",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx",
+    "tensorrt-cu13",
+    "tensorrt-cu12",
+    "onnxruntime-ep-nv-tensorrt-rtx",
+    "openvino",
+)
+
+# Libraries that also decode the inputs of a task.
+_DECODING_LIBRARIES: dict[str, tuple[str, ...]] = {IMAGE_CLASSIFICATION: ("pillow",)}
+
+MeasuredLatency = Mapping[str, dict[str, Any]]
+
+
+class LatencyScores:
+    """Measures latencies that are not in the store yet."""
+
+    def __init__(self, store: Store, recipe: Any, split: Split) -> None:
+        self.store, self.recipe, self.split = store, recipe, split
+
+    def measure(
+        self,
+        artifacts: Mapping[str, Artifact],
+        baseline: str,
+        progress: Progress,
+        fresh: bool = False,
+        known_alone: Set[str] = frozenset(),
+        told: Callable[[MeasuredLatency], None] = lambda measured: None,
+        seconds: float | None = None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or a message}`.
+
+        Results are stored after each artifact, so that an interrupted run loses only the current one.
+        Disturbed measurements are not stored; the next run measures again.
+
+        Args:
+            artifacts: artifacts by step name.
+            baseline: the step that all others are compared with.
+            progress: called after every pair of rounds.
+            fresh: measure everything again.
+            known_alone: steps that are not measured now; only their stored results are returned.
+            told: called with the results so far, at the start and after each artifact.
+            seconds: time limit if the recipe sets none; None: no limit.
+        """
+        from smelt.evaluate.latency import measure_latency
+
+        keys = {name: self._key(artifact, artifacts[baseline]) for name, artifact in artifacts.items()}
+        known = {n: v for n, key in keys.items() if (v := self.store.read_score(key))}
+        kept = {n: v for n, v in known.items() if not fresh or n in known_alone}
+        missing = [name for name in artifacts if name not in kept and name not in known_alone]
+        told(kept)
+        if not missing:
+            return kept
+        score = self.recipe.score
+
+        def keep(result: LatencyResults, name: str) -> None:
+            for each in (name, baseline):  # the baseline is measured together with each artifact
+                if each in missing and (each in result.rows or each in result.errors):
+                    kept[each] = _score_entry(artifacts[each], result, each)
+                    if _is_reusable(kept[each], score.latency.rounds, result.reduced):
+                        self.store.write_score(keys[each], kept[each])
+            told(kept)
+
+        with timing_samples(self.split, score.latency) as (split, arrays):
+            result = measure_latency(
+                {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}},
+                baseline,
+                [e.text for e in split.examples],
+                score.latency,
+                self.recipe.task,
+                generation=score.generation,
+                progress=progress,
+                pairs=[e.text_pair for e in split.examples],
+                device=self.recipe.device,
+                counts=_text_counts(kept),
+                told=keep,
+                arrays=arrays,
+                seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
+            )
+        for name in missing:
+            keep(result, name)
+        return kept
+
+    def _key(self, artifact: Artifact, baseline: Artifact) -> str:
+        from smelt.evaluate.environment import machine_id
+        from smelt.evaluate.latency import LATENCY_VERSION
+
+        return json_hash(
+            {
+                "kind": "latency",
+                "version": LATENCY_VERSION,
+                "artifact": artifact.key,
+                "baseline": baseline.key,
+                "data": self.split.fingerprint,
+                "settings": self.recipe.score.latency.cache_key(),
+                "generation": self.recipe.score.generation.model_dump(),
+                "machine": machine_id(),
+                "device": [artifact_device(a, self.recipe.device) for a in (artifact, baseline)],
+                "libraries": library_versions(
+                    (*_LATENCY_LIBRARIES, *_DECODING_LIBRARIES.get(self.recipe.task, ()))
+                ),
+            }
+        )
+
+
+@contextlib.contextmanager
+def timing_samples(split: Split, settings: LatencySettings) -> Iterator[tuple[Split, Path | None]]:
+    """Yield the samples to measure and, for arrays, a file with them for the measuring processes.
+
+    Arrays are limited to the number of samples in use: they all have one shape, so none is longer.
+    """
+    if split.arrays is None:
+        yield split, None
+        return
+    from smelt.data.npz_arrays import write_npz
+
+    some = split.take(max(settings.texts, *settings.batch_sizes))
+    assert some.arrays is not None
+    with TemporaryDirectory(prefix="smelt-") as folder:
+        path = Path(folder, "rows.npz")
+        write_npz(path, some.arrays.values)
+        yield some, path
+
+
+def _score_entry(artifact: Artifact, result: LatencyResults, name: str) -> dict[str, Any]:
+    error = result.errors.get(name)
+    return {
+        "artifact": artifact.key,
+        "rows": result.rows.get(name, []),
+        "peak_memory_bytes": result.peak_memory_bytes.get(name),
+        "error": error and messages_to_json([error])[0],
+    }
+
+
+def _is_reusable(value: Mapping[str, Any], rounds: int, reduced: bool) -> bool:
+    """Return whether a later run may reuse these results.
+
+    Args:
+        value: results of an artifact.
+        rounds: number of rounds set in the recipe.
+        reduced: whether fewer texts were used because of the time limit.
+    """
+    return (
+        value["error"] is None
+        and not reduced
+        and all(
+            row["stable"] and sum(one["counted"] for one in row["rounds"]) >= rounds for row in value["rows"]
+        )
+    )
+
+
+def _text_counts(cached: MeasuredLatency) -> dict[int, int]:
+    """Return the number of texts in earlier measurements by batch size, so that new ones use the same."""
+    return {row["batch_size"]: row["texts"] for value in cached.values() for row in value["rows"]}
+
+
+def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> None:
+    """Require that no sample of `splits` exceeds the limit of the model in `folder`.
+
+    Language modeling splits text into windows and images are resized, so these tasks are not checked.
+
+    Raises:
+        InputError: some texts are too long; the message lists each split with line or row numbers (from 1).
+    """
+    from smelt.core.files import read_json_object
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.models.length_limits import max_input_length
+
+    if task in ("language-modeling", IMAGE_CLASSIFICATION):
+        return
+    tokenizer = load_tokenizer(folder)
+    limit = max_input_length(tokenizer, read_json_object(folder / "config.json"))
+    problems = []
+    for name, split in splits.items():
+        rows = sorted(_too_long_rows(split, task, tokenizer, limit))
+        if rows:
+            lines = [split.examples[row].line for row in rows[:5]]
+            named = [str(line or row + 1) for line, row in zip(lines, rows[:5], strict=True)]
+            first = (
+                ("line " if all(lines) else "row ") + ", ".join(named) + (", ..." if len(rows) > 5 else "")
+            )
+            hold = f"{with_count(len(rows), 'sample')} {'has' if len(rows) == 1 else 'have'}"
+            problems.append(
+                error_message(
+                    "texts-too-long",
+                    f"{split.origin} ({name}): {hold} texts of more than {limit} tokens, the model's limit:"
+                    f" {first}. Shorten them, or set truncation: warn to truncate them.",
+                )
+            )
+    if problems:
+        raise combined_error(problems)
+
+
+def _too_long_rows(split: Split, task: Task, tokenizer: Any, limit: int) -> set[int]:
+    """Return the indices of samples with a source, pair or target that is too long."""
+    if task == SENTENCE_SIMILARITY:
+        both = [(i, text) for i, e in enumerate(split.examples) for text in (e.text, e.text_pair) if text]
+        lengths = _token_counts(tokenizer, [text for _, text in both])
+        return {i for (i, _), n in zip(both, lengths, strict=True) if n > limit}
+    firsts = [e.text for e in split.examples]
+    paired = [i for i, e in enumerate(split.examples) if e.text_pair is not None]
+    alone = [i for i, e in enumerate(split.examples) if e.text_pair is None]
+    found = {
+        i
+        for i, n in zip(alone, _token_counts(tokenizer, [firsts[i] for i in alone]), strict=True)
+        if n > limit
+    }
+    seconds = [str(split.examples[i].text_pair) for i in paired]
+    lengths = _token_counts(tokenizer, [firsts[i] for i in paired], seconds)
+    found |= {i for i, n in zip(paired, lengths, strict=True) if n > limit}
+    if task in TEXT_TO_TEXT_TASKS:
+        owners = [(i, reference) for i, e in enumerate(split.examples) for reference in e.references]
+        ids = tokenizer(text_target=[text for _, text in owners], truncation=False, verbose=False)[
+            "input_ids"
+        ]
+        found |= {i for (i, _), row in zip(owners, ids, strict=True) if len(row) > limit}
+    return found
+
+
+def _token_counts(tokenizer: Any, texts: Sequence[str], seconds: Sequence[str] | None = None) -> list[int]:
+    if not texts:
+        return []
+    both = [list(texts)] if seconds is None else [list(texts), list(seconds)]
+    return [len(ids) for ids in tokenizer(*both, truncation=False, verbose=False)["input_ids"]]

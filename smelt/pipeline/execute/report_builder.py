@@ -1,0 +1,311 @@
+"""Build report.json during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import SmeltError
+from smelt.core.files import load_json
+from smelt.core.messages import Message, messages_to_json, warning
+from smelt.data.splits import Split
+from smelt.pipeline.execute.gate_verdicts import GateStatistics, judge_gate
+
+if TYPE_CHECKING:
+    from smelt.pipeline.plan.plan import Plan, PlanStep
+
+CANNOT_RUN_HERE = "cannot-run-here"
+_EMPTY_STEP_FIELDS: dict[str, Any] = {
+    "cause": None,
+    "reason": None,
+    "error": None,
+    "format": None,
+    "target": None,
+    "runner": None,
+    "device": None,
+    "artifact": None,
+    "deployable": None,
+    "key": None,
+    "parameters": None,
+    "size_bytes": None,
+    "float_dtype": None,
+    "seconds": None,
+    "peak_memory_bytes": None,
+}
+
+
+class ReportBuilder:
+    """Builds the report of one run; `snapshot()` is valid at any time."""
+
+    def __init__(self, plan: Plan, data: Mapping[str, Split], limit: int | None) -> None:
+        from smelt.evaluate.environment import describe_environment
+
+        self.plan = plan
+        self.status = "passed"
+        self.finished = False
+        self.statistics: dict[str, dict[str, Any]] = {}
+        self.test_statistics: dict[str, dict[str, Any]] = {}
+        rows = {name: len(split) for name, split in data.items()}
+        self.data: dict[str, Any] = {
+            "schema": 3,
+            "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
+            "environment": describe_environment(),
+            "status": self.status,
+            "baseline": None,
+            "judged_on": plan.judged_on,
+            "warnings": messages_to_json(plan.warnings),
+            "steps": [_empty_step("model", "model", None, {})]
+            + [_empty_step(s.name, s.stage, s.parent, s.settings.to_report()) for s in plan.steps],
+            "frontier": [],
+        }
+        self._steps = {step["name"]: step for step in self.data["steps"]}
+        self._set_baseline()
+
+    def _set_baseline(self) -> None:
+        """Set the baseline if it is in the report; `--until` may exclude it."""
+        if self.plan.recipe.baseline in self._steps:
+            self.data["baseline"] = self.plan.recipe.baseline
+
+    def add_warning(self, warning: Message) -> bool:
+        """Add a warning about the whole run; return whether it is new."""
+        (found,) = messages_to_json([warning])
+        new = found not in self.data["warnings"]
+        self.data["warnings"] += [found] if new else []
+        return new
+
+    def add_step(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
+        """Add the scores of a finished step."""
+        step = self._steps[name]
+        step.update(
+            _artifact_fields(name, artifact, cached),
+            runner=score["runner"].split()[0],
+            device=score.get("device"),
+            warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
+            quality=dict(score["quality"]),
+        )
+        self.statistics[name] = score["statistics"]
+        step["against_parent"] = _paired_differences(self.statistics, name, step["parent"])
+        step["against_baseline"] = _paired_differences(self.statistics, name, self.data["baseline"])
+        if name == self.data["baseline"]:  # steps scored before the baseline are compared now
+            for other in self.statistics:
+                self._steps[other]["against_baseline"] = _paired_differences(self.statistics, other, name)
+
+    def add_test_scores(self, name: str, score: Mapping[str, Any]) -> None:
+        """Add the test scores of a step that was chosen on validation; call it for the baseline first."""
+        self.test_statistics[name] = score["statistics"]
+        against = _paired_differences(self.test_statistics, name, self.data["baseline"])
+        self._steps[name]["test"] = {
+            "quality": dict(score["quality"]),
+            "against_baseline": against,
+            "gates": [],
+        }
+        self._steps[name]["warnings"] += [
+            found | {"message": f"on test: {found['message']}"} for found in score["warnings"]
+        ]
+
+    def add_test_failure(self, name: str, failure: SmeltError) -> None:
+        """Record that a step could not be scored on test."""
+        self._set_status("error")
+        self._steps[name]["error"] = messages_to_json([failure.as_message().with_prefix("on test: ")])[0]
+
+    def judge_test_gates(self) -> None:
+        """Evaluate the gates on test scores, for information only; validation decides."""
+        base = self.test_statistics.get(self.data["baseline"], {})
+        for name, own in self.test_statistics.items():
+            step = self._steps[name]
+            gates = [gate for gate in self.plan.gates_of(name) if gate.metric in own]
+            verdicts = [judge_gate(gate, step | step["test"], GateStatistics(own, base)) for gate in gates]
+            step["test"]["gates"] = verdicts
+
+    def update_scores(self, name: str, artifact: Artifact, score: Mapping[str, Any]) -> None:
+        """Replace the scores of a finished step after they were completed."""
+        self.add_step(name, artifact, score, self._steps[name]["status"] == "cached")
+
+    def add_previous_step(
+        self, step: PlanStep, artifact: Artifact, score: Mapping[str, Any] | None, reason: str | None
+    ) -> None:
+        """Add a step that this run excludes, with artifact and stored score of an earlier run.
+
+        reason: why it cannot be scored on this machine, or None.
+        """
+        entry = _empty_step(step.name, step.stage, step.parent, step.settings.to_report())
+        self._steps[step.name] = entry
+        self._set_baseline()
+        if score is None:
+            unscored = "not scored with these settings by the earlier run"
+            why = (CANNOT_RUN_HERE, reason) if reason else ("not-scored-before", unscored)
+            self.add_unscored_step(step.name, artifact, why, True)
+        else:
+            self.add_step(step.name, artifact, score, True)
+        entry["from_previous_run"] = True
+        order = ["model", *(name for name in self.plan.step_order if name in self._steps)]
+        self.data["steps"] = [self._steps[name] for name in order]
+
+    def add_unscored_step(self, name: str, artifact: Artifact, why: tuple[str, str], cached: bool) -> None:
+        """Add a finished step without scores. why: code and text of the reason."""
+        self._steps[name].update(_artifact_fields(name, artifact, cached), cause=why[0], reason=why[1])
+
+    def add_skipped_step(self, name: str, reason: str) -> None:
+        """Record an optional step that could not run here."""
+        self._steps[name].update(status="skipped", cause=CANNOT_RUN_HERE, reason=reason)
+
+    def add_unreached_step(self, name: str, reason: str) -> None:
+        """Record a step whose parent is missing."""
+        skipped = self._steps[self._steps[name]["parent"]]["status"] == "skipped"
+        status = "skipped" if skipped else "not-reached"
+        self._steps[name].update(status=status, cause="missing-source", reason=reason)
+
+    def add_failure(self, failure: SmeltError, name: str | None = None) -> None:
+        """Record an error of the step `name`, or else of the first step not reached."""
+        self._set_status("error")
+        unreached = next((s["name"] for s in self.data["steps"] if s["status"] == "not-reached"), None)
+        name = name or unreached or self.data["steps"][-1]["name"]
+        self._steps[name].update(status="error", error=messages_to_json([failure.as_message()])[0])
+
+    def mark_interrupted(self) -> None:
+        """Record that the user stopped the run."""
+        self._set_status("interrupted")
+
+    def add_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the results of `LatencyScores.measure`."""
+        for name, value in measured.items():
+            self._steps[name].update(latency=value["rows"], peak_memory_bytes=value["peak_memory_bytes"])
+            if value["error"]:
+                self._set_status("error")
+                error = value["error"]
+                self._steps[name]["error"] = error | {"message": f"latency: {error['message']}"}
+
+    def mark_finished(self) -> None:
+        """Mark the report as complete."""
+        self.finished = True
+
+    def judge_gates(self) -> None:
+        """Evaluate the gates and compute the Pareto front."""
+        from smelt.evaluate.frontier import pareto_front
+
+        for step in self.data["steps"]:
+            gates = self.plan.gates_of(step["name"])
+            step["gates"] = [
+                g for gate in gates if (g := judge_gate(gate, step, self._gate_statistics(step))) is not None
+            ]
+        if self.status == "passed" and any(self._fails_gate(step) for step in self.data["steps"]):
+            self._set_status("gate-failed")
+        self._warn_dtype_differences()
+        self.data["frontier"] = pareto_front(self.data["steps"], self.data["baseline"])
+
+    def _warn_dtype_differences(self) -> None:
+        """Add a warning about steps whose unquantized weights have another dtype than the baseline's."""
+        base = self._steps.get(self.data["baseline"], {}).get("float_dtype")
+        others: dict[str, list[str]] = {}
+        for step in self.data["steps"]:
+            if base and step["float_dtype"] not in (None, base):
+                others.setdefault(step["float_dtype"], []).append(step["name"])
+        for dtype, names in others.items():
+            self.add_warning(
+                warning(
+                    "sizes-differ-in-dtype",
+                    f"Sizes are not directly comparable: unquantized weights are {base} in"
+                    f" '{self.data['baseline']}' and {dtype} in {', '.join(names)}.",
+                )
+            )
+
+    def _gate_statistics(self, step: Mapping[str, Any]) -> GateStatistics:
+        """Return the statistics for intervals of the step's scores."""
+        statistics = self.statistics
+        return GateStatistics(statistics.get(step["name"], {}), statistics.get(self.data["baseline"], {}))
+
+    def _fails_gate(self, step: Mapping[str, Any]) -> bool:
+        """Return whether `step` fails a gate; a gate without result counts if the step is not optional."""
+        optional = {s.name for s in self.plan.steps if s.optional}
+        verdicts = [gate["passed"] for gate in step["gates"]]
+        return False in verdicts or (None in verdicts and step["name"] not in optional)
+
+    def is_deployable(self, name: str) -> bool:
+        """Return whether the artifact of a finished step is deployable."""
+        return self._steps[name]["deployable"] is True
+
+    def add_latency_failure(self, failure: SmeltError) -> None:
+        """Record on the baseline that latency could not be measured."""
+        self._set_status("error")
+        self._steps[self.data["baseline"]]["error"] = messages_to_json([failure.as_message()])[0]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the current report; the status of an unfinished run is `interrupted`.
+
+        So the report of a killed run has the right status.
+        """
+        under_way = self.status == "passed" and not self.finished
+        return {**self.data, "status": "interrupted"} if under_way else self.data
+
+    def _set_status(self, status: str) -> None:
+        self.status = self.data["status"] = status
+
+
+def _paired_differences(statistics: Mapping[str, Any], name: str, other: str | None) -> dict[str, Any]:
+    """Return the paired differences between the steps `name` and `other` by metric; empty without `other`."""
+    from smelt.evaluate.significance import Statistics, compare_steps
+
+    if other is None or other == name or other not in statistics:
+        return {}
+    own, others = statistics[name], statistics[other]
+    return {
+        metric: dict(
+            compare_steps(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
+        )
+        for metric in own
+        if metric in others
+    }
+
+
+def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "stage": stage,
+        "parent": parent,
+        "status": "not-reached",
+        "from_previous_run": False,
+        **_EMPTY_STEP_FIELDS,
+        "settings": settings,
+        "warnings": [],
+        "quality": {},
+        "latency": [],
+        "against_baseline": {},
+        "against_parent": {},
+        "gates": [],
+        "test": None,
+        "details": {},
+    }
+
+
+def _artifact_fields(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
+    """Return the report's fields of an artifact that do not depend on scores."""
+    from smelt.evaluate.environment import float_dtype
+
+    manifest = artifact.manifest
+    return {
+        "status": "cached" if cached else "done",
+        "format": artifact.format,
+        "target": manifest.details.get("target"),
+        "artifact": f"artifacts/{name}",
+        "deployable": _is_deployable(artifact),
+        "key": artifact.key,
+        "parameters": manifest.details.get("parameters"),
+        "size_bytes": artifact.size_bytes,
+        "float_dtype": float_dtype(artifact),
+        "seconds": manifest.seconds,
+        "warnings": messages_to_json(manifest.warnings),
+        "details": {k: v for k, v in manifest.details.items() if k not in ("parameters", "target")},
+    }
+
+
+def _is_deployable(artifact: Artifact) -> bool:
+    """Return whether an artifact is deployable: all except torch models with quantized layers.
+
+    Torch simulates quantized layers in float, which is slower; such a step is for scoring and export.
+    """
+    structure = artifact.path / "structure.json"
+    if artifact.format != "torch" or not structure.is_file():
+        return True
+    edits = load_json(structure)["edits"]
+    return all(edit["op"] != "quantize" for edit in edits)

@@ -1,0 +1,412 @@
+"""Run a plan and write a folder with report and artifacts."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
+from smelt.core.messages import Message
+from smelt.core.store.locks import file_lock
+from smelt.core.store.store import Store
+from smelt.data.split_division import limit_split
+from smelt.data.splits import CUSTOM_TASK, Split
+from smelt.pipeline.execute.display import Display, duration
+from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
+from smelt.pipeline.execute.latency_scores import LatencyScores
+from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
+from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
+from smelt.pipeline.execute.run_result import Report, Result, recommended_steps, write_report
+from smelt.pipeline.execute.scoring import Scorer
+from smelt.pipeline.execute.sources import make_first_artifact
+from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.inspect.machine import unscored_reason
+from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
+from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
+from smelt.pipeline.recipe.recipe import SPEED_METRICS
+
+if TYPE_CHECKING:
+    from smelt.evaluate.latency import LatencySettings
+    from smelt.pipeline.plan.plan import Plan, PlanStep
+
+MODEL_STEP = "model"
+_SCORING_DISABLED = "scoring is disabled"
+# Minimum time limit in seconds for latency measurements, if the stages were faster.
+_MIN_LATENCY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run from the command line.
+
+    out: the run's folder (default: runs/NAME in the current folder). store: folder for artifacts and scores
+    (default: the nearest .store in a parent folder, else one next to the run's folder). rebuild: steps to
+    build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
+    and latency are measured.
+    """
+
+    out: Path | None = None
+    store: Path | None = None
+    rebuild: frozenset[str] = frozenset()
+    limit: int | None = None
+    quiet: bool = False
+    scored: bool = True
+
+
+def run_plan(plan: Plan, options: RunOptions) -> Result:
+    """Run `plan` and return its result; the report is written after every step.
+
+    Raises:
+        InputError: the plan, the data or the folders are not suitable; nothing was written.
+    """
+    plan.require_runnable()
+    unknown = options.rebuild - {"*", MODEL_STEP} - {s.name for s in plan.steps}
+    if unknown:
+        known = ", ".join(s.name for s in plan.steps)
+        raise InputError(
+            f"--rebuild {', '.join(sorted(unknown))}: unknown step. Known steps: {known}.",
+            code="unknown-step",
+        )
+    options = replace(options, limit=_checked_limit(options.limit))
+    whole = plan.read_data()
+    data = {name: limit_split(split, options.limit) for name, split in whole.items()}
+    folder = (options.out or Path("runs") / plan.path.stem).resolve()
+    require_run_folder(folder)
+    place, new_store = (options.store, "") if options.store else default_store(folder)
+    store = Store(place)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(folder / ".lock", partial(_raise_folder_in_use, folder)))
+            stack.enter_context(register_run(store.root, folder))
+            display = Display(folder / "log.txt", quiet=options.quiet)
+        except OSError as error:
+            raise InputError(
+                f"{error.filename or folder}: cannot use this folder for the run: {error.strerror}."
+                " Choose another folder with --out.",
+                code="unusable-folder",
+            ) from error
+        stack.callback(display.close)
+        if any(step.needs & {"train", "unlabelled", "calibration"} for step in plan.steps):
+            from smelt.compress.train.training_state import denormals_as_zero
+
+            stack.enter_context(denormals_as_zero())
+        if new_store:
+            display.print_line(f"note: {new_store}")
+        run = _PlanRunner(plan, options, whole, data, folder, store, display)
+        run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
+        return run.execute()
+
+
+def _log_text(failure: SmeltError) -> str:
+    """Return an error as a line of the log."""
+    return f"error[{failure.code or DEFAULT_CODE}]: {failure}"
+
+
+def _checked_limit(limit: Any) -> int | None:
+    """Return the limit as a number of samples.
+
+    Raises:
+        InputError: it is not an integer of at least 1.
+    """
+    if limit is None:
+        return None
+    with suppress(TypeError):
+        if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
+            return rows
+    raise InputError(
+        f"limit: expected a number of samples of at least 1, got {limit!r}.",
+        code="wrong-value",
+        setting="limit",
+    )
+
+
+def _raise_folder_in_use(folder: Path, holder: str) -> None:
+    """Raise the error that another run uses the folder.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(
+        f"{folder}: {holder} is running in this folder. Choose another folder with --out, or wait.",
+        code="folder-in-use",
+        file=str(folder),
+    )
+
+
+class _PlanRunner:
+    """Runs one plan and holds the state of the run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: RunOptions,
+        whole: dict[str, Split],
+        data: dict[str, Split],
+        folder: Path,
+        store: Store,
+        display: Display,
+    ) -> None:
+        recipe = plan.recipe
+        self.plan, self.options, self.all_data, self.data = plan, options, whole, data
+        self.folder, self.store, self.display = folder, store, display
+        self.run_folder = RunFolder(folder)
+        score = recipe.score
+        self.scorer = Scorer(
+            store,
+            recipe.task,
+            score.quality,
+            score.generation,
+            score.batch_size,
+            recipe.threads,
+            recipe.truncation,
+            recipe.device,
+            recipe.tokenize,
+        )
+        self.step_runner = StepRunner(
+            store,
+            recipe.task,
+            data,
+            recipe.seed,
+            recipe.threads,
+            self.scorer,
+            display,
+            device=recipe.device,
+            windows=recipe.data.windows if recipe.task == "language-modeling" else None,
+        )
+        self.artifacts: dict[str, Artifact] = {}
+        self.previous_artifacts: dict[str, Artifact] = {}
+        self.report = ReportBuilder(plan, data, options.limit)
+
+    def add_warnings(self, found: Sequence[Message]) -> None:
+        """Add warnings to the report, and print those that the plan did not have."""
+        for message in found:
+            if self.report.add_warning(message):
+                self.display.print_line(f"{message.severity}: {message}")
+
+    def execute(self) -> Result:
+        """Run all steps, measure and write the report; errors of steps are recorded in the report."""
+        started = time.monotonic()
+        self._prepare_folder()
+        try:
+            with rust_panics_as_errors():
+                self._import_model()
+            for step in self.plan.steps:
+                self._run_step(step)
+            self._report_previous_steps()
+            if self.options.scored:
+                self._measure_latency()
+                self.report.judge_gates()
+                self._score_on_test()
+            self.report.mark_finished()
+        except KeyboardInterrupt:
+            self.report.mark_interrupted()
+            self.display.print_line(
+                "Interrupted. Finished steps are stored; run the same command to continue."
+            )
+        except Exception as error:
+            failure = self._explain_error(error, MODEL_STEP)
+            if isinstance(failure, InputError) and not self.artifacts:
+                raise  # before any work, so an error of the input, not of the run
+            self.report.add_failure(failure)
+            self.display.print_line(_log_text(failure))
+        self._write_report(last=True)
+        self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
+        return Result(Report(self.report.data), self.folder)
+
+    def _prepare_folder(self) -> None:
+        if name := self.run_folder.replaced_recipe(self.plan):
+            self.display.print_line(
+                f"note: replacing the report of '{name}' in {self.folder}; its artifacts are kept in the"
+                " store."
+            )
+        try:
+            self.run_folder.prepare(self.plan, self.store.root)
+        except OSError as error:
+            raise explain_step_error(error, "recipe.yaml", self.folder, self.display.log_path) from error
+
+    def _import_model(self) -> None:
+        self.display.start_work(MODEL_STEP)
+        begun = make_first_artifact(
+            self.plan,
+            self.all_data,
+            self.data,
+            self.step_runner,
+            self.scorer,
+            self.add_warnings,
+            self._is_rebuilt(MODEL_STEP),
+        )
+        self.step_runner, self.scorer = begun.step_runner, begun.scorer
+        self._score_and_report(MODEL_STEP, begun.artifact, begun.cached, 0.0)
+        self._write_report()  # the first step may be a long training run
+
+    def _run_step(self, step: PlanStep) -> None:
+        if step.unavailable:
+            self.report.add_skipped_step(step.name, step.unavailable)
+            self.display.print_line(f"{step.name}: skipped: {step.unavailable}")
+            return
+        missing = [name for name in step.dependencies if name not in self.artifacts]
+        if missing:
+            self.report.add_unreached_step(step.name, f"the required step '{missing[0]}' has no artifact")
+            return
+        self.display.start_work(step.name)
+        started = time.monotonic()
+        try:
+            with rust_panics_as_errors():
+                above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
+                artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
+                self._score_and_report(step.name, artifact, cached, time.monotonic() - started)
+        except Exception as error:
+            failure = self._explain_error(error, step.name)
+            self.report.add_failure(failure, step.name)
+            self.display.print_line(f"{step.name}: {_log_text(failure)}")
+        self._write_report()
+
+    def _explain_error(self, error: Exception, step: str) -> SmeltError:
+        """Return an error with a message for the user; log the traceback of unexpected errors."""
+        failure = explain_step_error(error, step, self.store.root, self.display.log_path)
+        given = self.plan.local_model if step == MODEL_STEP else None
+        failure = with_user_paths(failure, self.store.root, given, self.artifacts)
+        for line in unexpected_traceback(error).splitlines():
+            self.display.log_line(line)
+        return failure
+
+    def _score_and_report(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+        """Link, score and report a finished artifact."""
+        self.run_folder.link_artifact(name, artifact)
+        reasons = {
+            "untrained": UNTRAINED_NOT_SCORED if artifact.manifest.details.get("untrained") else None,
+            CANNOT_RUN_HERE: _unscored_reason(artifact),
+            "scoring-disabled": None if self.options.scored else _SCORING_DISABLED,
+        }
+        if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
+            self.artifacts[name] = artifact
+            self.report.add_unscored_step(name, artifact, why, cached)
+            took = "from the store" if cached else duration(seconds)
+            self.display.print_line(
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}"
+            )
+            return
+        if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):
+            self.scorer = replace(self.scorer, reference=artifact)
+        score = self._score(name, artifact)
+        self.artifacts[name] = artifact
+        self.report.add_step(name, artifact, score, cached)
+        if name == self.plan.recipe.baseline and self.options.limit is None:
+            self.add_warnings(few_windows_warnings(score["statistics"], self.plan.judged_on))
+        if name == self.plan.recipe.baseline and self.scorer.needs_reference:
+            for other in [n for n in self.report.statistics if n != name]:  # scored before the baseline
+                self.report.update_scores(
+                    other, self.artifacts[other], self._score(other, self.artifacts[other])
+                )
+        took = "from the store" if cached else duration(seconds)
+        first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
+        self.display.print_line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
+
+    def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
+        self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
+        split = self.data["test" if on_test else self.plan.judged_on]
+        with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
+            return self.scorer.score(artifact, split, self.display.progress)
+
+    def _score_on_test(self) -> None:
+        """Score the steps that were chosen on validation, and the baseline, on test."""
+        if self.plan.judged_on == "test":
+            return
+        every = self.artifacts | self.previous_artifacts
+        for name in recommended_steps(self.report.data):
+            try:
+                with rust_panics_as_errors():
+                    score = self._score(name, every[name], on_test=True)
+            except Exception as error:
+                failure = self._explain_error(error, name)
+                self.report.add_test_failure(name, failure)
+                self.display.print_line(f"{name}: on test: {_log_text(failure)}")
+                continue
+            self.report.add_test_scores(name, score)
+            first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
+            self.display.print_line(f"{name}: on test {first}")
+        self.report.judge_test_gates()
+
+    def _report_previous_steps(self) -> None:
+        """Report artifacts of an earlier run in this folder for steps that `--until` excludes."""
+        self.previous_artifacts = self.run_folder.keep_previous(self.plan, self.step_runner, self.artifacts)
+        if self.scorer.reference is None:
+            self.scorer = replace(
+                self.scorer, reference=self.previous_artifacts.get(self.plan.recipe.baseline)
+            )
+        for step in self.plan.excluded_steps:
+            if artifact := self.previous_artifacts.get(step.name):
+                reason = _unscored_reason(artifact)
+                score = None if reason else self.scorer.cached_score(artifact, self.data[self.plan.judged_on])
+                self.report.add_previous_step(step, artifact, score, reason)
+                self.display.print_line(f"{step.name}: kept from an earlier run in this folder")
+
+    def _report_waiting(self, what: str) -> Callable[[str], None]:
+        return lambda holder: self.display.print_line(f"{what}: waits for {holder}, which is measuring")
+
+    def _is_rebuilt(self, name: str) -> bool:
+        return bool(self.options.rebuild & {"*", name})
+
+    def _measure_latency(self) -> None:
+        settings = self.plan.recipe.score.latency
+        every = self.artifacts | self.previous_artifacts
+        scored = {name: a for name, a in every.items() if name in self.report.statistics}
+        if not settings or self.plan.recipe.baseline not in scored:
+            return
+        timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
+        self.display.start_work("latency")
+        scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
+        try:
+            with self.store.lock(
+                "latency", self._report_waiting("latency")
+            ):  # concurrent measurements disturb each other
+                scores.measure(
+                    timed,
+                    self.plan.recipe.baseline,
+                    self.display.progress,
+                    self._is_rebuilt("*"),
+                    frozenset(self.previous_artifacts),
+                    self._report_latency,
+                    max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values())),
+                )
+        except Exception as error:
+            failure = self._explain_error(error, "latency")
+            self.report.add_latency_failure(failure)
+            self.display.print_line(_log_text(failure))
+
+    def _is_timed(self, name: str, settings: LatencySettings) -> bool:
+        gates = (gate.metric for gate in self.plan.gates_of(name))
+        always = name == self.plan.recipe.baseline or any(metric in SPEED_METRICS for metric in gates)
+        return always or settings.is_timed(name, self.report.is_deployable(name))
+
+    def _report_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write the latencies measured so far to the report, so that an interrupted run keeps them."""
+        self.report.add_latency(measured)
+        self._write_report()
+
+    def _write_report(self, last: bool = False) -> None:
+        """Write the report; a failure stops the run only for the last report.
+
+        Raises:
+            RunError: the last report cannot be written.
+        """
+        try:
+            write_report(self.folder, self.report.snapshot())
+        except OSError as error:
+            failure = explain_step_error(error, "report", self.folder, self.display.log_path)
+            if last:
+                raise failure from error
+            self.display.print_line(f"warning: {failure}")
+
+
+def _unscored_reason(artifact: Artifact) -> str | None:
+    details = artifact.manifest.details
+    return unscored_reason(artifact.format, details.get("target"), details.get("dtype"))

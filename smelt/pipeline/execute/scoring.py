@@ -1,0 +1,424 @@
+"""Score artifacts; scores are stored and reused.
+
+Score a classifier and format its predictions, by problem type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.files import json_hash
+from smelt.core.messages import Message, messages_to_json, warning
+from smelt.core.stage import Progress, no_progress
+from smelt.core.store.store import Store
+from smelt.core.text import with_count
+from smelt.data.labels import (
+    LABEL_SEPARATOR,
+    MULTI_LABEL,
+    REGRESSION,
+    check_labels,
+    class_names,
+    class_targets,
+    multi_label_targets,
+    problem_type,
+    regression_targets,
+)
+from smelt.data.splits import (
+    CLASSIFICATION_TASKS,
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
+    Example,
+    Split,
+    Task,
+    input_texts,
+)
+from smelt.generation.config import GenerationSettings
+from smelt.models.text_rules import read_text_rules
+from smelt.pipeline.inspect.machine import artifact_device
+from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC
+from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
+from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
+from smelt.runtimes.registry import find_runtime
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from smelt.runtimes.runner import ClassPrediction
+
+
+# Increased whenever the same artifact and data would give another score or other statistics.
+SCORE_VERSION = 9
+# Fraction of truncated outputs from which a warning is added.
+TRUNCATED_OUTPUT_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores artifacts with fixed metrics, generation settings and batch size.
+
+    tokenize: BLEU's tokenizer, None to choose it by the references.
+    reference: the artifact that embeddings (`agreement`) or outputs of `custom` are compared with; None if
+        not available yet, then `agreement` is not computed.
+    reference_cache: outputs of the reference by split.
+    """
+
+    store: Store
+    task: Task
+    metrics: Sequence[str]
+    generation: GenerationSettings
+    batch_size: int
+    threads: int | None
+    truncation: Literal["warn", "error"] = "warn"
+    device: str = "auto"
+    tokenize: str | None = None
+    reference: Artifact | None = None
+    reference_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a score also depends on the reference."""
+        return self.task == CUSTOM_TASK or (
+            self.task == SENTENCE_SIMILARITY and AGREEMENT_METRIC in self.metrics
+        )
+
+    def score(self, artifact: Artifact, split: Split, progress: Progress = no_progress) -> dict[str, Any]:
+        """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
+
+        `statistics` are per example, for paired comparisons of artifacts.
+
+        Raises:
+            InputError: texts are too long with truncation: error, or a label is unknown.
+            RunError: outputs are NaN or infinite (`non-finite-outputs`).
+        """
+        from smelt.runtimes.registry import open_runner
+
+        kept = self.cached_score(artifact, split)
+        if kept is not None:
+            return kept
+        with open_runner(artifact, self.threads, self.device) as runner:
+            too_long = _count_too_long(runner, split.examples, self.task)
+            if too_long and self.truncation == "error":
+                raise InputError(
+                    f"{split.origin}: {with_count(too_long, 'text')} longer than the model's limit. Shorten"
+                    " them, or set truncation: warn.",
+                    code="texts-too-long",
+                )
+            value = _SCORE_METHODS[self.task](self, runner, split, progress)
+            value["runner"] = f"{runner.name} {runner.version}"
+            value["device"] = runner.device
+            value["artifact"] = artifact.key
+            for scored in value["quality"].values():
+                scored["signature"] += f"|device:{runner.device}"
+        warnings: list[Message] = [*value.get("warnings", ()), *_device_warnings(artifact, value["device"])]
+        if too_long:
+            were = "was" if too_long == 1 else "were"
+            text = (
+                f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} truncated."
+            )
+            warnings.insert(0, warning("truncated-texts", text))
+        value["warnings"] = messages_to_json(warnings)
+        self.store.write_score(self._key(artifact, split), value)
+        return value
+
+    def cached_score(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:
+        """Return the stored score of the same artifact, samples and settings; None if there is none."""
+        kept = self.store.read_score(self._key(artifact, split))
+        if kept is None:
+            return None
+        # in the recipe's order: the first metric is the main one
+        quality = {name: kept["quality"][name] for name in self.metrics if name in kept["quality"]}
+        return {**kept, "quality": quality}
+
+    def key_conditions(self) -> dict[str, Any]:
+        """Return what a score depends on, apart from artifact, samples and runtime, as JSON values."""
+        return {
+            "version": SCORE_VERSION,
+            "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT_TASKS else None,
+            "batch_size": self.batch_size,
+            "tokenize": self.tokenize,
+            "truncation": self.truncation,
+            "libraries": library_versions(_METRIC_LIBRARIES),
+        }
+
+    def _key(self, artifact: Artifact, split: Split) -> str:
+        runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
+        libraries = library_versions((*runtime.libraries, *_METRIC_LIBRARIES))
+        beside = {"reference": self.reference and self.reference.key} if self.needs_reference else {}
+        return json_hash(
+            self.key_conditions()
+            | {
+                "kind": "quality",
+                "artifact": artifact.key,
+                "data": split.fingerprint,
+                "metrics": sorted(self.metrics),
+                "device": artifact_device(artifact, self.device),
+                "libraries": libraries,
+                **beside,
+            }
+        )
+
+    def _score_texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_texts
+        from smelt.generation.config import resolve_generation
+        from smelt.runtimes.predict_texts import generate_texts
+
+        texts = [e.text for e in split.examples]
+        stopped: list[tuple[int, int]] = []
+        predictions = generate_texts(
+            runner, texts, self.generation, self.batch_size, progress, lambda *found: stopped.append(found)
+        )
+        references = [e.references for e in split.examples]
+        language = read_text_rules(runner.folder).target_language
+        scores = score_texts(self.metrics, predictions, references, self.tokenize, language)
+        value = {
+            **_split_scores(scores),
+            "predictions": predictions,
+            "warnings": _truncated_output_warnings(stopped, len(texts)),
+        }
+        for scored in value["quality"].values():
+            scored["signature"] += f"|{resolve_generation(self.generation, runner).describe()}"
+        return value
+
+    def _score_windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_windows
+        from smelt.generation.runners import window_nll
+        from smelt.models.checkpoint import load_tokenizer
+        from smelt.models.length_limits import max_input_length
+        from smelt.models.text_windows import cut_windows, join_texts
+
+        tokenizer = load_tokenizer(runner.folder)
+        text = cut_windows(split, tokenizer, max_input_length(tokenizer, runner.config))
+        losses = window_nll(runner, text, self.batch_size, progress)
+        whole = join_texts(split)  # a trimmed vocabulary tokenizes the same text differently
+        words = runner.config.get("vocab_size")
+        scores = score_windows(
+            self.metrics, losses, text.scored_tokens, text.scored_bytes, text.signature, whole, words
+        )
+        return _split_scores(scores)
+
+    def _score_labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.runtimes.predict_texts import class_logits
+
+        # check labels before running the model
+        check_labels(split.examples, class_names(runner.config), problem_type(runner.config), split.origin)
+        logits = class_logits(runner, split.examples, self.batch_size, progress)
+        scores, predictions = score_classifier(self.metrics, runner.config, logits, split)
+        return {**_split_scores(scores), "predictions": predictions}
+
+    def _score_vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.label_quality import ReferenceVectors, paired_cosines, score_vectors
+        from smelt.runtimes.predict_texts import embed_texts
+
+        texts, _ = input_texts(split.examples, self.task)
+        vectors = embed_texts(runner, texts, self.batch_size, progress)
+        reference = None
+        if self.needs_reference and self.reference is not None:
+            key = json_hash([self.reference.key, split.fingerprint])
+            if self.reference.path == runner.folder:
+                self.reference_cache[key] = vectors
+            elif key not in self.reference_cache:
+                self.reference_cache[key] = self._reference_vectors(self.reference, texts, progress)
+            reference = ReferenceVectors(self.reference_cache[key], self.reference.key)
+        paired = split.examples[0].text_pair is not None
+        halves = vectors[: len(split)], vectors[len(split) :]
+        value = {
+            **_split_scores(score_vectors(self.metrics, vectors, texts, pair_scores(split), reference)),
+            "predictions": [round(float(c), 6) for c in paired_cosines(*halves)] if paired else [],
+        }
+        if reference is not None and reference.vectors.shape != vectors.shape:
+            value["warnings"] = [
+                warning(
+                    "vectors-not-comparable",
+                    f"{AGREEMENT_METRIC}: vectors of size {vectors.shape[1]} cannot be compared with the"
+                    f" baseline's of size {reference.vectors.shape[1]}.",
+                )
+            ]
+        return value
+
+    def _score_arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
+        from smelt.runtimes.third_party.graph_runner import outputs_by_sample
+
+        assert split.arrays is not None
+        assert self.reference is not None  # a run scores the original first, `smelt eval` requires it
+        got = outputs_by_sample(runner, split.arrays, self.batch_size, progress)
+        key = json_hash([self.reference.key, split.fingerprint])
+        if self.reference.path == runner.folder:
+            self.reference_cache[key] = got
+        elif key not in self.reference_cache:
+            self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
+        require_finite_outputs(got, self.reference_cache[key], split.arrays.per_sample)
+        scores = score_outputs(
+            self.metrics, got, self.reference_cache[key], self.reference.key, split.fingerprint
+        )
+        why = low_agreement_reason(got, self.reference_cache[key], split.arrays.per_sample)
+        return {
+            **_split_scores(scores),
+            "predictions": [],
+            "warnings": [warning("non-finite-outputs", why)] if why else [],
+        }
+
+    def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
+        """Return the outputs of the reference graph on `split`."""
+        from smelt.runtimes.registry import open_runner
+        from smelt.runtimes.third_party.graph_runner import GraphRunner, outputs_by_sample
+
+        assert split.arrays is not None
+        with open_runner(reference, self.threads, self.device) as runner:
+            assert isinstance(runner, GraphRunner)
+            return outputs_by_sample(runner, split.arrays, self.batch_size, progress)
+
+    def _reference_vectors(self, reference: Artifact, texts: Sequence[str], progress: Progress) -> Any:
+        """Return the embeddings of `texts` by the reference artifact."""
+        from smelt.runtimes.predict_texts import embed_texts
+        from smelt.runtimes.registry import open_runner
+
+        with open_runner(reference, self.threads, self.device) as runner:
+            return embed_texts(runner, texts, self.batch_size, progress)
+
+
+# Scoring method of each task.
+_SCORE_METHODS: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
+    **dict.fromkeys(TEXT_TO_TEXT_TASKS, Scorer._score_texts),
+    **dict.fromkeys(CLASSIFICATION_TASKS, Scorer._score_labels),
+    "language-modeling": Scorer._score_windows,
+    "sentence-similarity": Scorer._score_vectors,
+    "custom": Scorer._score_arrays,
+}
+_METRIC_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko", "rouge-score", "scikit-learn")
+
+
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those packages in `names` that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _split_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Split scores into `quality` for the report and `statistics` for paired tests."""
+    return {
+        "quality": {name: score.to_report() for name, score in scores.items()},
+        "statistics": {name: score.statistics.dump() for name, score in scores.items()},
+    }
+
+
+def _truncated_output_warnings(truncated: Sequence[tuple[int, int]], texts: int) -> list[Message]:
+    """Return a warning about truncated outputs; none below 1 %, which hardly changes a score."""
+    cut = sum(count for count, _ in truncated)
+    if cut < max(1, TRUNCATED_OUTPUT_SHARE * texts):
+        return []
+    longest = max(tokens for _, tokens in truncated)
+    return [
+        warning(
+            "outputs-not-ended",
+            f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
+            " and were truncated. Increase max_new_tokens.",
+            setting="score.generation.max_new_tokens",
+        )
+    ]
+
+
+def _device_warnings(artifact: Artifact, device: str) -> list[Message]:
+    """Return a warning if a graph was scored on another device than it is for."""
+    details = artifact.manifest.details
+    target = details.get("target")
+    if device == "cpu" and target in PROVIDERS:
+        return [
+            warning(
+                "other-device",
+                "This graph is for TensorRT but was run on the CPU without it. Scores and latency of its"
+                " engines may differ.",
+            )
+        ]
+    if device != "cpu" or target != "ort-cuda":
+        return []
+    half = details.get("dtype") == "fp16"
+    how = ", where ONNX Runtime computes most float16 operators in float32" if half else ""
+    why = f" ({NO_PROVIDER})" if cuda_device_count() else ""
+    return [
+        warning(
+            "other-device",
+            f"This graph is for CUDA but was run on the CPU{how}. Scores and latency may differ on a"
+            f" GPU{why}.",
+        )
+    ]
+
+
+def pair_scores(split: Split) -> list[float] | None:
+    """Return the similarity scores of the pairs in `split`; None if they have no scores."""
+    found = [float(e.label) for e in split.examples if isinstance(e.label, float)]
+    return found if split.has_labels else None
+
+
+def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
+    from smelt.runtimes.predict_texts import encode_texts
+
+    if task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
+        return 0
+    if task == "language-modeling":  # text is split into windows
+        return 0
+    texts, pairs = input_texts(examples, task)
+    return encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs).truncated
+
+
+def score_classifier(
+    metrics: Sequence[str], config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
+) -> tuple[dict[str, Any], list[Any]]:
+    """Score a classifier's logits, float32 [n, C], on the samples of `split`.
+
+    Returns:
+        Scores by metric, and the prediction per sample: a class name, a list of names, or a number.
+
+    Raises:
+        InputError: a label is not a class of the model, or a metric does not fit the problem type.
+    """
+    from smelt.evaluate.label_quality import score_label_sets, score_regression
+    from smelt.evaluate.quality import score_labels
+
+    names, problem = class_names(config), problem_type(config)
+    if problem == REGRESSION:
+        numbers = [float(row[0]) for row in logits]
+        return score_regression(metrics, numbers, regression_targets(split.examples, split.origin)), numbers
+    if problem == MULTI_LABEL:
+        found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
+        gold = multi_label_targets(split.examples, names, split.origin)
+        scores = score_label_sets(metrics, found, gold, len(names))
+        return scores, [[names[i] for i in row] for row in found]
+    predicted = [int(row.argmax()) for row in logits]
+    wanted = class_targets(split.examples, names, split.origin)
+    return score_labels(metrics, predicted, wanted), [names[i] for i in predicted]
+
+
+# Escapes control characters in class names.
+_CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
+def prediction_text(found: ClassPrediction) -> str:
+    """Return the output line of `smelt predict` for a prediction.
+
+    Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
+    tab, their probabilities joined by `|`; both are empty if there is none. Regression: the number.
+    """
+    if isinstance(found.label, float):
+        return f"{found.label:.4f}"
+    names = [found.label] if isinstance(found.label, str) else list(found.label)
+    chances = (f"{found.probabilities[name]:.3f}" for name in names)
+    return (
+        LABEL_SEPARATOR.join(name.translate(_CONTROL_ESCAPES) for name in names)
+        + "\t"
+        + LABEL_SEPARATOR.join(chances)
+    )

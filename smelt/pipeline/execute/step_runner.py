@@ -1,0 +1,334 @@
+"""Run one step of a plan: take its artifact from the store, or run the stage and store the artifact.
+
+Resolve what the task adds to the original model: class labels, pooling, text rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
+from smelt.core.errors import SmeltError, rust_panics_as_errors
+from smelt.core.files import json_hash, sha256_of
+from smelt.core.messages import Message
+from smelt.core.stage import Context
+from smelt.core.store.caches import StageCache, StepCheckpoints
+from smelt.core.store.store import Store
+from smelt.data.labels import ProblemType
+from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
+from smelt.evaluate.environment import machine_id
+from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.models.text_rules import SentenceRules, TextRules
+from smelt.pipeline.execute.failures import explain_step_error
+from smelt.pipeline.execute.scoring import Scorer, library_versions
+from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
+from smelt.pipeline.plan.task_checks import embedder_metrics, resolve_pooling, resolve_text_rules
+from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
+from smelt.runtimes.third_party.artifact_safety import record_verified_graphs
+
+if TYPE_CHECKING:
+    from smelt.pipeline.execute.display import Display
+    from smelt.pipeline.plan.plan import Plan, PlanStep
+
+
+_KEY_LIBRARIES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "sentencepiece",
+    "accelerate",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "onnxsim",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx",
+    "tensorrt-cu13",
+    "tensorrt-cu12",
+    "onnxruntime-ep-nv-tensorrt-rtx",
+    "openvino",
+)
+
+
+@dataclass(frozen=True)
+class StepRunner:
+    """Runs the steps of one run.
+
+    validation_scorer: scores on validation data. windows: the recipe's window settings for language models,
+    stored in the artifacts so that `smelt eval` uses the same.
+    """
+
+    store: Store
+    task: Any
+    data: Mapping[str, Split]
+    seed: int
+    threads: int | None
+    validation_scorer: Scorer
+    display: Display
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions(_KEY_LIBRARIES))
+    device: str = "auto"
+    windows: Windows | None = None
+
+    @property
+    def windows_details(self) -> dict[str, Any]:
+        """The window settings for the manifests of artifacts; empty for other tasks."""
+        return {} if self.windows is None else {"windows": self.windows.model_dump(exclude_none=True)}
+
+    def run_step(
+        self, step: PlanStep, ancestors: Mapping[str, Artifact], fresh: bool
+    ) -> tuple[Artifact, bool]:
+        """Return the artifact of `step`, and whether it was in the store already.
+
+        Raises:
+            SmeltError: the stage failed; nothing was stored.
+        """
+        key = self.step_key(step, ancestors)
+        unfinished = StepCheckpoints(self.store.root, key)
+
+        def make(space: Path) -> Artifact:
+            if fresh:
+                unfinished.remove()
+            manifest = self._run_stage(step, ancestors, key, space, unfinished)
+            made = self.store.commit(space / "out", manifest, replace=fresh)
+            unfinished.remove()
+            return made
+
+        return self.get_or_make(step.name, key, fresh, make)
+
+    def get_or_make(
+        self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
+    ) -> tuple[Artifact, bool]:
+        """Return the artifact `key` from the store, or `make` it, one process at a time."""
+        mend = f"Run the recipe again with --rebuild {name} to build it again."
+        found = None if fresh else self.store.find(key, mend)
+        if found:
+            return found, True
+
+        def waiting(holder: str) -> None:
+            self.display.print_line(f"{name}: waits for {holder}, which is making the same step")
+
+        with self.store.lock(key, waiting):
+            # the previous lock holder may have made it
+            found = None if fresh else self.store.find(key, mend)
+            if found:
+                return found, True
+            with self.store.workspace() as space:
+                try:
+                    with rust_panics_as_errors():
+                        made = make(space)
+                        if made.format == "onnx":
+                            record_verified_graphs(made.manifest.files)
+                        return made, False
+                except Exception as error:
+                    # explained here, while the workspace still exists
+                    failure = explain_step_error(error, name, space, self.display.log_path)
+                    if failure is error:
+                        raise
+                    raise failure from error
+
+    def step_key(self, step: PlanStep, ancestors: Mapping[str, Artifact]) -> str:
+        """Return the content address of the output of `step`; referenced steps enter by their keys."""
+        parent = ancestors[step.parent]
+        named = {setting: ancestors[name].key for setting, name in step.settings.step_references().items()}
+        return json_hash(
+            {
+                "parent": parent.key,
+                "stage": step.stage,
+                "version": step.stage_class.version,
+                "settings": _settings_key(step) | named,
+                "seed": self.seed,
+                "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
+                "libraries": dict(self.versions),
+                **self._machine_key(step),
+                **self._scoring_key(step),
+                **_master_weights_key(step, parent),
+            }
+        )
+
+    def _machine_key(self, step: PlanStep) -> dict[str, Any]:
+        """Return the properties of this machine that affect the output of `step`."""
+        found: dict[str, Any] = {}
+        if "tensorrt" in step.needs:
+            found["gpus"] = gpu_names()  # an engine is specific to the GPU that it was built on
+        if step.needs & {"train", "unlabelled", "calibration"}:  # all may compute gradients
+            found["device"] = training_device(self.device)
+            if getattr(step.settings, "precision", None) == "auto":
+                found["bf16"] = has_bf16_instructions()
+        if getattr(step.settings, "lora", None) is not None:
+            found["adapters"] = library_versions(("peft",))
+        elif packages := {*step.settings.required_packages()} - {*getattr(step.settings, "report_to", ())}:
+            found["packages"] = library_versions(tuple(packages))
+        if getattr(step.settings, "is_machine_dependent", False):
+            from smelt.export.autotune import available_cores
+
+            found["machine"] = machine_id()
+            found["cores"] = available_cores()  # a process may be limited to fewer than the machine has
+        return found
+
+    def _scoring_key(self, step: PlanStep) -> dict[str, Any]:
+        """Return the scoring conditions, if a metric selects the checkpoint; else an empty dict."""
+        from smelt.compress.train.settings import LOSS_METRIC
+
+        chosen = getattr(step.settings, "metric_for_best_model", LOSS_METRIC)
+        return {} if chosen == LOSS_METRIC else {"score": self.validation_scorer.key_conditions()}
+
+    def _run_stage(
+        self,
+        step: PlanStep,
+        ancestors: Mapping[str, Artifact],
+        key: str,
+        space: Path,
+        unfinished: StepCheckpoints,
+    ) -> Manifest:
+        """Run the stage with output folder `space / "out"`; return the manifest of its artifact."""
+        parent = ancestors[step.parent]
+        out = space / "out"
+        out.mkdir()
+        shelf = StageCache(self.store, self.versions, self.display.print_line)
+        ctx = Context(
+            out=out,
+            task=self.task,
+            data={n: s for n, s in self.data.items() if n != "test"},
+            seed=self.seed,
+            ancestors=ancestors,
+            score=self._validation_scores,
+            negated_metrics=LOWER_IS_BETTER,
+            progress=self.display.progress,
+            threads=self.threads,
+            device=self.device,
+            cached_value=shelf.cached_value,
+            cached_files=shelf.cached_files,
+            next_checkpoint_folder=unfinished.next_folder,
+            tracker_folder=self.display.log_path.parent / "logs" / step.name,
+            log=self.display.print_line,
+        )
+        started = time.monotonic()
+        with _capture_stdout() as chatter:
+            try:
+                step.stage_class()(parent, step.settings, ctx)
+            except SmeltError:
+                unfinished.remove()  # resuming would fail again
+                raise
+            finally:
+                for line in chatter.getvalue().splitlines():
+                    self.display.log_line(line)
+        ctx.details.update(self.windows_details)
+        ctx.details.setdefault("parameters", parent.manifest.details.get("parameters"))
+        if step.stage_class.produces == "torch":
+            from smelt.models.count_parameters import count_parameters
+
+            ctx.details["parameters"] = count_parameters(out)
+        return Manifest(
+            key=key,
+            format=step.stage_class.produces,
+            task=self.task,
+            stage=step.stage,
+            settings=step.settings.model_dump(mode="json"),
+            seed=self.seed,
+            parent=parent.key,
+            versions=dict(self.versions),
+            details=ctx.details,
+            warnings=ctx.warnings,
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _validation_scores(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
+        scores = self.validation_scorer.score(artifact, rows or self.data["validation"])["quality"]
+        # stages select the highest value, so metrics where lower is better are negated
+        return {n: -s["value"] if n in LOWER_IS_BETTER else s["value"] for n, s in scores.items()}
+
+
+def _master_weights_key(step: PlanStep, parent: Artifact) -> dict[str, Any]:
+    """Return the hash of the float master weights, if a step that changes quantized weights has them."""
+    kept = parent.manifest.files.get(MASTER_WEIGHTS_FILE)
+    goes_on = getattr(step.settings, "changes_quantized_weights", False) or hasattr(
+        step.stage_class, "quantized_input_error"
+    )
+    return {"latents": kept.sha256} if goes_on and kept is not None else {}
+
+
+def _settings_key(step: PlanStep) -> dict[str, Any]:
+    """Return a step's settings for its key; files and folders enter by the hash of their content."""
+    found: dict[str, Any] = step.settings.model_dump(mode="json")
+    for (*above, last), name in step.settings.paths().items():
+        path, part = Path(name), cast(Any, found)
+        for word in above:
+            part = part[word]
+        files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+        part[last] = json_hash([[p.name, sha256_of(p)] for p in files])
+    return found
+
+
+@contextlib.contextmanager
+def _capture_stdout() -> Iterator[io.StringIO]:
+    """Capture the output of libraries, which is written to the log instead of the terminal."""
+    chatter = io.StringIO()
+    with contextlib.redirect_stdout(chatter), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield chatter
+
+
+ClassLabels = tuple[ProblemType, list[str]]
+
+
+@dataclass(frozen=True)
+class TaskSetup:
+    """Task-specific settings of the original model.
+
+    labels: problem type of a classifier, and the class names if it gets a new classifier. sentences: pooling
+    of a sentence embedder. text_rules: prefix and languages of texts.
+    """
+
+    text_rules: TextRules
+    labels: ClassLabels | None = None
+    sentences: SentenceRules | None = None
+
+    @property
+    def key_parts(self) -> dict[str, Any]:
+        """The parts that enter the artifact's key."""
+        made = {} if self.sentences is None else {"sentences": self.sentences.model_dump()}
+        return {"text": self.text_rules.cache_key(), **made}
+
+
+@dataclass(frozen=True)
+class ResolvedTask:
+    """The model folder, task setup, metrics and warnings of a run, once model and data are available."""
+
+    folder: Path
+    task_setup: TaskSetup
+    metrics: Sequence[str]
+    warnings: Sequence[Message] = ()
+
+
+def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) -> ResolvedTask:
+    """Return the task setup for the model of `plan`; a hub id is downloaded now.
+
+    Args:
+        plan: plan of the run.
+        data: all splits.
+        metrics: metrics of the recipe; replaced by the task's defaults if empty.
+
+    Raises:
+        InputError: model, labels, scores and metrics do not fit each other.
+    """
+    recipe, model = plan.recipe, plan.recipe.model
+    ready = isinstance(model, str)
+    folder = plan.model_folder if isinstance(model, str) else recipe.base / model.config
+    file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
+    labels, sentences, doubts = None, None, list[Message]()
+    if recipe.task in CLASSIFICATION_TASKS:
+        labels, metrics = resolve_labels(recipe, file, data, plan.problem_type)
+    elif recipe.task == SENTENCE_SIMILARITY:
+        metrics = embedder_metrics(recipe, data)
+        sentences, doubts = resolve_pooling(recipe, folder if ready else None)
+    rules, _ = resolve_text_rules(recipe, folder)
+    return ResolvedTask(folder, TaskSetup(rules, labels, sentences), metrics, doubts)

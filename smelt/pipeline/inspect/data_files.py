@@ -1,0 +1,290 @@
+"""Assign data files to splits and infer their columns, for `smelt init`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.data.csv_rows import read_file_rows
+from smelt.data.images import ARCHIVE_SUFFIX
+from smelt.data.json_rows import data_suffix
+from smelt.data.splits import (
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
+    Columns,
+    Task,
+)
+
+# Fraction of a single file for each split that is taken from it.
+HELD_OUT_FRACTION = 0.1
+_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+# Fraction of a single file of arrays for the test split; the rest is for calibration.
+ARRAY_TEST_FRACTION = 0.8
+# Usual names of splits; the first one in a file's name decides.
+_SPLIT_WORDS = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "calibration": ("calibration", "calib"),
+    "test": ("test",),
+}
+# Usual names of columns by role; the first one that exists is used.
+_COLUMN_NAMES = {
+    "source": ("source", "src", "input", "document", "article", "dialogue", "text", "en"),
+    "target": ("target", "tgt", "summary", "highlights", "abstract", "output", "de", "fr"),
+    "text": ("text", "sentence", "sentence1", "premise", "question", "content", "review", "document"),
+    "text_pair": ("text_b", "sentence2", "hypothesis", "answer"),
+    "image": ("image", "file_name", "filename", "image_path", "path", "file", "img"),
+    "label": ("label", "labels", "category", "class", "intent", "sentiment", "stars", "score", "similarity"),
+}
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """Files by split, and columns that do not have smelt's default names.
+
+    fractions: fractions of train for splits without a file. notes: notes for the user on what was inferred.
+    """
+
+    splits: Mapping[str, Path]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    fractions: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def inspect_data(
+    given: Sequence[Path], task: Task, columns: Mapping[str, str] | None = None, trains: bool = True
+) -> DataInfo:
+    """Return the splits and columns of the files and folders in `given`.
+
+    Args:
+        given: files or folders; a single file without the name of a split is divided.
+        task: task of the samples.
+        columns: column names from the user by role; the others are inferred.
+        trains: whether the model can be trained; if not, most samples of a single file are for test.
+
+    Raises:
+        InputError: no such file, no data in a folder, two files for one split, or a required column is
+        missing.
+    """
+    files, within = _data_files(given, task)
+    splits = _assign_splits(files, within, task)
+    named = _renamed_columns(next(iter(splits.values())), task, columns or {})
+    shares, notes = {}, []
+    if "test" not in splits and "train" in splits:
+        shares = {name: HELD_OUT_FRACTION for name in ("test", "validation") if name not in splits}
+        if not trains:
+            shares = {"test": ARRAY_TEST_FRACTION}
+            notes.append("no file for test, so most samples are used for it; stages use the others")
+        else:
+            parts = " and ".join(shares)
+            notes.append(f"no file for {parts}, so a tenth of train is used for each")
+    elif "test" not in splits:
+        if "validation" not in splits:
+            raise InputError(
+                f"--data: no file for test among {', '.join(p.name for p in files)}. Add one.",
+                code="missing-data",
+            )
+        splits["test"] = splits["validation"]
+        notes.append("no file for test, so validation is scored; separate test samples are better")
+    return DataInfo(splits, named, shares, tuple(notes))
+
+
+def _data_files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:
+    """Return the data files, and subfolders of the given folders, which may have the names of splits."""
+    files: list[Path] = []
+    within: set[Path] = set()
+    for path in given:
+        if task == IMAGE_CLASSIFICATION and path.is_dir():
+            files += _image_splits_in_folder(path)
+        elif path.is_dir():
+            found = _files_in_folder(path, task)
+            files += found
+            within |= {file.parent for file in found} - {path}
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
+    if task == CUSTOM_TASK:
+        _require_arrays(files)
+    return files, within
+
+
+def _assign_splits(files: Sequence[Path], split_folders: Set[Path], task: Task) -> dict[str, Path]:
+    """Return the file of each split."""
+    splits: dict[str, Path] = {}
+    for path in files:
+        name = _split_of_path(path, task) or (
+            _split_in_name(path.parent.name) if path.parent in split_folders else None
+        )
+        if len(files) == 1 and (name is None or task == CUSTOM_TASK):
+            name = "train"  # a graph is not trained, so one file is divided for calibration and test
+        if name is None and task == CUSTOM_TASK and "test" not in map(_split_of_path, files, repeat(task)):
+            name = "test"
+        if name is None:
+            raise InputError(
+                f"{path}: the file name contains no split. Add train, validation or test to the name.",
+                code="unclear-split",
+                file=str(path),
+            )
+        if name in splits:
+            raise InputError(
+                f"{path}: second file for {name}, after {splits[name]}. Pass one file per split with --data.",
+                code="duplicate-split",
+                file=str(path),
+            )
+        splits[name] = path
+    return splits
+
+
+def _require_arrays(files: Sequence[Path]) -> None:
+    wrong = next((path for path in files if data_suffix(path) != ARCHIVE_SUFFIX), None)
+    if wrong is not None:
+        raise InputError(
+            f"--data {wrong}: expected an {ARCHIVE_SUFFIX} file with the graph's inputs. Write it with"
+            " numpy.savez(FILE, **arrays), one array per input. For a graph with text input set --task.",
+            code="wrong-format",
+            file=str(wrong),
+        )
+
+
+def _files_in_folder(folder: Path, task: Task) -> list[Path]:
+    """Return the files of a folder that are named after a split, or its only data file.
+
+    Without any, the files in its subfolder `data`, or in subfolders named after splits.
+    """
+    data = [path for path in sorted(folder.iterdir()) if path.is_file() and _is_readable_for(path, task)]
+    if not data:
+        data = [
+            path
+            for below in sorted(folder.iterdir())
+            if below.is_dir() and (below.name == "data" or _split_in_name(below.name))
+            for path in sorted(below.iterdir())
+            if path.is_file() and _is_readable_for(path, task)
+        ]
+    named = [
+        path
+        for path in data
+        if _split_of_path(path, task) or (path.parent != folder and _split_in_name(path.parent.name))
+    ]
+    if not named and len(data) != 1:
+        raise InputError(
+            f"{folder}: no data file named train, validation or test. Rename the files, or pass each with"
+            " --data.",
+            code="missing-data",
+            file=str(folder),
+        )
+    return named or data
+
+
+def _image_splits_in_folder(folder: Path) -> list[Path]:
+    """Return the entries of a folder named after a split: tables, archives, folders of classes.
+
+    Without any, the folder itself is one with a subfolder per class.
+    """
+    there = [
+        path
+        for path in sorted(folder.iterdir())
+        if _split_of_path(path, task=IMAGE_CLASSIFICATION)
+        and (path.is_dir() or _is_readable_for(path, IMAGE_CLASSIFICATION))
+    ]
+    return there or [folder]
+
+
+def parse_columns(given: Sequence[str]) -> Columns:
+    """Return the columns set by `--column ROLE=NAME`.
+
+    Raises:
+        InputError: unknown role, or no name.
+    """
+    values = {}
+    for item in given:
+        role, sign, name = item.partition("=")
+        if not sign or not name or role not in Columns.model_fields:
+            known = ", ".join(Columns.model_fields)
+            hint = did_you_mean(role, Columns.model_fields)
+            raise InputError(
+                f"--column {item}: expected ROLE=NAME, where ROLE is one of {known}.{hint}",
+                code="wrong-value",
+                setting="--column",
+            )
+        values[role] = name
+    return Columns(**values)
+
+
+def _is_readable_for(path: Path, task: Task) -> bool:
+    kind = data_suffix(path)
+    if task == CUSTOM_TASK:
+        return kind == ARCHIVE_SUFFIX
+    if task == IMAGE_CLASSIFICATION and kind == ARCHIVE_SUFFIX:
+        return True
+    return kind in _DATA_SUFFIXES and (kind != ".txt" or task == "language-modeling")
+
+
+def _split_of_path(path: Path, task: Task | None = None) -> str | None:
+    known = data_suffix(path) in (
+        *_DATA_SUFFIXES,
+        *((ARCHIVE_SUFFIX,) if task in (IMAGE_CLASSIFICATION, CUSTOM_TASK) else ()),
+    )
+    if not known and not (task == IMAGE_CLASSIFICATION and path.is_dir()):
+        return None
+    return _split_in_name(path.name)
+
+
+def _split_in_name(name: str) -> str | None:
+    """Return the split whose name is contained in `name`; None if there is none."""
+    name = name.lower()
+    # whole words first: `intervals_test` is test, not validation
+    parts = re.split("[^a-z]+", name)
+    found = [
+        (word not in parts, name.find(word), split)
+        for split, words in _SPLIT_WORDS.items()
+        for word in words
+        if word in name
+    ]
+    return min(found)[2] if found else None
+
+
+def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset()) -> str | None:
+    """Return the column of `row` that probably has the role `role`; None if there is none."""
+    return next((name for name in _COLUMN_NAMES[role] if name in row and name not in taken), None)
+
+
+def _renamed_columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns, by role, that do not have smelt's default names in the first sample."""
+    if task == CUSTOM_TASK or (data_suffix(path) == ".txt" and task == "language-modeling"):
+        return {}
+    if task == IMAGE_CLASSIFICATION and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
+        return {}
+    row = next((row for _, row in read_file_rows(path)), {})
+    if task == IMAGE_CLASSIFICATION:
+        return _guess_columns(path, row, ("image", "label"), task, given)
+    roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT_TASKS else ("text",)
+    roles += ("text_pair", "label") if task in ("text-classification", SENTENCE_SIMILARITY) else ()
+    return _guess_columns(path, row, roles, task, given)
+
+
+def _guess_columns(
+    path: Path, row: Mapping[str, Any], roles: Sequence[str], task: Task, given: Mapping[str, str]
+) -> dict[str, str]:
+    own, found = Columns(), dict(given)
+    for role in roles:
+        if role in found or getattr(own, role) in row or (role == "target" and own.references in row):
+            continue
+        name = guess_column(row, role, set(found.values()))
+        if name is not None:
+            found[role] = name
+        elif role != "text_pair" and not (role == "label" and task == SENTENCE_SIMILARITY):
+            there = ", ".join(map(str, row)) or "none"
+            raise InputError(
+                f"{path}: no column found for {role}. Columns: {there}. Set it with --column {role}=NAME.",
+                code="missing-column",
+                file=str(path),
+            )
+    return found

@@ -1,0 +1,224 @@
+"""Write a first recipe for an ONNX model, for `smelt init`."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from smelt.core.errors import InputError
+from smelt.core.text import escape_controls
+from smelt.data.npz_arrays import NPZ_SUFFIX, SampleAxes
+from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, Task
+from smelt.models.text_rules import MODULES_FILE
+from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
+from smelt.pipeline.inspect.model_folder import read_config
+from smelt.pipeline.inspect.onnx_files import (
+    NON_FLOAT32_DTYPES,
+    ThirdPartyModel,
+    find_graph,
+    find_tokenizer_folder,
+    infer_batch_axes,
+    inspect_graph,
+)
+from smelt.pipeline.plan.third_party import HIDDEN_STATES_OUTPUT
+from smelt.pipeline.recipe.model_and_data import has_classifier
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
+from smelt.runtimes.third_party.signature import GraphSignature
+
+ROWS_SUFFIX = ".jsonl"
+_WIDTH = 78
+# quantized only by int8-static; by int8-dynamic, some by both; operators that only transformers have
+_CONVOLUTION_OPERATORS = ("Conv", "ConvTranspose")
+_MATRIX_OPERATORS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "FusedMatMul")
+_ATTENTION_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")
+
+
+def onnx_recipe_text(
+    model: str,
+    data: Sequence[Path],
+    task: Task | None,
+    path: Path,
+    base: Path,
+    columns: Mapping[str, str] | None = None,
+) -> str:
+    """Return a recipe with comments for the ONNX model `model` that `smelt plan` accepts.
+
+    Args:
+        model: the file, or a folder with it.
+        data: files or folders with samples, `.npz` for arrays; a single file is divided; empty: the recipe
+            has placeholders.
+        task: task from the user; None to infer it.
+        path: the recipe's file, as in the command.
+        base: the folder that paths in the recipe are relative to.
+        columns: columns of text samples by role; the others are inferred.
+
+    Raises:
+        InputError: the graph is not supported, or the data is invalid.
+    """
+    file = find_graph(Path(model).expanduser())
+    found = inspect_graph(file)
+    if found.signature is None:
+        raise InputError(
+            "\n".join(f"{file}: {problem}." for problem in found.problems), code="unsupported-graph"
+        )
+    seen = ThirdPartyModel(
+        file, found.signature, found.files, find_tokenizer_folder(file, None), dict(found.details or {})
+    )
+    chosen = _infer_task(seen, task)
+    rows = inspect_data(data, chosen, columns, trains=False) if data else None
+    splits = dict(rows.splits) if rows else {}
+    axes: SampleAxes = {}
+    without: list[str] = []
+    if rows and chosen == CUSTOM_TASK:
+        axes, without = infer_batch_axes(seen, splits.get("test") or splits["train"])
+    seen = replace(seen, signature=seen.signature.with_batch_axes(axes))
+    lines = [*_header_comments(seen, path, rows), f"model: {_relative_path(file, base)}", f"task: {chosen}"]
+    lines += [*_data_format_comments(seen, chosen), "data:    # test is only for scoring"]
+    lines += list(_data_lines(rows, axes, NPZ_SUFFIX if chosen == CUSTOM_TASK else ROWS_SUFFIX, base))
+    calibrated = rows is None or bool({"calibration", "validation", "train"} & set(splits))
+    stages = list(_quantization_lines(seen, chosen, calibrated))
+    lines += ["stages:", "  - simplify: {}    # used only if the outputs are the same", *stages]
+    lines += _score_lines(seen.signature, chosen, without)
+    if chosen == CUSTOM_TASK:
+        quantized = any("name: int8" in line for line in stages)
+        lines += [
+            "# Quality is agreement with the original model. Limits; the run exits with 3 if one is",
+            "# exceeded:",
+            f"# gates: {{agreement: {{min: 99, at: {'int8' if quantized else 'simplify'}}}}}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _infer_task(onnx_model: ThirdPartyModel, wanted: Task | None) -> Task:
+    """Return the user's task, else the one inferred from inputs, outputs and the tokenizer's folder."""
+    if wanted is not None:
+        return wanted
+    inputs, outputs = (
+        {value.name for value in of} for of in (onnx_model.signature.inputs, onnx_model.signature.outputs)
+    )
+    if onnx_model.tokenizer_folder is None or "input_ids" not in inputs:
+        return CUSTOM_TASK
+    if "logits" in outputs and has_classifier(read_config(onnx_model.tokenizer_folder)[0]):
+        return "text-classification"
+    pooled = HIDDEN_STATES_OUTPUT in outputs and (onnx_model.tokenizer_folder / MODULES_FILE).is_file()
+    return SENTENCE_SIMILARITY if "sentence_embedding" in outputs or pooled else CUSTOM_TASK
+
+
+def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
+    if task == SENTENCE_SIMILARITY:
+        return ['# Sample format: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
+    if task != CUSTOM_TASK:
+        return ['# Sample format: {"text": "...", "label": "..."}, and "text_b" for pairs']
+    others = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
+    where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in others.items())
+    return [
+        *_comment_lines(f"One array per input, by name; the batch axis is 0{where}:"),
+        *_savez_example(onnx_model),
+    ]
+
+
+def _header_comments(onnx_model: ThirdPartyModel, path: Path, rows: DataInfo | None) -> Iterator[str]:
+    details, signature = onnx_model.details, onnx_model.signature
+    made = f", produced by {details['producer']}" if details.get("producer") else ""
+    nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
+    yield f"# smelt run {path}"
+    yield "#"
+    yield from _comment_lines(
+        f"Created by `smelt init` for {onnx_model.file.name}: {nodes} of opset {details['opset']}{made}."
+    )
+    for word, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+        yield from _comment_lines(f"{word}: {'; '.join(value.describe() for value in values)}")
+    for note in rows.notes if rows else ():
+        yield from _comment_lines(f"Note: {note}.")
+    if rows is None:
+        yield "# Set your files under data, then:"
+    yield f"# `smelt plan {path}` checks it; `smelt stages NAME` describes a stage."
+
+
+def _comment_lines(text: str) -> list[str]:
+    text = escape_controls(" ".join(text.split()))  # names in a file may contain invalid YAML characters
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _savez_example(onnx_model: ThirdPartyModel) -> list[str]:
+    names = ", ".join(f"{value.name}=..." for value in onnx_model.signature.inputs)
+    fits = all(value.name.isidentifier() for value in onnx_model.signature.inputs)
+    if not fits:  # names such as `input:0` are not Python identifiers
+        names = "**{" + ", ".join(f"{value.name!r}: ..." for value in onnx_model.signature.inputs) + "}"
+    return _comment_lines(f'numpy.savez("test.npz", {names})')
+
+
+def _data_lines(rows: DataInfo | None, axes: SampleAxes, end: str, base: Path) -> Iterator[str]:
+    """Yield the lines under `data`."""
+    if rows is None:
+        for name in ("calibration", "test"):
+            yield f"  {name}: data/{name}{end}"
+        return
+    for name, path in rows.splits.items():
+        yield f"  {name}: {_relative_path(path, base)}"
+    if rows.fractions:
+        yield f"  split: {{{', '.join(f'{name}: {share}' for name, share in rows.fractions.items())}}}"
+    if rows.columns:
+        columns = ", ".join(f"{role}: {_yaml_quoted(name)}" for role, name in rows.columns.items())
+        yield f"  columns: {{{columns}}}"
+    if axes:
+        said = (f"{_yaml_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
+        yield f"  axes: {{{', '.join(said)}}}    # batch axes, inferred from the data: check them"
+
+
+def _yaml_quoted(name: str) -> str:
+    """Return a name as a quoted YAML string."""
+    return json.dumps(name)
+
+
+def _quantization_lines(onnx_model: ThirdPartyModel, task: Task, calibrated: bool) -> Iterator[str]:
+    """Yield the quantization step, or a comment why there is none.
+
+    Only int8-static quantizes convolutions. For transformers it loses more quality than int8-dynamic (MiniLM
+    0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md).
+    """
+    operators, inside = onnx_model.details.get("operators", {}), onnx_model.details.get("inner_operators", {})
+    if onnx_model.details.get("codes") or onnx_model.details.get("floats") in NON_FLOAT32_DTYPES:
+        yield "  # no quantization: its weights are not float32"
+        return
+    convolutions = sum(operators.get(name, 0) for name in _CONVOLUTION_OPERATORS)
+    # int8-dynamic also quantizes the bodies of If, Loop and Scan
+    products = sum(operators.get(name, 0) + inside.get(name, 0) for name in _MATRIX_OPERATORS)
+    if not convolutions and not products:
+        yield "  # no quantization: none of its operators is supported by int8 schemes"
+        return
+    attends = operators.get("Softmax", 0) > 1 or any(name in operators for name in _ATTENTION_OPERATORS)
+    static = convolutions and not (attends and products) and task == CUSTOM_TASK
+    if static and not calibrated and not products:
+        yield f"  # - quantize-onnx: {{scheme: {STATIC_SCHEME}}}    # with data: {{calibration: FILE}}"
+        return
+    yield f"  - quantize-onnx: {{scheme: {STATIC_SCHEME if static and calibrated else DEFAULT_SCHEME}}}"
+    yield "    name: int8"
+
+
+def _score_lines(signature: GraphSignature, task: Task, without: Sequence[str]) -> Iterator[str]:
+    yield "score:"
+    sizes = "[1, 8]" if signature.fixed_batch_size is None else f"[{signature.fixed_batch_size}]"
+    yield f"  latency: {{batch_sizes: {sizes}}}"
+    # an output with a fixed first axis, in a graph with dynamic batch size, has no batch axis
+    whole = [
+        value
+        for value in signature.outputs
+        if value.axis is None
+        or value.name in without
+        or (value.shape and isinstance(value.shape[value.axis], int) and signature.fixed_batch_size is None)
+    ]
+    if whole and task == CUSTOM_TASK and signature.fixed_batch_size is None:
+        names = ", ".join(value.describe() for value in whole)
+        yield from (
+            f"  {line}" for line in _comment_lines(f"batch size 1, as these have no batch axis: {names}")
+        )
+        yield "  batch_size: 1"
+
+
+def _relative_path(path: Path, base: Path) -> str:
+    return Path(os.path.relpath(path.expanduser().absolute(), base)).as_posix()

@@ -1,0 +1,400 @@
+"""Write a first recipe for a model, its data and this machine, for `smelt init`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+from smelt.core.errors import InputError
+from smelt.core.files import write_atomically
+from smelt.core.text import with_article
+from smelt.data.csv_rows import read_file_rows
+from smelt.data.images import read_image_rows
+from smelt.data.labels import infer_problem_type
+from smelt.data.splits import IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Columns, Label, SplitName, Task
+from smelt.models.families.registry import FAMILIES, no_blocks_reason
+from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
+from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
+from smelt.pipeline.inspect.init_stages import (
+    CLASSIFICATION_TASK,
+    MIN_SHORTLIST_ROWS,
+    MachineInfo,
+    gated_step,
+    propose_steps,
+    quantized_model_notes,
+    quantized_model_steps,
+    step_lines,
+    training_time_text,
+)
+from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model
+from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM
+from smelt.pipeline.recipe.yaml_file import parse_yaml
+
+_PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
+_ROW_EXAMPLES = {
+    "translation": '{"source": "...", "target": "..."}',
+    "summarization": '{"source": "...", "target": "..."}',
+    "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
+    "language-modeling": '{"text": "..."}, or a .txt file',
+    "sentence-similarity": '{"text": "..."}, for scored pairs also "text_b" and "label"',
+    "image-classification": '{"image": "FILE", "label": "..."}, or a folder with a folder for each class',
+}
+_QUALITY_METRICS = {
+    "translation": "[bleu, chrf]",
+    "summarization": "[rouge1, rouge2, rougeL, rougeLsum]",
+    "language-modeling": "[perplexity, bits_per_byte]",
+}
+_MAIN_METRICS = {
+    "translation": "bleu",
+    "summarization": "rougeL",
+    "language-modeling": "perplexity",
+    "sentence-similarity": "agreement",
+}
+# Samples that are read to determine the type of the labels.
+_LABEL_SAMPLE_ROWS = 2000
+_MIN_COUNT_IN_MILLIONS = 100_000  # parameters; smaller numbers are written in full
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """Options of `smelt init`.
+
+    columns: by role. languages: source and target of multilingual models. fast: propose stronger compression
+    with longer training.
+    """
+
+    task: Task | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    languages: tuple[str | None, str | None] = (None, None)
+    fast: bool = False
+
+
+def inspect_machine() -> MachineInfo:
+    """Return CPU cores, GPU and runtimes of this machine, without importing torch, TensorRT or OpenVINO."""
+    from importlib.util import find_spec
+
+    from smelt.evaluate.environment import physical_cores
+    from smelt.pipeline.inspect.machine import has_cuda
+    from smelt.runtimes.ort_tensorrt_provider import missing_requirement
+
+    tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
+    provider = has_cuda() and missing_requirement("ort-tensorrt") is None
+    return MachineInfo(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None, provider)
+
+
+def init_recipe(
+    model: str,
+    data: Sequence[Path] = (),
+    out: str | None = None,
+    task: Task | None = None,
+    force: bool = False,
+    options: InitOptions | None = None,
+) -> tuple[str, Path | None]:
+    """Write a recipe for `model` that `smelt plan` accepts; return its text and its path.
+
+    Args:
+        model: a folder, a hub id or an ONNX model.
+        data: files or folders with the splits; empty: the recipe has placeholders.
+        out: the recipe's file (default: NAME.yaml in the current folder), or `-` to write no file and return
+            None as path.
+        task: task, if the model's family supports several.
+        force: overwrite an existing file.
+        options: further options.
+
+    Raises:
+        InputError: the model is not supported, the data is invalid, or the file exists.
+    """
+    options = options or InitOptions(task)
+    if is_onnx(model, Path.cwd()):
+        return _init_onnx_recipe(model, data, out, task or options.task, force, options)
+    seen = inspect_model(model, task or options.task)
+    if data and (task or options.task) is None and _has_class_labels(data, seen, options.columns):
+        seen = inspect_model(model, CLASSIFICATION_TASK)
+    seen = replace(seen, languages=_required_languages(seen, options))
+    found = inspect_data(data, seen.task, options.columns) if data else None
+    if seen.needs_classifier and found and "train" not in found.splits:
+        raise InputError(
+            f"{model}: the model has no classifier, and there are no training samples to train one. Add a"
+            " file with training samples (--data).",
+            code="missing-data",
+        )
+    path = None if out == "-" else Path(out or f"{_model_name(model)}.yaml")
+    if path is not None and path.exists() and not force:
+        raise InputError(
+            f"{path}: the file exists. Choose another with --out, or overwrite it with --force.",
+            code="file-exists",
+            file=str(path),
+        )
+    base = (path.parent if path is not None else Path()).resolve()
+    text = recipe_text(model, seen, found, inspect_machine(), base, path or Path("RECIPE.yaml"), options.fast)
+    if found:
+        _require_valid_plan(text, base / (path or Path("RECIPE.yaml")).name)
+    if path is not None:
+        write_atomically(path, text)
+    return text, path
+
+
+def _has_class_labels(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[str, str]) -> bool:
+    """Return whether the samples have class labels, so that a model that supports it becomes a classifier.
+
+    This holds for any model folder, also a sentence embedder. Numbers with pairs of texts are similarities.
+    """
+    if CLASSIFICATION_TASK not in model_info.tasks or model_info.task == CLASSIFICATION_TASK:
+        return False
+    try:
+        found = inspect_data(data, CLASSIFICATION_TASK, columns)
+    except InputError:
+        return False  # not classification data; errors are reported for the model's own task
+    names = Columns(**found.columns)
+    row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
+    label = row.get(names.label)
+    return label is not None and (row.get(names.text_pair) is None or isinstance(label, str | list))
+
+
+def _init_onnx_recipe(
+    model: str, data: Sequence[Path], out: str | None, task: Task | None, force: bool, options: InitOptions
+) -> tuple[str, Path | None]:
+    """As `init_recipe`, for an ONNX model."""
+    path = None if out == "-" else Path(out or f"{Path(_model_name(model)).stem}.yaml")
+    if path is not None and path.exists() and not force:
+        raise InputError(
+            f"{path}: the file exists. Choose another with --out, or overwrite it with --force.",
+            code="out-exists",
+        )
+    base = (path.parent if path is not None else Path()).resolve()
+    text = onnx_recipe_text(model, data, task, path or Path("RECIPE.yaml"), base, options.columns)
+    if data:
+        _require_valid_plan(text, base / (path or Path("RECIPE.yaml")).name)
+    if path is not None:
+        write_atomically(path, text)
+    return text, path
+
+
+def _required_languages(model_info: ModelInfo, options: InitOptions) -> tuple[str | None, str | None]:
+    """Return source and target language for the recipe; (None, None) if the model is not multilingual.
+
+    Raises:
+        InputError: a multilingual model without languages, or languages for another model.
+    """
+    family = FAMILIES[model_info.family]
+    if family.language_selection != "codes":
+        if any(options.languages):
+            raise InputError(
+                f"--source-language, --target-language: {with_article(model_info.family)} model has no"
+                " language setting. Remove them.",
+                code="does-not-fit-model",
+            )
+        return None, None
+    source, target = (mine or its for mine, its in zip(options.languages, model_info.languages, strict=True))
+    if source is None or target is None:
+        raise InputError(
+            f"{with_article(model_info.family)} model needs a source and a target language, as"
+            " codes of its tokenizer, such as"
+            f" --source-language {family.example_languages[0]}"
+            f" --target-language {family.example_languages[1]}.",
+            code="missing-languages",
+        )
+    return source, target
+
+
+def _require_valid_plan(text: str, path: Path) -> None:
+    """Require that the recipe `text`, as the file `path`, has a valid plan.
+
+    Raises:
+        InputError: it has not, for example because of invalid samples or unknown labels.
+    """
+    from smelt.pipeline.plan.load_plan import make_plan
+
+    try:
+        make_plan(parse_yaml(text, path.name), path)
+    except InputError as error:
+        raise InputError(
+            f"No recipe was written, because it would not be valid:\n{error}",
+            code=error.code,
+            found=error.found,
+        ) from error
+
+
+def recipe_text(
+    model: str,
+    model_info: ModelInfo,
+    data: DataInfo | None,
+    machine: MachineInfo,
+    base: Path,
+    path: Path,
+    fast: bool = False,
+) -> str:
+    """Return the recipe as YAML with comments. base: the folder that its paths are relative to."""
+    splits = data.splits if data else _PLACEHOLDERS
+    train = "train" in splits
+    decides = model_info.task in TEXT_TO_TEXT_TASKS if fast else model_info.task == CLASSIFICATION_TASK
+    rows = _count_training_rows(data) if data and train and decides else MIN_SHORTLIST_ROWS
+    judge = (
+        _main_metric(model_info, data) if "validation" in {*splits, *(data.fractions if data else ())} else ""
+    )
+    wanted = (
+        quantized_model_steps(model_info, machine, train)
+        if model_info.quantization
+        else propose_steps(model_info, machine, train, fast, rows, judge)
+    )
+    proposed = list(wanted)
+    said = [
+        *(quantized_model_notes(model_info.quantization, fast) if model_info.quantization else ()),
+        *(data.notes if data else ()),
+    ]
+    if data and not machine.gpu and (effort := training_time_text(model_info, data, proposed)):
+        said.append(effort)
+    given = Path(model).expanduser()
+    local = given.as_posix() if given.is_absolute() else _relative_path(model_info.folder or given, base)
+    named = model if model_info.folder is None else local
+    head = _header_comments(model, model_info, machine, path, said, named_files=data is not None)
+    lines = [*head, f"model: {_yaml_scalar(named)}", f"task: {model_info.task}"]
+    if len(model_info.tasks) > 1:
+        others = ", ".join(t for t in model_info.tasks if t != model_info.task)
+        lines[-1] += f"    # other tasks of this family: {others}"
+    lines += [
+        f"# Sample format: {_ROW_EXAMPLES[model_info.task]}",
+        "data:    # test is only for scoring",
+    ]
+    for name in (n for n in get_args(SplitName) if n in splits):
+        file = splits[name]
+        lines.append(f"  {name}: {_yaml_scalar(_recipe_path(file, base) if data else file.as_posix())}")
+    if data and data.fractions:
+        parts = ", ".join(f"{name}: {share}" for name, share in data.fractions.items())
+        lines.append(f"  split: {{{parts}}}    # taken from train at random")
+    if data and data.columns:
+        named_columns = ", ".join(f"{role}: {_yaml_scalar(name)}" for role, name in data.columns.items())
+        lines.append(f"  columns: {{{named_columns}}}    # inferred from the first sample")
+    if all(model_info.languages):
+        source, target = map(_yaml_scalar, map(str, model_info.languages))
+        lines += [f"  source_language: {source}", f"  target_language: {target}"]
+    lines += ["stages:", *(line for step in proposed for line in step_lines(step))]
+    lines += _score_lines(model_info)
+    if model_info.needs_classifier:
+        lines += ["baseline: tuned    # the classifier is untrained before this step"]
+    metric, last = (
+        _main_metric(model_info, data),
+        "onnx-fp32" if no_blocks_reason(model_info.config) else "onnx-int8",
+    )
+    last = gated_step(model_info, train) if model_info.quantization else last
+    lines += [
+        "# Limits; the run exits with 3 if one is exceeded:",
+        f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: {last}}}}}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _count_training_rows(data: DataInfo) -> int:
+    """Return the number of training samples after splitting, counted up to `MIN_SHORTLIST_ROWS`."""
+    kept = 1 - sum(data.fractions.values())
+    found = sum(
+        1
+        for _ in itertools.islice(read_file_rows(data.splits["train"]), math.ceil(MIN_SHORTLIST_ROWS / kept))
+    )
+    return int(found * kept)
+
+
+def _main_metric(model_info: ModelInfo, data: DataInfo | None) -> str:
+    """Return the main metric of the report; for a classifier it depends on the first labels in the data."""
+    if model_info.task in _MAIN_METRICS:
+        return _MAIN_METRICS[model_info.task]
+    labels: list[Label] = []
+    if data:
+        column = data.columns.get("label", Columns().label)
+        path, columns = next(iter(data.splits.values())), Columns()
+        found = (
+            read_image_rows(path, columns.image, column)
+            if model_info.task == IMAGE_CLASSIFICATION
+            else read_file_rows(path)
+        )
+        for _, row in itertools.islice(found, _LABEL_SAMPLE_ROWS):
+            value = row.get(column)
+            if isinstance(value, int | float | str):
+                labels.append(value)
+            elif isinstance(value, list):
+                labels.append(tuple(map(str, value)))
+    config = None if model_info.needs_classifier or not model_info.config else model_info.config
+    return METRICS_BY_PROBLEM[infer_problem_type(config, labels)][0]
+
+
+def _header_comments(
+    model: str,
+    model_info: ModelInfo,
+    machine: MachineInfo,
+    path: Path,
+    notes_on_inputs: Sequence[str],
+    named_files: bool,
+) -> Iterator[str]:
+    """Yield the comments at the top of the recipe: model, machine and notes.
+
+    notes_on_inputs: notes on model and data. named_files: whether the user passed data files.
+    """
+    count = model_info.parameters or 0
+    number = f"{count / 1e6:,.1f}M" if count >= _MIN_COUNT_IN_MILLIONS else f"{count:,}"
+    size = f", {number} parameters in {model_info.dtype}" if count else ""
+    limit = f", texts of at most {model_info.max_tokens:,} tokens" if model_info.max_tokens else ""
+    yield f"# smelt run {path}"
+    yield "#"
+    notes = [
+        f"Created by `smelt init` for {_model_name(model)}: {model_info.family}{size}{limit}; on"
+        f" {_machine_text(machine)}."
+    ]
+    notes += [f"Note: {note}." for note in notes_on_inputs]
+    if not named_files:
+        notes += ["Set your files under data, then:"]
+    for note in notes:
+        yield from textwrap.wrap(
+            note, 78, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+        )
+    yield f"# `smelt plan {path}` checks it; add `--limit 64` to a run for a quick test;"
+    yield "# `smelt stages NAME` describes a stage and its settings."
+
+
+def _machine_text(machine: MachineInfo) -> str:
+    """Return the description of the machine."""
+    cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
+    gpu = " and an NVIDIA GPU" if machine.gpu else " without an NVIDIA GPU"
+    there = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
+    runtimes = " and ".join(name for name, is_there in there if is_there)
+    return f"{cores}{gpu}, with {runtimes}" if runtimes else f"{cores}{gpu}"
+
+
+def _score_lines(model_info: ModelInfo) -> Iterator[str]:
+    yield "score:"
+    if model_info.task in _QUALITY_METRICS:
+        yield f"  quality: {_QUALITY_METRICS[model_info.task]}"
+    if model_info.task in TEXT_TO_TEXT_TASKS:
+        yield "  generation: {max_new_tokens: 128}"
+    yield "  latency: {batch_sizes: [1, 8]}"
+
+
+def _model_name(model: str) -> str:
+    return Path(os.path.abspath(model)).name if Path(model).exists() else model.rstrip("/").split("/")[-1]
+
+
+def _relative_path(path: Path, base: Path) -> str:
+    # not resolved: a run's artifacts are links into the store, where names are only keys
+    return Path(os.path.relpath(path.expanduser().absolute(), base)).as_posix()
+
+
+def _recipe_path(path: Path, base: Path) -> str:
+    """Return the path relative to `base`; absolute paths are kept."""
+    path = path.expanduser()
+    return path.as_posix() if path.is_absolute() else _relative_path(path, base)
+
+
+def _yaml_scalar(text: str) -> str:
+    """Return `text` as a YAML string, quoted only if needed."""
+    try:
+        plain = not any(c in text for c in "{}[],#:\n") and parse_yaml(f"a: {text}", "").value == {"a": text}
+    except InputError:
+        plain = False
+    return text if plain else json.dumps(text, ensure_ascii=False)

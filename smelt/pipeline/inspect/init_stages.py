@@ -1,0 +1,422 @@
+"""Choose the stages that `smelt init` proposes, by task, training samples and machine.
+
+Propose steps and notes for a model that is already quantized, for `smelt init`.
+
+Estimate the training time of a proposed recipe on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.compress.train.settings import TrainingSettings
+from smelt.data.csv_rows import read_file_rows
+from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.models.families.registry import FAMILIES, no_blocks_reason
+from smelt.pipeline.inspect.data_files import DataInfo
+from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
+from smelt.pipeline.recipe.stages import load_stage
+from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES
+
+# Training samples from which a shortlist is proposed: with 2,000 it cost a translator 2.4 BLEU, with 29,000
+# little (docs/measurements/techniques.md); nothing in between was measured.
+MIN_SHORTLIST_ROWS = 10_000
+# Training samples from which a first recipe distills a pruned classifier: with 1,000 and 2,000 (SST-2,
+# MiniLM) one epoch gained nothing after pruning, which lost 0 and 1 points.
+_MIN_DISTILL_ROWS = 5_000
+CLASSIFICATION_TASK: Task = "text-classification"
+# Losses of `distill` for tasks without logits.
+_TASK_LOSSES = {"sentence-similarity": "sentence_embedding: 1.0, pairwise_similarity: 1.0"}
+_LOGITS_LOSS, _MAX_WIDTH = "losses: {logits: 1.0, labels: 0}, temperature: 1.0", 80
+
+
+@dataclass(frozen=True)
+class MachineInfo:
+    """The machine that a recipe is for. cores: physical ones. ort_tensorrt: TensorRT in ONNX Runtime."""
+
+    cores: int
+    gpu: bool
+    tensorrt: bool
+    openvino: bool = False
+    ort_tensorrt: bool = False
+
+
+@dataclass(frozen=True)
+class ProposedStep:
+    """A step in the list of stages, with a comment."""
+
+    stage: str
+    settings: str = "{}"
+    comment: str = ""
+    name: str = ""
+    parent: str = ""
+    optional: bool = False
+
+
+def propose_steps(
+    model_info: ModelInfo,
+    machine: MachineInfo,
+    train: bool,
+    fast: bool = False,
+    rows: int = MIN_SHORTLIST_ROWS,
+    selection_metric: str = "",
+) -> Iterator[ProposedStep]:
+    """Yield the proposed steps for the task.
+
+    Args:
+        model_info: the model.
+        machine: the machine.
+        train: whether there are training samples.
+        fast: propose stronger compression with longer training instead of a quick first recipe.
+        rows: number of training samples, as far as they were counted.
+        selection_metric: metric that selects checkpoints; empty without validation data.
+    """
+    plain = no_blocks_reason(model_info.config) is not None  # convolutions are not quantized
+    trained = (
+        _fast_steps(model_info, rows, selection_metric)
+        if fast and not plain
+        else _training_steps(model_info, rows)
+    )
+    whole = "" if plain else "tuned" if train and model_info.needs_classifier else "model"
+    wanted = [*(trained if train else _training_free_steps(plain)), *_export_steps(machine, plain, whole)]
+    for step in wanted:
+        if model_info.task in load_stage(step.stage).tasks:
+            yield step
+
+
+def _classifier_training(model_info: ModelInfo) -> Iterator[ProposedStep]:
+    if model_info.needs_classifier:
+        yield ProposedStep(
+            "finetune", "{epochs: 3, learning_rate: 5.0e-5}", "train a classifier for your labels", "tuned"
+        )
+
+
+def _distill_losses(task: Task) -> str:
+    """Return the losses of `distill`: only the teacher's logits, or also labels where they help."""
+    if task in TEXT_TO_TEXT_TASKS or task == "language-modeling":
+        return _LOGITS_LOSS
+    return f"losses: {{{_TASK_LOSSES.get(task, 'logits: 1.0, labels: 0.5')}}}"
+
+
+def _teacher_setting(model_info: ModelInfo) -> str:
+    return "teacher: tuned, " if model_info.needs_classifier else ""
+
+
+def _training_steps(model_info: ModelInfo, rows: int) -> Iterator[ProposedStep]:
+    yield from _classifier_training(model_info)
+    teacher = _teacher_setting(model_info)
+    if no_blocks_reason(model_info.config):
+        yield ProposedStep("factorize", "{method: tucker, keep_ratio: 0.5}", "low-rank convolutions")
+        how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
+        yield ProposedStep("distill", how, "recover the lost quality", "small")
+        return
+    # by magnitude, as the samples may have no scores to compute a loss from
+    how = ", importance: magnitude" if model_info.task == SENTENCE_SIMILARITY else ""
+    few = model_info.task == CLASSIFICATION_TASK and rows < _MIN_DISTILL_ROWS
+    name = "small" if few else ""
+    yield ProposedStep(
+        "prune", f"{{targets: [ffn], keep_ratio: 0.75{how}}}", "remove a quarter of the FFN neurons", name
+    )
+    if few:
+        return
+    how = f"{{{teacher}{_distill_losses(model_info.task)}, epochs: 1}}"
+    yield ProposedStep("distill", how, "recover the lost quality", "small")
+
+
+def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iterator[ProposedStep]:
+    """Yield the steps with the best results for each task in docs/measurements/README.md."""
+    yield from _classifier_training(model_info)
+    teacher, counts = _teacher_setting(model_info), layer_counts(model_info)
+    select = f", metric_for_best_model: {selection_metric}" if selection_metric else ""
+    if model_info.task in TEXT_TO_TEXT_TASKS:
+        yield ProposedStep(
+            "onnx", "{target: ort-cpu}", "generates the training texts for the student", "whole-onnx"
+        )
+        few = f"student: {{decoder_layers: {max(1, counts['decoder_layers'] // 3)}}}"
+        how = f"{few}, sequence_level: {{num_beams: 5, original_ratio: 0.5, generator: whole-onnx}}"
+        how += f", {_LOGITS_LOSS}, epochs: 6, lr_schedule: cosine{select}"
+        why = "fewer decoder layers, which run once per generated token"
+        enough = rows >= MIN_SHORTLIST_ROWS
+        yield ProposedStep("distill", f"{{{how}}}", why, "shallow" if enough else "small", "model")
+        if enough:
+            yield ProposedStep("shortlist", "{}", "restrict the output tokens for each source", "small")
+        return
+    if model_info.task in (CLASSIFICATION_TASK, IMAGE_CLASSIFICATION):
+        yield from _narrow_model_steps(teacher, select, *counts.items())
+        return
+    ((name, count), *_) = counts.items()
+    if model_info.task == "language-modeling":  # text quality drops with each removed layer
+        if count > 1:
+            few = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
+            yield ProposedStep("drop-layers", few, "remove the least important layers", "shallow")
+        yield ProposedStep("prune", "{targets: [ffn], keep_ratio: 0.5}", "remove half of the FFN neurons")
+        how = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, lr_schedule: cosine}"
+        yield ProposedStep("distill", how, "recover the lost quality", "small")
+        return
+    few = f"student: {{{name}: {max(1, round(count / 3))}}}"
+    losses = _distill_losses(model_info.task)
+    yield ProposedStep(
+        "distill", f"{{{teacher}{few}, {losses}, epochs: 3}}", "a student with fewer layers", "shallow"
+    )
+    how = "{targets: [ffn], keep_ratio: 0.5, importance: magnitude}"
+    yield ProposedStep("prune", how, "remove half of the FFN neurons")
+    yield ProposedStep("distill", f"{{{teacher}{losses}, epochs: 2}}", "recover the lost quality", "small")
+
+
+def _narrow_model_steps(teacher: str, metric_setting: str, stack: tuple[str, int]) -> Iterator[ProposedStep]:
+    """Yield steps that keep half of the layers and neurons; a third of the layers gave worse results."""
+    name, count = stack
+    if count > 1:
+        how = f"{{{name}: {round(count / 2)}}}"
+        yield ProposedStep("drop-layers", how, "remove the less important half of the layers", "shallow")
+    yield ProposedStep("prune", "{targets: [ffn], keep_ratio: 0.5}", "remove half of the FFN neurons")
+    how = f"{{{teacher}losses: {{logits: 1.0, labels: 0}}, temperature: 2.0, epochs: 3{metric_setting}}}"
+    yield ProposedStep("distill", how, "recover the lost quality", "small")
+
+
+def layer_counts(model_info: ModelInfo) -> dict[str, int]:
+    """Return the number of layers of each stack by its name in settings; 1 if not in the config."""
+    stacks = FAMILIES[model_info.family].stacks
+    return (
+        {}
+        if stacks is None
+        else {s.name: s.num_layers(model_info.config) or 1 for s in stacks(model_info.config)}
+    )
+
+
+def _training_free_steps(convolutional: bool) -> Iterator[ProposedStep]:
+    if convolutional:
+        how = "{method: tucker, energy: 0.9}"
+        yield ProposedStep("factorize", how, "with training samples, add distill after it", "small")
+        return
+    yield ProposedStep(
+        "factorize",
+        "{method: svd, energy: 0.98}",
+        "needs no training samples; with some, use prune and distill",
+        "small",
+    )
+
+
+def _export_steps(machine: MachineInfo, convolutional: bool, int8_parent: str) -> Iterator[ProposedStep]:
+    """Yield the exports of `small`, and an int8-only branch from the step `int8_parent`, if given."""
+    why = "for deployment on a CPU" if convolutional else "without quantization, for comparison"
+    yield ProposedStep("onnx", "{target: ort-cpu}", why, "onnx-fp32")
+    if machine.openvino:
+        yield ProposedStep(
+            "onnx", "{target: openvino}", "the same for OpenVINO", "openvino", "small", optional=True
+        )
+    if not convolutional:
+        yield ProposedStep("quantize", f"{{scheme: {DEFAULT_SCHEME}}}", "int8 weights", "int8", "small")
+        yield ProposedStep("onnx", "{target: ort-cpu}", "for deployment on a CPU", "onnx-int8")
+    if int8_parent:  # often the smallest loss of quality
+        yield ProposedStep(
+            "quantize",
+            f"{{scheme: {DEFAULT_SCHEME}}}",
+            "only int8, for comparison",
+            "int8-alone",
+            int8_parent,
+        )
+        yield ProposedStep("onnx", "{target: ort-cpu}", "", "onnx-int8-alone")
+    if machine.gpu or machine.tensorrt:
+        yield ProposedStep("onnx", "{target: tensorrt, dtype: fp16}", "for GPUs", "onnx-fp16", "small")
+        yield ProposedStep("tensorrt", "{}", "skipped if it cannot run", optional=True)
+    if machine.ort_tensorrt:
+        how = "{target: ort-tensorrt, dtype: fp16}"
+        yield ProposedStep(
+            "onnx", how, "TensorRT engines in ONNX Runtime", "ort-tensorrt", "small", optional=True
+        )
+
+
+def step_lines(step: ProposedStep) -> Iterator[str]:
+    """Yield the lines of a step; beyond 80 columns, the comment is put above and settings are split."""
+    text = f"  - {step.stage}: {step.settings}"
+    why = f"    # {step.comment}" if step.comment else ""
+    if len(text) + len(why) > _MAX_WIDTH:
+        yield from [f"  # {step.comment}:"] if step.comment else []
+        why = ""
+    if len(text) > _MAX_WIDTH:
+        yield f"  - {step.stage}:"
+        yield from _mapping_lines(step.settings)
+    else:
+        yield text + why
+    for key, value in (("name", step.name), ("from", step.parent), ("optional", step.optional and "true")):
+        if value:
+            yield f"    {key}: {value}"
+
+
+def _mapping_lines(settings: str) -> Iterator[str]:
+    """Yield a mapping in braces with one line per key."""
+    depth, line = 0, "      "
+    for letter in settings[1:-1]:
+        depth += (letter in "{[") - (letter in "]}")
+        if letter == "," and not depth:
+            yield line
+            line = "     "  # a space follows the comma
+        else:
+            line += letter
+    yield line
+
+
+_EXPORT_STEP = "onnx-codes"
+_TUNED_EXPORT_STEP = "onnx-tuned"
+
+
+def quantized_model_steps(model_info: ModelInfo, machine: MachineInfo, train: bool) -> Iterator[ProposedStep]:
+    """Yield the proposed steps for a quantized model: export, and training of the quantized weights.
+
+    Stages for float weights are not possible. `distill` is not proposed, as the model would be its own,
+    identical teacher.
+
+    Args:
+        model_info: the model.
+        machine: the machine.
+        train: whether there are training samples.
+    """
+    targets = model_info.quantization.targets if model_info.quantization else []
+    if "ort-cpu" in targets:
+        yield ProposedStep(
+            "onnx", "{target: ort-cpu}", "for deployment on a CPU, weights unchanged", _EXPORT_STEP
+        )
+    if machine.openvino and "openvino" in targets:
+        yield ProposedStep(
+            "onnx", "{target: openvino}", "the same for OpenVINO", "openvino", "model", optional=True
+        )
+    if _can_train(model_info, train):
+        # learned scales start from the stored ones, so the first update uses the original quantized weights
+        how = "{epochs: 1, learning_rate: 2.0e-5, qat: {scales: lsq}}"
+        why = "train the quantized weights; same size and speed"
+        yield ProposedStep("finetune", how, why, "tuned", "model")
+        yield ProposedStep(
+            "onnx", "{target: ort-cpu}", "deploy this one if training helped", _TUNED_EXPORT_STEP
+        )
+
+
+def quantized_model_notes(quantization: QuantizedModelInfo, fast: bool) -> Iterator[str]:
+    """Yield notes on a quantized model, without full stops. fast: whether --fast was set."""
+    yield (
+        f"the weights are already quantized ({quantization.description}) and are kept; pruning, removing"
+        f" layers, factorization and other schemes need float weights: start from {quantization.float_source}"
+    )
+    if fast:
+        yield (
+            "--fast has no effect, because it removes layers and neurons, which needs float weights; use the"
+            " float model"
+        )
+
+
+def gated_step(model_info: ModelInfo, train: bool) -> str:
+    """Return the name of the step for the proposed gate."""
+    return _TUNED_EXPORT_STEP if _can_train(model_info, train) else _EXPORT_STEP
+
+
+def _can_train(model_info: ModelInfo, train: bool) -> bool:
+    """Return whether there are training samples and learnable scales."""
+    schemes = model_info.quantization.schemes if model_info.quantization else ()
+    learns = any(SCHEMES[name].learnable_scales for name in schemes)
+    return (
+        train and learns and model_info.task != SENTENCE_SIMILARITY
+    )  # its samples may have no scores to train on
+
+
+# Maximum number of samples to count, and of samples whose characters are counted.
+_MAX_COUNTED_ROWS, _MEASURED_ROWS = 300_000, 500
+_CHARS_PER_TOKEN = 4  # in languages with spaces
+# Operations per weight and token: a multiplication and an addition in the forward pass, twice as many in the
+# backward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); a teacher adds a forward pass.
+_TRAINING_OPS_PER_WEIGHT, _FORWARD_OPS_PER_WEIGHT = 6, 2
+# Training throughput relative to one large matrix multiplication: 96 updates of a translator with 8.4 million
+# weights took 90 s instead of 33 s.
+_COMPUTE_EFFICIENCY = 0.35
+
+
+def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[ProposedStep]) -> str | None:
+    """Return a note on the training time of `steps` on this machine; None if it cannot be estimated.
+
+    A rough estimate from the number of operations, to distinguish minutes from days.
+    """
+    settings = [
+        (step.stage, _parse_settings(step)) for step in steps if step.stage in ("finetune", "distill")
+    ]
+    if (
+        not settings
+        or not model_info.parameters
+        or model_info.task == IMAGE_CLASSIFICATION
+        or "train" not in data.splits
+    ):
+        return None
+    rows, letters = _count_rows_and_chars(data)
+    # in an encoder-decoder each half processes one side
+    tokens = letters / _CHARS_PER_TOKEN / (2 if model_info.task in TEXT_TO_TEXT_TASKS else 1)
+    epochs = work = 0.0
+    for word, said in settings:
+        passes = float(said.get("epochs", TrainingSettings.model_fields["epochs"].default))
+        written: Mapping[str, Any] = said.get("sequence_level") or {}
+        passes /= 1 - float(written.get("original_ratio", 0))
+        epochs += passes
+        work += passes * (
+            _TRAINING_OPS_PER_WEIGHT + _FORWARD_OPS_PER_WEIGHT * (word == "distill")
+        ) + _FORWARD_OPS_PER_WEIGHT * float(written.get("num_beams", 0))
+    weights = model_info.parameters - _embedding_parameters(model_info)
+    seconds = work * weights * rows * tokens / (_COMPUTE_EFFICIENCY * _operations_per_second())
+    least = "at least " if rows >= _MAX_COUNTED_ROWS * (1 - sum(data.fractions.values())) else ""
+    number = f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+    time_text = f"{least}roughly {_duration_text(seconds)}"
+    return f"training takes {number} on {least}{rows:,} samples; on this CPU {time_text}"
+
+
+def _embedding_parameters(model_info: ModelInfo) -> int:
+    """Return the number of weights without operations: the embedding of a model that does not generate."""
+    writes = model_info.task in TEXT_TO_TEXT_TASKS or model_info.task == "language-modeling"
+    words, width = (
+        model_info.config.get("vocab_size"),
+        model_info.config.get(FAMILIES[model_info.family].hidden_size_key),
+    )
+    if writes or not isinstance(words, int) or not isinstance(width, int):
+        return 0
+    return min(words * width, model_info.parameters or 0)
+
+
+def _parse_settings(step: ProposedStep) -> Mapping[str, Any]:
+    found: Any = parse_yaml(f"a: {step.settings}", "").value
+    return dict(found["a"])
+
+
+def _count_rows_and_chars(data: DataInfo) -> tuple[int, float]:
+    """Return the number of training samples, and the mean number of characters per sample."""
+    path = data.splits["train"]
+    if data_suffix(path) == ".txt":
+        text = read_text_file(path)
+        lines = text.removesuffix("\n").count("\n") + 1
+        return round(lines * (1 - sum(data.fractions.values()))), len(text) / lines
+    found = read_file_rows(path)
+    looked = (row.values() for _, row in itertools.islice(found, _MEASURED_ROWS))
+    seen = [sum(len(value) for value in row if isinstance(value, str)) for row in looked]
+    count = len(seen) + sum(1 for _ in itertools.islice(found, _MAX_COUNTED_ROWS))
+    return round(count * (1 - sum(data.fractions.values()))), sum(seen) / max(1, len(seen))
+
+
+def _operations_per_second(size: int = 512) -> float:
+    """Return the float32 operations per second of the CPU in a matrix multiplication (best of 50)."""
+    import numpy as np
+
+    a = np.ones((size, size), np.float32)
+    best = float("inf")
+    for _ in range(50):
+        began = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def _duration_text(seconds: float) -> str:
+    """Return a duration as text with at most two significant digits."""
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 1.5 * length:
+            return f"{float(f'{seconds / length:.2g}'):g} {unit}"
+    return "a minute"

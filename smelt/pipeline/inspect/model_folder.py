@@ -1,0 +1,397 @@
+"""Check without torch that a folder is a supported model.
+
+Only safetensors weights are read. Pickle files (`pytorch_model.bin`, `.pt`, `.ckpt`) can run arbitrary code
+when they are opened, so they are always rejected.
+
+Check from config and headers that the quantized weights in a model's folder are supported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, combined_error, did_you_mean
+from smelt.core.files import load_json, path_exists, resolve_path
+from smelt.core.hub import hub_cache_only, hub_unreachable_reason
+from smelt.core.messages import Message, error_message, warning
+from smelt.core.text import with_article
+from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Task
+from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, find_family
+from smelt.models.quantization_config import (
+    QUANTIZATION_CONFIG_KEY,
+    new_head_message,
+    parse_quantization_config,
+    require_quantized_tensors,
+    undeclared_quantized_layer,
+)
+from smelt.models.seq2seq_head import lacks_head
+from smelt.models.weight_files import (
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX_FILE,
+    find_weights,
+    has_weights,
+    oversized_setting,
+    read_header,
+)
+from smelt.pipeline.inspect.model_files import check_file_consistency, damaged_tensor_problem
+from smelt.pipeline.recipe.model_and_data import has_classifier
+
+
+def quantization_problems(
+    folder: Path, config: Mapping[str, Any], task: Task | None, whole: bool
+) -> list[Message]:
+    """Return errors if the quantized weights declared in the config are not supported.
+
+    Checks that need the values (order of inputs, zero points of 16, scales outside the range of float16,
+    sizes in the config) are made during the run.
+
+    Args:
+        folder: the model's folder.
+        config: its Hugging Face config; empty if missing.
+        task: task of the model; None if unknown.
+        whole: whether the headers of the weights can be read.
+    """
+    try:
+        coding = parse_quantization_config(config)
+    except InputError as error:
+        return [error.as_message().with_prefix(f"{folder / 'config.json'}: ")]
+    try:
+        if coding is None:
+            return _undeclared_quantization(folder) if whole else []
+        if whole:
+            require_quantized_tensors(folder, coding)
+    except InputError as error:
+        return [error.as_message()]
+    wants_head = lacks_head(config) or (task in CLASSIFICATION_TASKS and not has_classifier(config))
+    return [error_message("head-on-quantized", f"{folder}: {new_head_message(coding)}")] if wants_head else []
+
+
+def _undeclared_quantization(folder: Path) -> list[Message]:
+    """Return an error if there are quantized weights that the config does not declare."""
+    layer = undeclared_quantized_layer(folder)
+    if layer is None:
+        return []
+    return [
+        error_message(
+            "missing-quantization-config",
+            f"{folder}: '{layer}.qweight' and other tensors are quantized, but config.json has no"
+            f" {QUANTIZATION_CONFIG_KEY}. Older tools wrote it to a separate file (quantize_config.json,"
+            f" quant_config.json): copy its content to config.json as {QUANTIZATION_CONFIG_KEY}, with"
+            " quant_method: gptq or awq.",
+        )
+    ]
+
+
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Files to download from the hub: no pickles, no weights of other frameworks, no code.
+_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt", "README.md", "LICENSE*"]
+_CONVERT_HINT = (
+    "If you trust their source, convert them with "
+    "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True), with the Auto class"
+    " of the task, and copy the tokenizer's files."
+)
+
+
+def local_model_folder(model: str, base: Path) -> Path | None:
+    """Return the folder of `model`, relative to `base`; None for a hub id."""
+    path = resolve_path(base, model)
+    if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir():
+        return path
+    return None
+
+
+def fetch_model(model: str, base: Path, task: Task) -> Path:
+    """Return the folder of `model`; a hub id is downloaded (only safetensors and text files).
+
+    Raises:
+        InputError: the download failed, or the model is not supported.
+    """
+    folder = local_model_folder(model, base)
+    if folder is None:
+        import huggingface_hub
+
+        lack = hub_unreachable_reason()
+        try:
+            with hub_cache_only(lack):
+                folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+        except Exception as error:  # the hub client raises many types; all mean that the download failed
+            raise hub_error(model, lack, error) from error
+    problems, _ = check_model_folder(folder, task)
+    if problems:
+        raise combined_error(problems)
+    return folder
+
+
+def hub_error(model: str, offline_reason: str | None, error: Exception) -> InputError:
+    """Return the error for a failed download. offline_reason: why the hub is not reachable, or None."""
+    if offline_reason is None:
+        return InputError(
+            f"{model}: no such folder, and cannot download a model of this name from the hub: {error}",
+            code="not-on-hub",
+        )
+    return InputError(
+        f"{model}: no such folder, and not in the local hub cache; {offline_reason}."
+        " Use a model's folder, or download the model with a network connection first.",
+        code="not-in-hub-cache",
+    )
+
+
+def check_model_folder(
+    folder: Path, task: Task | None, is_baseline: bool = True, needs_tokenizer: bool = True
+) -> tuple[list[Message], list[Message]]:
+    """Check the files of `folder`: config, weights, tokenizer.
+
+    Args:
+        folder: the model's folder.
+        task: task of the model; None if unknown.
+        is_baseline: whether the original model is the baseline of the run.
+        needs_tokenizer: whether its tokenizer or image processor is used.
+
+    Returns:
+        Errors and warnings.
+    """
+    if not folder.is_dir():
+        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = did_you_mean(folder.name, beside)
+        code, kind = (
+            ("not-a-folder", "not a folder") if folder.exists() else ("missing-folder", "no such folder")
+        )
+        text = f"{folder}: {kind}. Expected a model's folder with config.json, or a hub id.{near}"
+        return [error_message(code, text)], []
+    config, problems = read_config(folder)
+    broken = _check_weights(folder)
+    problems += [*broken, *quantization_problems(folder, config, task, whole=not broken)]
+    kind = str(config.get("model_type", ""))
+    families = FAMILIES_BY_TASK[task] if task else ()
+    if config and families and kind not in families:
+        problems.append(unknown_family_message(kind, task).with_prefix(f"{folder / 'config.json'}: "))
+    else:
+        problems += _check_language_model(config, folder) if task == "language-modeling" else []
+        problems += _check_bare_encoder(config, folder) if task == SENTENCE_SIMILARITY else []
+        problems += [
+            problem.with_prefix(f"{folder / 'config.json'}: ")
+            for problem in unsupported_config_errors(config)
+        ]
+    problems += check_tokenizer_files(folder, kind) if needs_tokenizer else []
+    if problems:
+        return problems, []
+    if (wrong := oversized_setting(folder, config)) is not None:
+        return [error_message("config-exceeds-weights", wrong)], []
+    problems, advice = check_file_consistency(folder, config)
+    return problems, [
+        *advice,
+        *_duplicate_weights_warning(folder),
+        *_config_warnings(config, task, is_baseline),
+    ] if not problems else []
+
+
+def unknown_family_message(kind: str, task: Task | None = None) -> Message:
+    """Return the error that the model_type `kind` is not supported for `task` (None: for any task).
+
+    No similar name is suggested: model_type is written by programs, and similar names are other
+    architectures.
+    """
+    tasks = [name for name, families in FAMILIES_BY_TASK.items() if kind in families]
+    if tasks and task:
+        return error_message(
+            "unsupported-task",
+            f"{with_article(kind)} model is not supported for {task} by this version, only for"
+            f" {' or '.join(tasks)}. Supported for {task}: {', '.join(FAMILIES_BY_TASK[task])}.",
+        )
+    known = {task: FAMILIES_BY_TASK[task]} if task else FAMILIES_BY_TASK
+    words = "; ".join(f"for {name} {', '.join(families)}" for name, families in known.items())
+    return error_message(
+        "unsupported-family",
+        f"model_type '{kind}' is not supported by this version. Supported: {words}.",
+    )
+
+
+def _check_language_model(config: dict[str, Any], folder: Path) -> list[Message]:
+    """Return an error if the config is not of a causal language model."""
+    named: list[str] = config.get("architectures") or []
+    if not config or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        return []
+    return [
+        error_message(
+            "unsupported-architecture",
+            f"{folder / 'config.json'}: 'architectures' is {named}; expected a language model, whose class"
+            " ends in ForCausalLM or LMHeadModel.",
+        )
+    ]
+
+
+def _check_bare_encoder(config: dict[str, Any], folder: Path) -> list[Message]:
+    """Return an error if the config is of a classifier, which is not a sentence embedder."""
+    named: list[str] = config.get("architectures") or []
+    if not any(name.endswith("Classification") for name in named):
+        return []
+    return [
+        error_message(
+            "unsupported-architecture",
+            f"{folder / 'config.json'}: 'architectures' is {named}, a classifier, not a sentence embedder."
+            " Save only"
+            " its encoder, AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer.",
+        )
+    ]
+
+
+def unsupported_config_errors(config: dict[str, Any]) -> list[Message]:
+    """Return errors for settings of a config that its family does not support."""
+    family = find_family(config)
+    return [
+        error_message("unsupported-config", text)
+        for text in (family.unsupported_config(config) if family else ())
+    ]
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], list[Message]]:
+    """Return the Hugging Face config in `folder` (empty if missing), and errors in it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        text = f"{folder}: no config.json in this folder. Expected a model's folder."
+        return {}, [error_message("missing-config", text)]
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], list[Message]]:
+    """Return the Hugging Face config in the file `path` (empty if missing), and errors in it."""
+    if not (path_exists(path) and path.is_file()):
+        beside = path_exists(path.parent) and path.parent.is_dir()
+        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if beside else ""
+        return {}, [
+            error_message("missing-config", f"{path}: no such file. Expected a model's config.{near}")
+        ]
+    try:
+        config = load_json(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [error_message("invalid-json", f"{path}: invalid JSON: {error}")]
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        text = f"{path}: expected a JSON object with a model_type, as transformers writes it."
+        return {}, [error_message("invalid-config", text)]
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        text = f"{path}: 'architectures' must be a list of class names, as transformers writes it."
+        return {}, [error_message("invalid-config", text)]
+    return config, []
+
+
+def _check_weights(folder: Path) -> list[Message]:
+    pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
+    if pickles and not has_weights(folder):
+        return [
+            error_message(
+                "pickled-weights",
+                f"{folder}: the weights are pickle files ({', '.join(pickles[:3])}), which can run arbitrary"
+                f" code when opened, so smelt does not read them. {_CONVERT_HINT}",
+            )
+        ]
+    try:
+        weights = find_weights(folder)
+        problems = [problem for path in weights.files for problem in _check_header(path)]
+        if not problems:
+            for path in weights.files:
+                weights.require_complete(path, read_header(path))
+    except InputError as error:
+        graphs = sorted(path.name for path in folder.glob("*.onnx"))
+        what = f" Its ONNX files ({', '.join(graphs[:3])}) have no weights for torch." if graphs else ""
+        return [error_message(error.code or "damaged-weights", f"{error}{what}")]
+    return problems
+
+
+def _duplicate_weights_warning(folder: Path) -> list[Message]:
+    """Return a warning if a folder has weights twice, such as an old single file next to new shards."""
+    if not ((folder / WEIGHTS_FILE).is_file() and (folder / WEIGHTS_INDEX_FILE).is_file()):
+        return []
+    taken = {path.name for path in find_weights(folder).files}
+    other = WEIGHTS_INDEX_FILE if WEIGHTS_FILE in taken else WEIGHTS_FILE
+    return [
+        warning(
+            "weights-stored-twice",
+            f"{folder} contains weights in {WEIGHTS_FILE} and in shards. {other} is ignored, as in"
+            " transformers; remove the outdated one.",
+        )
+    ]
+
+
+def _check_header(path: Path) -> list[Message]:
+    """Check the header of a safetensors file, and that the file has the length that the header requires.
+
+    Format: 8 bytes little-endian length, JSON of that length, then the tensors
+    (https://github.com/huggingface/safetensors, "Format").
+    """
+    again = "Copy or download it again."
+    if not path.is_file():
+        return [error_message("missing-file", f"{path}: missing file of the weights. {again}")]
+    size = path.stat().st_size
+    code, problem = "damaged-weights", ""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            header = json.loads(stream.read(length)) if 8 + length <= size else None
+        if start == b"version ":
+            text = f"{path}: a Git LFS pointer, not the weights. Fetch them with `git lfs pull`."
+            return [error_message("lfs-pointer", text)]
+        tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
+        expected = 8 + length + max(tensors)
+        if size < expected:
+            code, problem = "truncated-file", f"incomplete file: {size:,} of {expected:,} bytes. {again}"
+        elif damage := damaged_tensor_problem(header or {}):
+            code, problem = "damaged-header", f"damaged header: {damage}. {again}"
+    except OSError as error:
+        code, problem = "unreadable-file", f"cannot read the file: {error.strerror}."
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        problem = f"not a safetensors file, or incomplete ({size:,} bytes). {again}"
+    return [error_message(code, f"{path}: {problem}")] if problem else []
+
+
+def check_tokenizer_files(folder: Path, kind: str) -> list[Message]:
+    """Return errors for missing tokenizer files in `folder` for a model of the family `kind`.
+
+    For an image model, errors in its image processor.
+    """
+    fix = "Copy the tokenizer's files there (tokenizer.save_pretrained(FOLDER))."
+    family = FAMILIES.get(kind)
+    if family is None:  # unsupported, which is reported elsewhere
+        return []
+    if family.input_kind == "images":
+        return _check_image_processor(folder)
+    slow = family.tokenizer_files.slow_files
+    missing = [name for name in slow if not (folder / name).is_file()]
+    if not family.tokenizer_files.accepts_fast:
+        text = f"{folder}: incomplete tokenizer: {', '.join(missing)} missing. {fix}"
+        return [error_message("missing-tokenizer", text)] if missing else []
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) or (slow and not missing):
+        return []
+    expected = f"tokenizer.json or {' and '.join(slow) or 'vocab.txt'}"
+    return [error_message("missing-tokenizer", f"{folder}: no tokenizer. Expected {expected}. {fix}")]
+
+
+def _check_image_processor(folder: Path) -> list[Message]:
+    """Return errors in the image processor in `folder`."""
+    from smelt.models.image_processor import read_processor
+
+    try:
+        read_processor(folder)
+    except InputError as error:
+        return [error.as_message()]
+    return []
+
+
+def _config_warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[Message]:
+    named: list[str] = config.get("architectures") or []
+    if task in CLASSIFICATION_TASKS and named and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in named):
+        advice = ". Start with a finetune step and set it as the baseline" if is_baseline else ""
+        return [
+            warning(
+                "new-classifier",
+                f"The model ({named[0]}) has no classification head; a random one is added{advice}.",
+            )
+        ]
+    return []

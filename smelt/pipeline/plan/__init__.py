@@ -1,0 +1,1 @@
+"""Check a recipe before any work."""

@@ -1,0 +1,462 @@
+"""Turn a recipe into a plan, with all checks that need no work; all mistakes are reported together.
+
+Check a recipe's model, data and device before a run.
+
+Check from config and data, without torch, that each stage fits its input model and samples.
+
+Optional class methods of stages:
+
+check_model(settings, config): returns the mistakes as messages with their settings, and the config of the
+    output model (the same object if unchanged). Stages without it do not change the config.
+check_teachers(settings, config, named): for settings that name other steps. config: of the output model;
+    named: the configs of the named steps, by setting, as far as they are known.
+check_rows(settings, task, data): returns the mistakes regarding the samples in the splits `data`.
+required_metrics(settings): returns the metrics that settings name, as (setting, metric).
+
+Report the default learning rates of the training steps in a plan.
+
+Notes about quantization methods that do not suit their scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.compress.quantize.scheme_options import two_bit_warnings
+from smelt.compress.train.learning_rates import TrainedPart, default_learning_rate, has_fewer_layers
+from smelt.compress.train.settings import TrainingSettings
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import resolve_path
+from smelt.core.messages import Message, error_message, info
+from smelt.data.bleu_tokenizer import bleu_tokenizer
+from smelt.data.splits import Split, Task
+from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
+from smelt.models.length_limits import position_limit
+from smelt.pipeline.inspect.machine import cuda_missing_reason
+from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
+from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization
+from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.plan.gates import (
+    check_baseline,
+    check_latency_steps,
+    choose_judging_split,
+    plan_gates,
+    set_engine_lengths,
+    steps_until,
+)
+from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
+from smelt.pipeline.plan.plan_checker import PlanChecker
+from smelt.pipeline.plan.quantized_steps import (
+    prequantized_mistakes,
+    qat_mistakes,
+    quantization_lost_warnings,
+)
+from smelt.pipeline.plan.step_draft import idle_autotune_warnings
+from smelt.pipeline.plan.task_checks import check_embedder, resolve_text_rules
+from smelt.pipeline.plan.third_party import (
+    apply_graph_axes,
+    apply_graph_batch_size,
+    check_float_weights,
+    check_generation_engines,
+    check_third_party_model,
+)
+from smelt.pipeline.plan.untrained_checks import (
+    check_classifier,
+    check_new_classifier,
+    check_untrained,
+    config_file,
+    read_untrained_config,
+)
+from smelt.pipeline.plan.warnings import data_warnings, decoding_warnings, last_checkpoint_warnings
+from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
+from smelt.pipeline.recipe.model_and_data import UntrainedModel
+from smelt.pipeline.recipe.recipe import ParsedRecipe, check_recipe, find_recipe
+from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
+from smelt.quantization.schemes.registry import SCHEMES
+
+if TYPE_CHECKING:
+    from smelt.pipeline.recipe.yaml_file import KeyPath
+
+
+# Files up to this size are read for the plan, so that their mistakes are reported with the others.
+_EAGER_READ_BYTES = 8_000_000
+# Keys that `resolve_text_rules` reads.
+_TEXT_KEYS = ("data.prefix", "data.source_language", "data.target_language")
+
+
+def check_model(
+    recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str], warnings: list[Message], notes: list[Message]
+) -> Path | None:
+    """Check the model's folder and return it; None for a hub id.
+
+    bad: dotted paths of parts that are known to be invalid. warnings, notes: receive the warnings, and the
+    notes for the plan.
+    """
+    model = recipe.model
+    if has_mistake(bad, "model"):
+        return None
+    if not isinstance(model, str):  # see smelt.pipeline.plan.untrained_checks
+        return None
+    if not model.strip() or "\0" in model:
+        mistakes.add(
+            ("model",), "expected a model's folder or a hub id, got an empty name.", code="empty-text"
+        )
+        return None
+    try:
+        folder = local_model_folder(model, recipe.base)
+        if folder is None:
+            notes.append(
+                info("from-the-hub", f"'{model}' is not a local folder; the run downloads it from the hub.")
+            )
+            return None
+        task = None if has_mistake(bad, "task") else recipe.task
+        problems, advice = check_model_folder(folder, task, recipe.baseline == MODEL_STEP)
+    except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
+        problems, advice, folder = [error_message("unreadable-file", f"cannot be read: {error}.")], [], None
+    for problem in problems:
+        mistakes.add_message(("model",), problem)
+    warnings += [doubt.with_prefix("model: ") for doubt in advice]
+    if (
+        folder is not None
+        and not has_mistake(bad, "task", *_TEXT_KEYS)
+        and _is_supported_model(folder, recipe.task)
+    ):
+        try:
+            resolve_text_rules(recipe, folder)
+        except InputError as error:
+            mistakes.add_error(("data",), error)
+    return folder
+
+
+def _is_supported_model(folder: Path, task: Task) -> bool:
+    """Return whether the config can be read and its model_type supports `task`."""
+    return read_config(folder)[0].get("model_type") in FAMILIES_BY_TASK[task]
+
+
+def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
+    """Check that the requested device is available."""
+    if recipe.device == "cuda" and not has_mistake(bad, "device") and (lack := cuda_missing_reason()):
+        mistakes.add(("device",), lack, code="no-gpu")
+
+
+def check_data(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
+    """Check that the data files exist; read and return the small ones."""
+    # samples cannot be checked without the task and the names of the columns
+    readable = not has_mistake(bad, "task", "data.columns", "data.axes")
+    splits: dict[str, Split] = {}
+    for name, origin in recipe.data.split_files().items():
+        if has_mistake(bad, f"data.{name}"):
+            continue
+        try:
+            path = resolve_path(recipe.base, origin)
+            if _is_hub_dataset(origin, path) or (path.is_file() and path.stat().st_size > _EAGER_READ_BYTES):
+                continue
+            if readable or not path.exists():
+                splits |= read_split_source(recipe, name)
+        except InputError as error:
+            if error.found:
+                mistakes.add_error(("data", name), error)
+            for line in str(error).splitlines() if not error.found else ():
+                mistakes.add(("data", name), line, code=error.code)
+        except (OSError, RuntimeError, ValueError) as error:  # such as an invalid file name
+            mistakes.add(("data", name), f"cannot be read: {error}.", code="unreadable-file")
+    return splits if readable else {}
+
+
+def check_bleu_tokenizer(recipe: ParsedRecipe, splits: Mapping[str, Split], mistakes: Mistakes) -> None:
+    """Check that the tokenizer set for BLEU can split the references."""
+    for name in ("test", "validation"):
+        if recipe.tokenize is None or name not in splits:
+            continue
+        try:
+            bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
+        except InputError as error:
+            at = next((n for n, metric in enumerate(recipe.score.quality) if metric == "bleu"), 0)
+            place = ("score", "quality", at, "bleu", "tokenize")
+            mistakes.add(place, f"data.{name}: {error}", code=error.code)
+            return
+
+
+def _is_hub_dataset(origin: str, path: Path) -> bool:
+    """Return whether `read_split` would download `origin` from the hub."""
+    local = bool(path.suffix) or origin.startswith((".", "/", "~")) or "/" not in origin
+    return not local and not path.exists()
+
+
+def check_model_configs(
+    steps: Sequence[PlanStep],
+    setting_paths: dict[str, KeyPath],
+    recipe: ParsedRecipe,
+    folder: Path | None,
+    mistakes: Mistakes,
+) -> None:
+    """Propagate the model's config through the tree of `steps`, and add mistakes where a step does not fit.
+
+    Args:
+        steps: parents first.
+        setting_paths: path of each step's settings in the recipe.
+        recipe: the recipe, which may start from a config without weights.
+        folder: the model's folder; None if it is not downloaded or created yet.
+        mistakes: receives the mistakes.
+    """
+    config = _start_config(recipe, folder)
+    if config is None:
+        return
+    if folder is not None:
+        coded = inspect_quantization(folder, config)
+        for name, message, code in [*prequantized_mistakes(steps, coded), *qat_mistakes(steps, coded)]:
+            mistakes.add(setting_paths[name], message, code=code)
+        if coded is not None and no_blocks_reason(config) is not None:
+            config = {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
+    configs: dict[str, Mapping[str, Any]] = {MODEL_STEP: config}
+    for step in steps:
+        before = configs.get(step.parent)
+        if before is None:
+            continue
+        check = getattr(step.stage_class, "check_model", None)
+        found, after = check(step.settings, before) if check else ([], before)
+        compare = getattr(step.stage_class, "check_teachers", None)
+        if compare and not found and not step.invalid_settings:
+            references = step.settings.step_references().items()
+            named = {setting: configs[name] for setting, name in references if name in configs}
+            found = compare(step.settings, after, named)
+        for one in found:
+            setting = one.setting or ""
+            if setting.partition(".")[0] not in step.invalid_settings:  # those were reported already
+                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), one)
+        # with invalid settings the output config is unknown, unless the stage does not change it
+        if after is before or not step.invalid_settings:
+            configs[step.name] = after
+
+
+def _start_config(recipe: ParsedRecipe, folder: Path | None) -> Mapping[str, Any] | None:
+    """Return the config that a recipe starts from; None if it cannot be read or is not downloaded yet."""
+    if isinstance(recipe.model, UntrainedModel):
+        config, problems = read_untrained_config(config_file(recipe.model, recipe.base))
+    elif folder is not None:
+        config, problems = read_config(folder)
+    else:
+        return None
+    return None if problems else config
+
+
+def check_window_length(recipe: ParsedRecipe, folder: Path | None, mistakes: Mistakes) -> None:
+    """Add a mistake if windows are longer than the model's number of positions.
+
+    folder: None if the model is not downloaded or created yet.
+    """
+    length = recipe.data.windows.length
+    if length is None:
+        return
+    config: Mapping[str, Any] = {}
+    if isinstance(recipe.model, UntrainedModel):
+        config, _ = read_untrained_config(config_file(recipe.model, recipe.base))
+    elif folder is not None:
+        config, _ = read_config(folder)
+    limit = position_limit(config)
+    if limit is not None and length > limit:
+        mistakes.add(
+            ("data", "windows", "length"),
+            f"{length} exceeds the model's limit of {limit} tokens. Set {limit} or less.",
+            code="window-too-long",
+        )
+
+
+def check_stage_data(
+    steps: Sequence[PlanStep],
+    setting_paths: dict[str, KeyPath],
+    task: Task,
+    splits: Mapping[str, Split],
+    mistakes: Mistakes,
+    bad: set[str],
+) -> None:
+    """Add the mistakes in settings that do not fit the task or the samples of `splits`.
+
+    bad: dotted paths of parts that are known to be invalid; with an invalid task nothing is checked.
+    """
+    if has_mistake(bad, "task"):
+        return
+    for step in steps:
+        check = getattr(step.stage_class, "check_rows", None)
+        for one in check(step.settings, task, splits) if check else ():
+            setting = one.setting or ""
+            if setting.split(".")[0] not in step.invalid_settings:
+                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), one)
+
+
+def check_stage_metrics(
+    steps: Sequence[PlanStep], setting_paths: dict[str, KeyPath], quality: Sequence[str], mistakes: Mistakes
+) -> None:
+    """Add a mistake for each metric that settings name and the recipe does not score.
+
+    quality: the scored metrics; empty if they depend on the data, then nothing is checked.
+    """
+    for step in steps if quality else ():
+        named = getattr(step.stage_class, "required_metrics", None)
+        for setting, metric in named(step.settings) if named else ():
+            if metric not in quality and setting.split(".")[0] not in step.invalid_settings:
+                mistakes.add(
+                    (*setting_paths[step.name], *_setting_path(setting)),
+                    f"'{metric}' is not scored, only {', '.join(quality)}."
+                    f"{did_you_mean(metric, quality)}"
+                    " Choose one of these, or add it to score: {quality: [...]}.",
+                    code="metric-not-scored",
+                )
+
+
+def _setting_path(setting: str) -> tuple[str | int, ...]:
+    """Return the path of a setting such as `phases.0.losses` relative to its step."""
+    return tuple(int(word) if word.isdigit() else word for word in setting.split(".") if word)
+
+
+def default_rate_notes(
+    steps: Sequence[PlanStep], config: Mapping[str, Any], quantization: QuantizedModelInfo | None
+) -> Iterator[Message]:
+    """Yield a note with the default learning rates of the training steps that do not set one.
+
+    Steps after a stage that changes the model's width, and students that are another model, are not included:
+    their rate is known when the step starts, and is in its log.
+
+    Args:
+        steps: steps of the plan, parents first.
+        config: config of the original model; empty if not available.
+        quantization: quantized weights of the original model; None for floats.
+    """
+    told = []
+    known: dict[str, tuple[str, ...]] = (
+        {MODEL_STEP: tuple(quantization.schemes) if quantization else ()} if config else {}
+    )
+    configs = {MODEL_STEP: config}
+    for step in steps:
+        settings: Any = step.settings
+        if step.parent not in known or settings.replaces_model:
+            continue
+        if "width" in getattr(settings, "targets", ()):
+            continue
+        codes, before = known[step.parent], configs[step.parent]
+        known[step.name] = tuple(settings.used_schemes()) if step.stage == "quantize" else codes
+        check = getattr(step.stage_class, "check_model", None)
+        configs[step.name] = after = check(settings, before)[1] if check else before
+        if isinstance(settings, TrainingSettings) and _has_default_rate(settings):
+            told.append(f"{step.name} {_rate_text(settings, after, codes, has_fewer_layers(after, config))}")
+    if told:
+        yield info("default-learning-rate", f"default learning rates: {'; '.join(told)}")
+
+
+def _has_default_rate(settings: Any) -> bool:
+    """Return whether a training, or one of its phases, has no learning rate of its own."""
+    return any(one.learning_rate is None for one in getattr(settings, "phase_settings", lambda: [settings])())
+
+
+def _rate_text(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...], lost: bool) -> str:
+    """Return the default rates of one training as text. lost: whether layers were removed."""
+    what: TrainedPart = "weights"
+    if settings.lora is not None:
+        what = "adapters"
+    elif lost:
+        what = "fewer layers"
+    told = f"{default_learning_rate(config, what):.2g}"
+    few = [name for name in codes if SCHEMES[name].requires_training or 0 < SCHEMES[name].bits < 4]
+    if what == "adapters" or not few:
+        return f"{told} ({what})"
+    through = f"{default_learning_rate(config, 'few bits'):.2g}"
+    if len(few) == len(codes):
+        return f"{through} (few bits)"
+    return f"{through} if most weights have fewer than four bits, else {told}"
+
+
+def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
+    """Yield a note for each step whose method does not suit its scheme; the run warns about it again.
+
+    Steps with `mixed_precision` are skipped: their bit widths are chosen during the run.
+    """
+    for step in steps:
+        settings: Any = step.settings
+        if getattr(settings, "method", None) == "hqq" and getattr(settings, "mixed_precision", None) is None:
+            for found in two_bit_warnings(settings.used_schemes()):
+                yield replace(found, severity="info", step=step.name)
+
+
+def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:
+    """Read and check a recipe (a file, or the name of one included in smelt) and return its plan.
+
+    Raises:
+        InputError: there are mistakes in the recipe, the model's folder or the data; one per line, each with
+            file and line.
+    """
+    path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
+    return make_plan(read_yaml(path), path, overrides, until)
+
+
+def make_plan(
+    document: YamlDocument, path: Path, overrides: Sequence[str] = (), until: str | None = None
+) -> Plan:
+    """Check the recipe in `document`, as if it were the file `path`, and return its plan.
+
+    Raises:
+        InputError: as `load_plan`.
+    """
+    read, mistakes, bad = check_recipe(document, path, overrides)
+    from_graph = is_onnx(read.model, read.base)
+    checker = PlanChecker(read, mistakes, bad, "onnx" if from_graph else "torch")
+    every = set_engine_lengths(checker.build_steps(), read, checker.setting_paths, mistakes)
+    kept = steps_until(checker, until)
+    judged = plan_gates(checker, kept)
+    check_latency_steps(checker)
+    check_baseline(checker, kept)
+    foreign = check_third_party_model(read, mistakes, bad, checker.warnings)
+    read = apply_graph_axes(apply_graph_batch_size(read, foreign, mistakes), foreign)
+    if from_graph:
+        folder = foreign.tokenizer_folder if foreign else None
+    else:
+        folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
+    check_untrained(read, every, mistakes, bad)
+    check_new_classifier(read, every, folder, mistakes)
+    check_model_configs(every, checker.setting_paths, read, folder, mistakes)
+    check_generation_engines(foreign, every, checker.setting_paths, mistakes)
+    check_float_weights(foreign, every, checker.setting_paths, mistakes)
+    check_window_length(read, folder, mistakes)
+    splits = check_data(read, mistakes, bad)
+    check_bleu_tokenizer(read, splits, mistakes)
+    check_device(read, mistakes, bad)
+    read, problem = check_classifier(read, folder, splits, mistakes, bad)
+    read = check_embedder(read, folder, splits, mistakes, bad, checker.warnings)
+    check_stage_data(every, checker.setting_paths, read.task, splits, mistakes, bad)
+    if not has_mistake(bad, "task", "score.quality"):
+        check_stage_metrics(every, checker.setting_paths, read.score.quality, mistakes)
+    mistakes.raise_if_any()
+    steps = tuple(step for step in every if step.name in kept)
+    doubts = [
+        *last_checkpoint_warnings(read, steps),
+        *data_warnings(read, any(step.trains for step in steps), splits),
+    ]
+    doubts += decoding_warnings(read, folder) if folder else []
+    config = read_config(folder)[0] if folder and not from_graph else {}
+    doubts += quantization_lost_warnings(steps, config)
+    coded = inspect_quantization(folder, config) if folder and not from_graph else None
+    floats = isinstance(read.model, UntrainedModel) or (folder is not None and not coded)
+    doubts += [] if from_graph else idle_autotune_warnings(steps, floats)
+    if isinstance(read.model, UntrainedModel):
+        config = read_untrained_config(config_file(read.model, read.base))[0]
+    checker.notes += [*default_rate_notes(steps, config, coded), *unsuitable_method_notes(steps)]
+    text = document.text + "".join(f"\n# --set {override}" for override in overrides)
+    return Plan(
+        recipe=read,
+        steps=steps,
+        gates=judged,
+        local_model=folder,
+        text=text,
+        splits=splits,
+        warnings=(*checker.warnings, *doubts),
+        notes=tuple(checker.notes),
+        until=until,
+        excluded_steps=tuple(step for step in every if step.name not in kept),
+        step_order=tuple(step.name for step in every),
+        judged_on=choose_judging_split(checker, splits),
+        problem_type=problem,
+        third_party_model=foreign,
+    )

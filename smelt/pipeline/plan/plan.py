@@ -1,0 +1,378 @@
+"""The plan of a recipe: the tree of steps, gates and data, and its text form.
+
+Read the splits of a recipe from their files, or take them from the training samples.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Format
+from smelt.core.errors import InputError, MissingDependencyError, combined_error
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Need, Settings, Stage
+from smelt.data.bleu_tokenizer import bleu_tokenizer
+from smelt.data.examples import UNLABELLED, read_split, read_unlabelled
+from smelt.data.labels import ProblemType
+from smelt.data.split_division import divide_split, limit_split
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.models.text_rules import read_text_rules
+from smelt.pipeline.inspect.model_folder import fetch_model
+from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
+from smelt.pipeline.plan.task_checks import pooling_text, resolve_pooling, resolve_text_rules
+from smelt.pipeline.recipe.model_and_data import UntrainedModel
+from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
+from smelt.pipeline.recipe.stages import MODEL_STEP
+
+
+def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
+    """Read the split `name` of `recipe`; for `train` also the splits that are taken from it.
+
+    Raises:
+        InputError: the samples cannot be read, or are too few to be divided.
+    """
+    data = recipe.data
+    if name == UNLABELLED:
+        return {name: read_unlabelled(data.split_files()[name], recipe.task, data.columns, recipe.base)}
+    split = read_split(data.split_files()[name], recipe.task, data.columns, recipe.base, name, data.axes)
+    shares = data.split.named_fractions() if name == "train" else {}
+    parts = divide_split(split, shares, recipe.seed) if shares else {name: split}
+    given = data.windows.model_dump(exclude_none=True)
+    return {
+        part: replace(rows, windows=rows.windows.model_copy(update=given)) if rows.windows else rows
+        for part, rows in parts.items()
+    }
+
+
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """One stage with its settings and its parent step (`model` is the original model).
+
+    needs: required data and hardware, given the settings. invalid_settings: settings with mistakes, replaced
+    by their defaults while the recipe is checked. unavailable: why the step cannot run on this machine, or
+    None.
+    unscored: why its artifact cannot be scored on this machine, or None.
+    """
+
+    name: str
+    stage: str
+    stage_class: type[Stage[Any]]
+    settings: Settings
+    parent: str
+    optional: bool
+    line: int
+    unavailable: str | None = None
+    unscored: str | None = None
+    invalid_settings: frozenset[str] = frozenset()
+    needs: frozenset[Need] = frozenset()
+
+    @property
+    def format(self) -> Format:
+        """Output format of the step: torch, onnx or tensorrt."""
+        return self.stage_class.produces
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step trains on samples."""
+        return bool(self.needs & {"train", "unlabelled"})
+
+    @property
+    def dependencies(self) -> tuple[str, ...]:
+        """The steps that this one needs: its parent and those that its settings name."""
+        return (self.parent, *self.settings.step_references().values())
+
+
+@dataclass(frozen=True)
+class PlannedGate:
+    """A limit on one metric, as in report.json. kind: max_drop, min or max. at: names of steps.
+
+    confidence: of the interval whose worse end is compared with the limit; None compares the value.
+    """
+
+    metric: str
+    kind: str
+    limit: float
+    at: tuple[str, ...]
+    confidence: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked recipe.
+
+    steps: in the recipe's order, parents first, without the original model; with `until` only that step and
+        those that it needs.
+    splits: the splits that were read already, because their files are small.
+    text: the recipe as in its file.
+    excluded_steps: the steps that `until` excludes.
+    step_order: names of all steps in the recipe's order.
+    warnings: warnings for plan and report.
+    notes: notes for the plan only.
+    judged_on: the split for scores, gates and the recommendation.
+    problem_type: problem type of a classifier, if model and data are available.
+    third_party_model: the ONNX model that the recipe starts from; None if it starts from weights.
+    """
+
+    recipe: ParsedRecipe
+    steps: tuple[PlanStep, ...]
+    gates: tuple[PlannedGate, ...]
+    local_model: Path | None
+    text: str
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[Message, ...] = ()
+    until: str | None = None
+    excluded_steps: tuple[PlanStep, ...] = ()
+    step_order: tuple[str, ...] = ()
+    judged_on: JudgedOn = "test"
+    problem_type: ProblemType | None = None
+    third_party_model: ThirdPartyModel | None = None
+
+    def __str__(self) -> str:
+        return _format_plan(self)
+
+    @property
+    def excluded_names(self) -> tuple[str, ...]:
+        """The names of the steps that `until` excludes."""
+        return tuple(step.name for step in self.excluded_steps)
+
+    @property
+    def path(self) -> Path:
+        """The recipe's file."""
+        return self.recipe.path
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the original model; a hub id is downloaded now.
+
+        Raises:
+            InputError: the download failed, or the model is not supported.
+        """
+        return self.local_model or fetch_model(str(self.recipe.model), self.recipe.base, self.recipe.task)
+
+    def recipe_dict(self) -> dict[str, Any]:
+        """Return the recipe as plain values with `--set` applied."""
+        return dict(self.recipe.document)
+
+    def gates_of(self, name: str) -> list[PlannedGate]:
+        """Return the gates on the step `name`."""
+        return [gate for gate in self.gates if name in gate.at]
+
+    def step(self, name: str) -> PlanStep:
+        """Return the step `name`."""
+        return next(step for step in self.steps if step.name == name)
+
+    def children(self, name: str) -> list[PlanStep]:
+        """Return the steps whose parent is the step `name` (`model` for the original model)."""
+        return [step for step in self.steps if step.parent == name]
+
+    @property
+    def blocked_steps(self) -> list[PlanStep]:
+        """The steps that cannot run on this machine and are not optional."""
+        return [step for step in self.steps if step.unavailable and not step.optional]
+
+    def ancestor_names(self, step: PlanStep) -> list[str]:
+        """Return the steps that `step` may read: the model, the steps that it names, its ancestors."""
+        parents = {s.name: s.parent for s in self.steps}
+        line, name = list[str](), step.parent
+        while name != MODEL_STEP:
+            line.append(name)
+            name = parents[name]
+        named = [name for name in step.dependencies if name != MODEL_STEP and name not in line]
+        return [MODEL_STEP, *named, *reversed(line)]
+
+    def require_runnable(self) -> None:
+        """Require that all steps that are not optional can run on this machine.
+
+        Raises:
+            MissingDependencyError: some cannot; the message lists every such step.
+        """
+        if self.blocked_steps:
+            raise combined_error(
+                (
+                    error_message(
+                        "step-unavailable",
+                        f"step '{step.name}' cannot run on this machine: {step.unavailable}"
+                        " Set `optional: true` next to the stage to skip it.",
+                        file=str(self.recipe.path),
+                        line=step.line,
+                    )
+                    for step in self.blocked_steps
+                ),
+                MissingDependencyError,
+            )
+
+    def read_data(self, limit: int | None = None) -> dict[str, Split]:
+        """Read every split of the recipe, at most `limit` samples of each.
+
+        Raises:
+            InputError: there are mistakes in the data; the message lists those of all splits.
+        """
+        splits, problems = dict(self.splits), list[Message]()
+        for name in self.recipe.data.split_files():
+            if name not in splits:
+                try:
+                    splits |= read_split_source(self.recipe, name)
+                except InputError as error:
+                    problems += error.found or [error.as_message()]
+        if problems:
+            raise combined_error(problems)
+        return {name: limit_split(splits[name], limit) for name in self.recipe.data.split_sources()}
+
+
+def _format_plan(plan: Plan) -> str:
+    """Return the plan as text of at most 80 columns: model, data, tree of steps, score, gates, warnings."""
+    recipe = plan.recipe
+    lines = [*_wrap_lines(f"{recipe.path}: {recipe.task}, {_pluralize(len(plan.steps), 'step')}", 2), ""]
+    lines += _wrap_lines(f"model       {_model_text(recipe.model)}", 12)
+    for said in _graph_lines(plan.third_party_model) if plan.third_party_model else ():
+        lines += _wrap_lines(said, 12)
+    for name, origin in recipe.data.split_sources().items():
+        rows = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
+        share = recipe.data.split.named_fractions().get(name)
+        said = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
+        lines += _wrap_lines(f"{name:<12}{said}{rows}", 12)
+    for said in resolve_text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
+        lines += _wrap_lines(f"texts       {said}", 12)
+    if recipe.task == SENTENCE_SIMILARITY and plan.local_model:
+        lines += _wrap_lines(f"vectors     {pooling_text(resolve_pooling(recipe, plan.local_model)[0])}", 12)
+    lines += ["", MODEL_STEP, *_tree_lines(plan, MODEL_STEP, ""), ""]
+    lines += _score_lines(plan)
+    if plan.judged_on != "test":
+        text = (
+            "judged on   validation: gates and recommendation; the recommended and Pareto-optimal steps are"
+            " scored on test"
+        )
+        lines += _wrap_lines(text, 12)
+    elif recipe.judged_on == "test":
+        text = "judged on   test: choosing the best of several branches on test overestimates its score"
+        lines += _wrap_lines(text, 12)
+    for gate in plan.gates:
+        way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
+        sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]
+        sure = f", with confidence {gate.confidence:g}" if gate.confidence is not None else ""
+        limit = f"{sign} {gate.limit:,.10g}{sure}"
+        lines += _wrap_lines(f"gate        {gate.metric}: {limit} at {', '.join(gate.at)}", 12)
+    if plan.until:
+        lines += _wrap_lines(
+            f"until       {plan.until}; excluded: {', '.join(plan.excluded_names) or 'none'}", 12
+        )
+    for note in plan.notes:
+        lines += _wrap_lines(f"note        {note}", 12)
+    for warning in plan.warnings:
+        lines += _wrap_lines(f"warning     {warning}", 12)
+    if plan.blocked_steps:
+        names = ", ".join(step.name for step in plan.blocked_steps)
+        lines += _wrap_lines(
+            f"cannot run on this machine: {names}. Install what is missing, or set"
+            " `optional: true` next to the stage to skip it.",
+            0,
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _tree_lines(plan: Plan, name: str, indent: str) -> Iterator[str]:
+    """Yield the steps below `name`; a chain has one column, branches are indented."""
+    children = [step for step in plan.steps if step.parent == name]
+    for number, step in enumerate(children):
+        last = number == len(children) - 1
+        mark, bar = ("", "") if len(children) == 1 else ("└─ ", "   ") if last else ("├─ ", "│  ")
+        yield from _step_lines(step, indent + mark, indent + bar)
+        yield from _tree_lines(plan, step.name, indent + bar)
+
+
+def _step_lines(step: PlanStep, first: str, rest: str) -> Iterator[str]:
+    given = step.settings.model_dump(mode="json", exclude_defaults=True)
+    settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in given.items())
+    reads = sorted(
+        need for need in step.needs if need in ("train", "unlabelled", "validation", "calibration")
+    )
+    title = step.name if step.name == step.stage else f"{step.name} ({step.stage})"
+    parts = [f"{title} -> {step.format}"]
+    parts += [f"{{{settings}}}"] if settings else []
+    parts += [f"reads {', '.join(reads)}"] if reads else []
+    if step.unavailable:
+        what = "will be skipped" if step.optional else "CANNOT RUN"
+        parts.append(f"{what}: {step.unavailable}")
+    elif step.optional:
+        parts.append("optional")
+    if step.unscored and not step.unavailable:
+        built = "built, not scored (needs a CUDA GPU)"
+        parts.append(built if step.format == "tensorrt" else f"not scored: {step.unscored}")
+    yield from textwrap.wrap(
+        "  ".join(parts),
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=f"{rest}    ",
+        break_on_hyphens=False,
+    )
+
+
+def _bleu_tokenizer_text(plan: Plan) -> str:
+    """Return BLEU's tokenizer for the test references, if these were read."""
+    recipe = plan.recipe
+    if recipe.task not in TEXT_TO_TEXT_TASKS or "test" not in plan.splits:
+        return "tokenizer by the references"
+    language = recipe.data.target_language
+    if language is None and plan.local_model:
+        language = read_text_rules(plan.local_model).target_language
+    texts = (text for example in plan.splits["test"].examples for text in example.references)
+    return bleu_tokenizer(texts, language=language)
+
+
+def _score_lines(plan: Plan) -> list[str]:
+    score = plan.recipe.score
+    tokenize = plan.recipe.tokenize or _bleu_tokenizer_text(plan)
+    names = [f"{m} ({tokenize})" if m == "bleu" else m for m in score.quality]
+    text = f"score       {', '.join(names) or 'metrics by the labels'}"
+    if plan.recipe.task in TEXT_TO_TEXT_TASKS:
+        text += f"; {score.generation.summary()}"
+    if score.latency:
+        sizes = ", ".join(map(str, score.latency.batch_sizes))
+        text += f"; latency at batch size {sizes} compared with {plan.recipe.baseline}"
+    return _wrap_lines(text, 12)
+
+
+def _value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace('"', "")
+
+
+def _model_text(model: str | UntrainedModel) -> str:
+    if isinstance(model, str):
+        return model
+    made = model.tokenizer
+    if made is None:
+        return f"{model.config}, untrained"
+    words = made if isinstance(made, str) else f"{made.train}, at most {made.vocab_size:,} tokens, from train"
+    return f"{model.config}, untrained; tokenizer: {words}"
+
+
+def _pluralize(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _wrap_lines(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def _graph_lines(model: ThirdPartyModel) -> Iterator[str]:
+    """Yield the lines about an ONNX model in `smelt plan`."""
+    details = model.details
+    made = f", produced by {details['producer']}" if details.get("producer") else ""
+    nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
+    if model.graphs:
+        names = ", ".join(f"{name}.onnx" for name in model.graphs)
+        yield f"graphs      {names}: {nodes} of opset {details['opset']}{made}"
+        return
+    yield f"graph       {nodes} of opset {details['opset']}{made}"
+    yield f"inputs      {'; '.join(value.describe() for value in model.signature.inputs)}"
+    yield f"outputs     {'; '.join(value.describe() for value in model.signature.outputs)}"

@@ -1,0 +1,256 @@
+"""Check steps after a model with quantized weights, from a checkpoint (GPTQ, AWQ) or from `quantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE, QuantizedInput
+from smelt.core.messages import Message, warning
+from smelt.models.quantization_config import parse_quantization_config
+from smelt.pipeline.inspect.model_info import QuantizedModelInfo
+from smelt.pipeline.plan.plan import PlanStep
+from smelt.pipeline.plan.step_draft import RUNTIME_NAMES
+from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.quantization.schemes.registry import SCHEMES
+
+
+def prequantized_mistakes(
+    steps: Sequence[PlanStep], quantization: QuantizedModelInfo | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (step, message, code) for steps that need float weights, or whose target lacks the scheme.
+
+    Args:
+        steps: steps of the plan, parents first.
+        quantization: quantized weights of the original model; None for floats.
+    """
+    if quantization is None:
+        return
+    kept = {MODEL_STEP}
+    what = f"needs float weights, but the model's weights are quantized ({quantization.description})"
+    for step in steps:
+        if step.parent not in kept:
+            continue
+        if step.stage != "distill":  # its student may be another model
+            kept.add(step.name)
+        target = getattr(step.settings, "target", None)
+        if getattr(step.stage_class, "needs_float", False):
+            yield (
+                step.name,
+                f"{step.stage} {what}. Start from {quantization.float_source}.",
+                "already-quantized",
+            )
+        elif zeros := next((n for n in TRAINING_BEFORE_QUANTIZE if getattr(step.settings, n, None)), None):
+            said = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
+            yield step.name, said, AFTER_QUANTIZE
+        elif step.stage == "onnx" and target and (codes := quantization.unsupported_by(str(target))):
+            ways = [f"target: {' or '.join(quantization.targets)}"] if quantization.targets else []
+            yield (
+                step.name,
+                f"{RUNTIME_NAMES[str(target)]} cannot run the {codes} of the model"
+                f" ({quantization.description}). Use {', or '.join([*ways, quantization.float_source])}.",
+                "unsupported-scheme",
+            )
+
+
+def quantization_lost_warnings(steps: Sequence[PlanStep], config: Mapping[str, Any]) -> Iterator[Message]:
+    """Yield a warning for each step that recomputes the quantized weights of the checkpoint.
+
+    Args:
+        steps: steps of the plan, parents first.
+        config: config of the original model with quantized weights.
+    """
+    if (coding := parse_quantization_config(config)) is None:
+        return
+    kept = {MODEL_STEP}
+    for step in steps:
+        settings: Any = step.settings
+        if step.parent not in kept or settings.replaces_model:
+            continue
+        learned = getattr(getattr(settings, "qat", None), "scales", None) == "lsq"
+        if getattr(settings, "changes_quantized_weights", False) and not learned:
+            yield warning(
+                "quantized-weights-lost",
+                "Training recomputes the scales and rounds to nearest, so the quantized weights that"
+                f" {coding.method} optimized are lost. Use qat: {{scales: lsq}} to start from them, or lora"
+                " to keep them.",
+                step=step.name,
+            )
+        else:
+            kept.add(step.name)
+
+
+@dataclass(frozen=True)
+class _QuantizationState:
+    """The quantized weights after a step.
+
+    linear_scheme: scheme of the linear layers.
+    schemes: all schemes; () if unknown.
+    split_obstacle: code and text of why the layers cannot be split, with what to do; None if they can.
+    is_split: whether layers were split in two by weight splitting.
+    binary_inputs: whether the layers have binary inputs.
+    has_float_layers: whether patterns exclude some layers from quantization.
+    has_low_rank: whether layers have a low-rank correction or adapters.
+    """
+
+    linear_scheme: str
+    schemes: tuple[str, ...]
+    split_obstacle: tuple[str, str] | None = None
+    is_split: bool = False
+    binary_inputs: bool = False
+    has_float_layers: bool = False
+    has_low_rank: bool = False
+
+
+def qat_mistakes(
+    steps: Sequence[PlanStep], quantization: QuantizedModelInfo | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (step, message, code) for training settings that do not fit the quantized weights.
+
+    Args:
+        steps: steps of the plan, parents first.
+        quantization: quantized weights of the original model; None for floats.
+    """
+    left = {}
+    if quantization is not None:
+        used = tuple(quantization.schemes)
+        left[MODEL_STEP] = _QuantizationState(used[0], used)
+    known = {MODEL_STEP}  # steps after an invalid one are skipped: their quantized weights are unknown
+    for step in steps:
+        settings: Any = step.settings
+        if step.stage == "quantize":
+            if not step.invalid_settings:
+                known.add(step.name)
+                left[step.name] = _state_after_quantize(settings)
+            continue
+        if step.parent not in known:
+            continue
+        known.add(step.name)
+        codes = getattr(settings, "qat", None)
+        other = settings.replaces_model
+        before = None if other else left.get(step.parent)
+        if before is not None:
+            for message, code in _qat_conflicts(settings, before):
+                yield step.name, message, code
+            unfit = getattr(step.stage_class, "quantized_input_error", None)
+            if unfit and (why := unfit(settings, _stage_view(before))) is not None:
+                yield step.name, why, AFTER_QUANTIZE
+            left[step.name] = _state_after_step(settings, before)
+        elif codes is not None:
+            yield (
+                step.name,
+                "qat trains a quantized model, but no earlier step quantizes it. Put `quantize` before it, or"
+                " remove qat.",
+                "not-quantized",
+            )
+
+
+def _stage_view(before: _QuantizationState) -> QuantizedInput:
+    """Return the quantized input of the linear layers in the form that stages check."""
+    schemes = tuple(name for name in before.schemes if name in before.linear_scheme.split(" and "))
+    return QuantizedInput(schemes, before.has_low_rank, before.is_split, before.binary_inputs)
+
+
+def _state_after_quantize(quantize: Any) -> _QuantizationState:
+    """Return the state after `quantize`, or after `quantize-onnx`, which has other settings."""
+    list_schemes = getattr(quantize, "used_schemes", None)
+    used = list_schemes() if list_schemes is not None else ()
+    mixed = getattr(quantize, "mixed_precision", None) is not None
+    layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
+    unsplit = None
+    if getattr(quantize, "granularity", None) == "channel":
+        unsplit = (
+            "row-scales-not-splittable",
+            "one scale for each channel, but split layers need one for each group. Set granularity: group in"
+            " `quantize`.",
+        )
+    elif getattr(quantize, "correction", None) is not None:
+        text = "a low-rank correction, which cannot be split. Remove low_rank_correction."
+        unsplit = ("low-rank-not-splittable", text)
+    pairs = getattr(quantize, "correction", None) is not None
+    return _QuantizationState(
+        layers, used, unsplit, has_float_layers=bool(getattr(quantize, "exclude", None)), has_low_rank=pairs
+    )
+
+
+def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[tuple[str, str]]:
+    """Yield (message, code) for settings of a training step that do not fit its quantized input."""
+    codes, halved = (
+        getattr(settings, "qat", None),
+        [name for name, one in SCHEMES.items() if one.split_scheme],
+    )
+    if getattr(settings, "lora", None) is not None and before.is_split and not before.has_float_layers:
+        yield (
+            "lora: layers that were split by qat: weight_splitting in an earlier step cannot have adapters."
+            " Remove lora or weight_splitting.",
+            "lora-on-split-layers",
+        )
+    if codes is None:
+        return
+    if (
+        codes.scales == "lsq"
+        and before.schemes
+        and not any(SCHEMES[name].learnable_scales for name in before.schemes)
+    ):
+        yield (
+            f"qat: scales: lsq needs learnable scales, but {' and '.join(before.schemes)} has none. Quantize"
+            " with another scheme, or remove scales.",
+            "scales-not-learned",
+        )
+    if codes.weight_splitting and before.linear_scheme not in halved:
+        yield (
+            f"qat: weight_splitting needs layers of scheme {' or '.join(halved)}, but they are"
+            f" {before.linear_scheme}. Quantize with scheme: {' or '.join(halved)}, or remove"
+            " weight_splitting.",
+            "unsupported-scheme",
+        )
+    elif codes.weight_splitting and before.split_obstacle:
+        code, text = before.split_obstacle
+        yield f"qat: weight_splitting: the quantized layers have {text}", code
+    if codes.activations == "one-bit":
+        yield from _binary_input_conflicts(
+            _state_after_step(settings, before).linear_scheme, before.has_low_rank
+        )
+
+
+def _binary_input_conflicts(scheme: str, has_low_rank: bool) -> Iterator[tuple[str, str]]:
+    """Yield (message, code) if quantized layers cannot have binary inputs.
+
+    has_low_rank: whether the layers have a low-rank correction.
+    """
+    known = [name for name, one in SCHEMES.items() if one.binary_inputs]
+    if scheme not in known:
+        yield (
+            f"qat: activations: one-bit needs layers of scheme {' or '.join(known)}, but they are {scheme}."
+            f" Quantize with scheme: {' or '.join(known)}, or remove activations.",
+            "unsupported-scheme",
+        )
+    elif has_low_rank:
+        yield (
+            "qat: activations: one-bit: the layers have a low-rank correction, which would get the same"
+            " binary inputs. Remove low_rank_correction or lora from the earlier steps.",
+            "low-rank-beside-binary-inputs",
+        )
+
+
+def _state_after_step(settings: Any, before: _QuantizationState) -> _QuantizationState:
+    """Return the state of the quantized weights after a step."""
+    codes = getattr(settings, "qat", None)
+    if getattr(settings, "lora", None) is not None:
+        text = "adapters, which cannot be split. Remove lora from the earlier step."
+        beside = ("adapters-not-splittable", text)
+        unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or beside
+        return replace(before, split_obstacle=unsplit, has_low_rank=True)
+    if codes is not None and codes.activations == "one-bit":
+        before = replace(before, binary_inputs=True)
+    if (
+        codes is not None
+        and codes.weight_splitting
+        and before.linear_scheme in SCHEMES
+        and not before.split_obstacle
+    ):
+        halves = SCHEMES[before.linear_scheme].split_scheme
+        used = tuple(halves if name == before.linear_scheme else name for name in before.schemes)
+        return replace(before, linear_scheme=halves, schemes=used, is_split=True) if halves else before
+    return before

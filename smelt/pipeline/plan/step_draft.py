@@ -1,0 +1,383 @@
+"""A step of a recipe while it is checked, and the properties that other checks need.
+
+Find results of steps that a later step invalidates, as declared by the stages.
+
+Check that the target runtime of a step supports the output of the steps before it.
+
+Warn about exports with `autotune` that have no operators to choose from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from smelt.core.artifact import Format
+from smelt.core.messages import Message, warning
+from smelt.core.stage import Need, Settings, Stage
+from smelt.pipeline.plan.plan import PlanStep
+from smelt.pipeline.recipe.mistakes import Mistakes
+from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
+from smelt.quantization.scheme import EXPORT_TARGETS, Scheme, SchemeOptions
+from smelt.quantization.schemes.registry import (
+    DEFAULT_SCHEME,
+    SCHEMES,
+    SCHEMES_BY_BITS,
+    STATIC_SCHEME,
+    bits_per_weight,
+    schemes_for_target,
+    supported_dtypes,
+    unsupported_reason,
+    unsupported_scheme_options,
+)
+
+# A step: its name, its stage and its settings.
+StepSpec = tuple[str, type[Stage[Any]], Settings]
+
+
+def results_of(step: StepSpec) -> frozenset[str]:
+    """Return the results of a step that later steps may invalidate."""
+    _, stage, settings = step
+    says = getattr(stage, "provides", None)
+    found: frozenset[str] = says(settings) if says else frozenset()
+    return found
+
+
+def lost_results(
+    step: StepSpec, above: Sequence[StepSpec], below: Collection[StepSpec]
+) -> list[tuple[str, str]]:
+    """Return code and text for each result of earlier steps that `step` invalidates.
+
+    A result that a later step creates again is not lost.
+
+    Args:
+        step: the step to check.
+        above: its ancestors, nearest first.
+        below: its descendants.
+    """
+    _, stage, settings = step
+    says = getattr(stage, "invalidates", None)
+    spoils: Mapping[str, str] = says(settings) if says else {}
+    anew = {word for later in below for word in results_of(later)}
+    found = []
+    for word, text in spoils.items():
+        maker = next((earlier for earlier in above if word in results_of(earlier)), None)
+        if maker is not None and word not in anew:
+            found.append((f"{word}-lost", text.format(step=maker[0]) + "."))
+    return found
+
+
+@dataclass
+class StepDraft:
+    """A step while its recipe is checked.
+
+    settings: None if they are not a mapping; invalid ones have their defaults and are listed in
+    `invalid_settings`, so that checks can skip them.
+    """
+
+    entry: StageEntry
+    name: str
+    parent: str | None
+    stage_class: type[Stage[Any]] | None = None
+    settings: Settings | None = None
+    invalid_settings: frozenset[str] = frozenset()
+    unavailable: str | None = None
+    unscored: str | None = None
+    needs: frozenset[Need] = frozenset()
+
+    @property
+    def format(self) -> Format | None:
+        """Output format of the step; None if unknown."""
+        return self.stage_class.produces if self.stage_class else None
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The steps that its settings name, by setting."""
+        found = self.settings.step_references() if self.settings else {}
+        return {
+            setting: name
+            for setting, name in found.items()
+            if setting.split(".")[0] not in self.invalid_settings
+        }
+
+    @property
+    def target(self) -> str | None:
+        """The runtime that the step exports to; None if it has none, or unknown."""
+        return None if "target" in self.invalid_settings else getattr(self.settings, "target", None)
+
+
+def step_spec(draft: StepDraft) -> StepSpec | None:
+    """Return a step in the form for `lost_results`; None if its settings are unknown."""
+    if draft.stage_class is None or draft.settings is None:
+        return None
+    return draft.name, draft.stage_class, draft.settings
+
+
+def scheme_text(draft: StepDraft) -> str:
+    """Return the scheme of a quantize step, or `quantized` if unknown."""
+    if not _are_settings_valid(draft, {"scheme", "mixed_precision"}):
+        return "quantized"
+    if getattr(draft.settings, "mixed_precision", None) is not None:
+        return " and ".join(cast(Any, draft.settings).used_schemes())
+    return str(cast(Any, draft.settings).scheme)
+
+
+def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
+    """Return whether the settings `names` of a step are valid: no mistakes, and no misspelt setting."""
+    settings = quantized.settings
+    if settings is None or quantized.invalid_settings & names:
+        return False
+    known = type(settings).model_fields
+    return bool(settings.model_fields_set & {"scheme", "mixed_precision"}) or all(
+        word in known for word in quantized.invalid_settings
+    )
+
+
+def quantization_schemes(quantized: StepDraft) -> tuple[Scheme, ...] | None:
+    """Return the schemes of a quantize step, that of the linear layers first; None if unknown.
+
+    They are unknown if the settings that choose them have mistakes.
+    """
+    if not _are_settings_valid(quantized, {"scheme", "embedding_scheme", "mixed_precision"}):
+        return None
+    return tuple(SCHEMES[name] for name in cast(Any, quantized.settings).used_schemes())
+
+
+def unsupported_layers(quantized: StepDraft, target: str) -> str | None:
+    """Return the quantized layers of a step that `target` does not support; None if it supports all."""
+    if (schemes := quantization_schemes(quantized)) is None:
+        all_refuse = all(unsupported_reason(scheme, target) for scheme in SCHEMES.values())
+        return "quantized layers" if all_refuse else None
+    return (
+        " and ".join(scheme.exported_as for scheme in schemes if unsupported_reason(scheme, target)) or None
+    )
+
+
+def supported_bit_widths(quantized: StepDraft, target: str) -> dict[int, float]:
+    """Return the bit widths of a mixed-precision step that `target` supports, with bits per weight.
+
+    Empty if none is supported, or if the step has a single scheme.
+    """
+    settings: Any = quantized.settings
+    if getattr(settings, "mixed_precision", None) is None:
+        return {}
+    made = {
+        width: (scheme, settings.scheme_options(scheme.name))
+        for width, scheme in sorted(SCHEMES_BY_BITS.items())
+    }
+    return {
+        width: bits_per_weight(scheme, options)
+        for width, (scheme, options) in made.items()
+        if not unsupported_reason(scheme, target) and not unsupported_scheme_options(scheme, options, target)
+    }
+
+
+def unsupported_options(quantized: StepDraft, target: str) -> str | None:
+    """Return a scheme of a quantize step with the options that `target` requires instead; None if it fits."""
+    settings: Any = quantized.settings
+    for scheme in quantization_schemes(quantized) or ():
+        options = settings.scheme_options(scheme.name)
+        known = {name: value for name, value in options.items() if name not in quantized.invalid_settings}
+        if wanted := unsupported_scheme_options(scheme, known, target):
+            return f"{scheme.name} with {' and '.join(wanted)}"
+    return None
+
+
+def lost_precision(quantized: StepDraft, settings: Any) -> str | None:
+    """Return the dtypes that a quantize step allows for export, if `settings` ask for another; else None."""
+    schemes = quantization_schemes(quantized)
+    if schemes is None or settings is None:
+        return None
+    fit = supported_dtypes(schemes, settings.target)
+    # OpenVINO converts a file in fp32 to bf16
+    return None if settings.target == "openvino" or settings.dtype in fit else " or ".join(fit)
+
+
+def to_plan_step(draft: StepDraft) -> PlanStep | None:
+    """Return the step of a complete draft; else None."""
+    if draft.stage_class is None or draft.settings is None or draft.parent is None:
+        return None
+    entry = draft.entry
+    return PlanStep(
+        draft.name,
+        entry.stage,
+        draft.stage_class,
+        draft.settings,
+        draft.parent,
+        entry.optional,
+        entry.line,
+        draft.unavailable,
+        draft.unscored,
+        draft.invalid_settings,
+        draft.needs,
+    )
+
+
+# names of the targets of `onnx` in messages
+RUNTIME_NAMES = {
+    "ort-cpu": "ONNX Runtime",
+    "ort-cuda": "ONNX Runtime on CUDA",
+    "tensorrt": "TensorRT",
+    "openvino": "OpenVINO",
+    "ort-tensorrt": "TensorRT in ONNX Runtime",
+    "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
+}
+
+
+def check_target(
+    draft: StepDraft,
+    parent: StepDraft | None,
+    quantized: StepDraft | None,
+    start_format: Format,
+    mistakes: Mistakes,
+) -> None:
+    """Check that a step's target supports the quantized weights, and that `tensorrt` gets its own graphs.
+
+    Args:
+        draft: the step.
+        parent: its parent step; None for the original model.
+        quantized: the nearest earlier step that quantized the model.
+        start_format: the format of the original model.
+        mistakes: receives the mistakes.
+    """
+    if draft.entry.stage == "onnx" and draft.target is not None and quantized:
+        _check_quantization(draft, draft.target, quantized, mistakes)
+    made_for = parent.target if parent else None
+    if draft.entry.stage == "tensorrt" and made_for not in (None, "tensorrt"):
+        assert parent is not None
+        if start_format == "onnx":
+            mistakes.add(
+                draft.entry.path,
+                f"tensorrt needs symmetric int8, but '{parent.name}' has target {made_for}. Use"
+                f" `{parent.entry.stage}: {{scheme: {STATIC_SCHEME}, target: tensorrt}}`.",
+                code="unsupported-scheme",
+            )
+            return
+        mistakes.add(
+            draft.entry.path,
+            f"tensorrt needs a graph with target tensorrt, but '{parent.name}' has target {made_for}."
+            " Add `- onnx: {target: tensorrt}` before it, or set `from:` to such a step.",
+            code="wrong-target",
+        )
+
+
+def _check_quantization(draft: StepDraft, target: str, quantized: StepDraft, mistakes: Mistakes) -> None:
+    """Add a mistake if a target does not support the schemes of `quantized`, their options or the dtype."""
+    runtime, back = RUNTIME_NAMES[target], f"`from: {quantized.parent or MODEL_STEP}`"
+    if codes := unsupported_layers(quantized, target):
+        fit = " or ".join(name for name in EXPORT_TARGETS if unsupported_layers(quantized, name) is None)
+        ways = [f"target: {fit}"] if fit else []
+        ways += _supported_width_settings(quantized, target) + _supported_scheme_settings(quantized, target)
+        mistakes.add(
+            (*draft.entry.path, "target"),
+            f"{runtime} cannot run the {codes} of '{quantized.name}'. Use {', or '.join([back, *ways])}.",
+            code="unsupported-scheme",
+        )
+    elif wanted := unsupported_options(quantized, target):
+        mistakes.add(
+            (*draft.entry.path, "target"),
+            f"{runtime} supports only {wanted}. Set these options in '{quantized.name}', or use {back}.",
+            code="unsupported-options",
+        )
+    elif "dtype" not in draft.invalid_settings and (kept := lost_precision(quantized, draft.settings)):
+        mistakes.add(
+            (*draft.entry.path, "dtype"),
+            f"the scales of '{quantized.name}' would lose precision in this dtype. Set dtype: {kept}.",
+            code="low-precision-scales",
+        )
+
+
+def _supported_width_settings(quantized: StepDraft, target: str) -> list[str]:
+    """Return the settings with which `target` supports a mixed-precision step; empty if there are none."""
+    runs = supported_bit_widths(quantized, target)
+    if len(runs) < 2:
+        return []
+    budget = cast(Any, quantized.settings).mixed_precision.target_bits
+    least, most = min(runs.values()), max(runs.values())
+    beside = (
+        "" if budget is None or least <= budget < most else f" and target_bits between {least:g} and {most:g}"
+    )
+    return [f"'{quantized.name}' `mixed_precision: {{bit_widths: {[*runs]}}}`{beside}"]
+
+
+def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
+    """Return the settings with schemes that `target` supports; empty if there are none.
+
+    If it supports the scheme of the linear layers, only embedding schemes are returned.
+    """
+    settings: Any = quantized.settings
+    others = schemes_for_target(target)
+    if not others or quantization_schemes(quantized) is None:
+        return []
+    if settings.mixed_precision is not None:
+        return [f"quantize with {' or '.join(others)} in place of mixed_precision"]
+    if settings.scheme in others:
+        tables = [name for name in others if SCHEMES[name].supports_embeddings]
+        return [f"'{quantized.name}' `embedding_scheme: {' or '.join(tables)}`"]
+    named = settings.embedding_scheme is not None and settings.embedding_scheme not in others
+    return [f"quantize with {' or '.join(others)}{', without `embedding_scheme`' if named else ''}"]
+
+
+def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, mistakes: Mistakes) -> None:
+    """Check that the output layer's scheme allows a shortlist, which reads only some rows of the matrix."""
+    wanted: Any = draft.settings
+    if quantized is None or wanted is None or not wanted.generation_graph or draft.target != "ort-cpu":
+        return
+    settings: Any = quantized.settings
+    if quantization_schemes(quantized) is None or not settings.output_layer:
+        return
+    scheme = SCHEMES[settings.resolved_embedding_scheme]
+    if not scheme.supports_shortlist:
+        mistakes.add(
+            draft.entry.path,
+            f"a shortlist does not support an output layer quantized with {scheme.name}. Set in"
+            f" '{quantized.name}' `embedding_scheme: {DEFAULT_SCHEME}`, or in this step `generation_graph:"
+            " false`.",
+            code="unsupported-scheme",
+        )
+
+
+def idle_autotune_warnings(steps: Sequence[PlanStep], has_float_weights: bool) -> Iterator[Message]:
+    """Yield a warning for each step whose `autotune` has nothing to choose from.
+
+    Args:
+        steps: steps of the plan, parents first.
+        has_float_weights: whether the original model is known to have no quantized weights.
+    """
+    codes: dict[str, tuple[str, Mapping[str, SchemeOptions]]] = {}
+    unknown = set() if has_float_weights else {MODEL_STEP}
+    for step in steps:
+        settings: Any = step.settings
+        if step.stage == "quantize":
+            codes[step.name] = (
+                step.name,
+                {name: settings.scheme_options(name) for name in settings.used_schemes()},
+            )
+        elif not settings.replaces_model:
+            unknown |= {step.name} if step.parent in unknown else set()
+            codes |= {step.name: codes[step.parent]} if step.parent in codes else {}
+        tunes = (
+            step.stage == "onnx"
+            and getattr(settings, "autotune", False)
+            and "autotune" not in step.invalid_settings
+        )
+        if not tunes or step.name in unknown:
+            continue
+        at: Any = {"step": step.name, "setting": "autotune", "line": step.line}
+        if step.name not in codes:
+            yield warning(
+                "nothing-quantized",
+                "autotune selects operators for quantized layers, but no earlier step quantizes the model."
+                " Remove autotune, or put `quantize` before it.",
+                **at,
+            )
+            continue
+        maker, schemes = codes[step.name]
+        if all(len(SCHEMES[name].operator_variants(options)) < 2 for name, options in schemes.items()):
+            yield warning(
+                "nothing-to-tune",
+                f"autotune has no effect: layers quantized with {' and '.join(schemes)} by '{maker}' can be"
+                " exported as one operator only. Remove autotune.",
+                **at,
+            )

@@ -1,0 +1,305 @@
+"""Check pooling and metrics of a sentence embedder before a run.
+
+Pooling and normalization come from the model's folder, in the layout of sentence-transformers; the recipe's
+key `embedding` overrides them. The metrics depend on whether the test samples have scores.
+
+Resolve the text prefix and the languages of a run from the recipe or the model's files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, combined_error, did_you_mean
+from smelt.core.files import load_json
+from smelt.core.messages import Message, error_message, warning
+from smelt.core.text import with_article
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.models.families.family import Family
+from smelt.models.families.registry import find_family
+from smelt.models.text_rules import (
+    MODULES_FILE,
+    POOLINGS,
+    PROMPTS_FILE,
+    TEXT_RULES_FILE,
+    SentenceRules,
+    TextRules,
+    default_prompt,
+    read_sentence_rules,
+    read_text_rules,
+)
+from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
+from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
+from smelt.pipeline.recipe.recipe import ParsedRecipe
+
+_POOLING_TEXTS = {
+    "mean": "mean over the tokens",
+    "cls": "the first token",
+    "max": "maximum over the tokens",
+}
+
+
+def resolve_pooling(recipe: ParsedRecipe, folder: Path | None) -> tuple[SentenceRules, list[Message]]:
+    """Return the pooling rules for the model in `folder`, and warnings about them.
+
+    folder: None for a model that is created from its config.
+
+    Raises:
+        InputError: the folder's files are damaged, or use a feature that smelt does not support.
+    """
+    own = None if folder is None else read_sentence_rules(folder)
+    said = recipe.embedding.model_dump(exclude_none=True)
+    rules = (own or SentenceRules()).model_copy(update=said)
+    doubts: list[Message] = []
+    if own is None and "pooling" not in said:
+        doubts.append(
+            warning(
+                "pooling-assumed",
+                f"The model has no {MODULES_FILE}, which defines its pooling. Using:"
+                f" {_POOLING_TEXTS[rules.pooling]}."
+                f" Set embedding: {{pooling: ...}} to one of {', '.join(POOLINGS)}.",
+                setting="embedding.pooling",
+            )
+        )
+    for name in ("pooling", "normalize") if own is not None else ():
+        if name in said and said[name] != getattr(own, name):
+            doubts.append(
+                warning(
+                    "embedding-differs",
+                    f"embedding: {name} is {said[name]}, but the model was trained with {getattr(own, name)}"
+                    f" ({MODULES_FILE}), so its vectors will differ. Remove the setting to use the"
+                    " model's value.",
+                    setting=f"embedding.{name}",
+                )
+            )
+    return rules, doubts
+
+
+def pooling_text(rules: SentenceRules) -> str:
+    """Return the description of `rules` in `smelt plan`."""
+    length = "" if rules.max_length is None else f", texts of at most {rules.max_length:,} tokens"
+    return (
+        f"{_POOLING_TEXTS[rules.pooling]}{', normalized' if rules.normalize else ', not normalized'}{length}"
+    )
+
+
+def check_embedder(
+    recipe: ParsedRecipe,
+    folder: Path | None,
+    splits: Mapping[str, Split],
+    mistakes: Mistakes,
+    bad: set[str],
+    warnings: list[Message],
+) -> ParsedRecipe:
+    """Check an embedder's folder and metrics, as far as model and data are available.
+
+    Args:
+        recipe: the parsed recipe.
+        folder: the model's folder; None if it is not downloaded or created yet.
+        splits: the splits that were read.
+        mistakes: receives the mistakes.
+        bad: dotted paths of parts that are known to be invalid.
+        warnings: receives the warnings.
+
+    Returns:
+        The recipe, with default metrics if it names none.
+    """
+    if recipe.task != SENTENCE_SIMILARITY or has_mistake(bad, "task"):
+        return recipe
+    if folder is not None and not has_mistake(bad, "model", "embedding"):
+        try:
+            warnings += resolve_pooling(recipe, folder)[1]
+        except InputError as error:
+            mistakes.add_error(("model",), error)
+    if "test" not in splits or has_mistake(bad, "score.quality"):
+        return recipe
+    for where, found in _embedder_mistakes(recipe, splits):
+        mistakes.add_message(where, found)
+    score = recipe.score.model_copy(update={"quality": _metrics_for(recipe, splits["test"])})
+    return recipe.model_copy(update={"score": score})
+
+
+def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[str, ...]:
+    """Return the metrics of a run on `data`.
+
+    Raises:
+        InputError: metrics or gates need scores that the test samples do not have; lists every mistake.
+    """
+    found = [
+        one.with_prefix(f"{'.'.join(map(str, where))}: ") for where, one in _embedder_mistakes(recipe, data)
+    ]
+    if found:
+        raise combined_error(found)
+    return _metrics_for(recipe, data["test"])
+
+
+def _metrics_for(recipe: ParsedRecipe, test: Split) -> tuple[str, ...]:
+    fitting = EMBEDDING_METRICS if test.has_labels else (AGREEMENT_METRIC,)
+    return recipe.score.quality or fitting
+
+
+def _embedder_mistakes(
+    recipe: ParsedRecipe, data: Mapping[str, Split]
+) -> list[tuple[tuple[str | int, ...], Message]]:
+    """Return (path in the recipe, mistake) for metrics and gates that need scores the samples do not have."""
+    scored = dict.fromkeys(["test", recipe.judged_on or "test"])
+    lacking = next((name for name in scored if name in data and not data[name].has_labels), None)
+    if lacking is None:
+        return []
+    places: list[tuple[tuple[str | int, ...], str]] = [
+        (("score", "quality", at), metric) for at, metric in enumerate(recipe.score.quality)
+    ]
+    places += [(("gates", metric), metric) for metric in recipe.gates]
+    why = f"needs scored pairs, but the {lacking} samples have no scores (column 'label'). Add them, or use"
+    return [
+        (where, error_message("missing-scores", f"'{metric}' {why} {AGREEMENT_METRIC}."))
+        for where, metric in places
+        if metric in CORRELATION_METRICS
+    ]
+
+
+def resolve_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return the text rules of `recipe` for the model in `folder`, and their description for the plan.
+
+    Values that the recipe does not set come from the model: from its text.json, if smelt made it, else the
+    prefix from `task_specific_params` in its config, as in T5 checkpoints.
+
+    Raises:
+        InputError: settings do not fit the task or the model, or required ones are missing.
+    """
+    data = recipe.data
+    if recipe.task not in TEXT_TO_TEXT_TASKS:
+        known = ("prefix", "source_language", "target_language")[recipe.task == SENTENCE_SIMILARITY :]
+        given = [k for k in known if getattr(data, k) is not None]
+        if given:
+            raise InputError(
+                f"{given[0]}: only for {' and '.join(sorted(TEXT_TO_TEXT_TASKS))}; the task is {recipe.task}."
+                " Remove it.",
+                code="does-not-fit-task",
+                setting=f"data.{given[0]}",
+            )
+        return (
+            _embedder_text_rules(recipe, folder) if recipe.task == SENTENCE_SIMILARITY else (TextRules(), [])
+        )
+    config = _read_config_or_empty(folder)
+    kind = config.get("model_type")
+    family = find_family(config)
+    languages = family.language_selection if family else None
+    if family and languages == "codes":
+        return _multilingual_text_rules(recipe, folder, family)
+    if data.prefix is not None:
+        return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (from the recipe)"]
+    if (folder / TEXT_RULES_FILE).is_file():
+        rules = read_text_rules(folder)
+        return rules, [f"prefix {rules.prefix!r} (from the model's {TEXT_RULES_FILE})"]
+    if languages == "prefix" and data.target_language:
+        prefix = f">>{data.target_language}<< "
+        return TextRules(prefix=prefix), [
+            f"prefix {prefix!r} (target language token of {with_article(kind)} model)"
+        ]
+    return _task_specific_rules(recipe, config)
+
+
+def _embedder_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return the text rules of a sentence embedder: prefix and lower case.
+
+    Raises:
+        InputError: the model has a default prompt in sentence-transformers, and the recipe sets no prefix.
+    """
+    known, own = read_text_rules(folder), read_sentence_rules(folder)
+    prefix = known.prefix if recipe.data.prefix is None else recipe.data.prefix
+    prompt = default_prompt(folder)
+    if prompt and recipe.data.prefix is None and not (folder / TEXT_RULES_FILE).is_file():
+        raise InputError(
+            f"{folder / PROMPTS_FILE}: sentence-transformers adds the prompt {prompt!r} to every text of this"
+            f' model. Set data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.',
+            code="missing-prompt",
+        )
+    rules = TextRules(prefix=prefix, lower=known.lower or (own is not None and own.lower))
+    said = [f"prefix {prefix!r}"] if prefix else []
+    return rules, said + (["lowercased"] if rules.lower else [])
+
+
+def _multilingual_text_rules(
+    recipe: ParsedRecipe, folder: Path, family: Family
+) -> tuple[TextRules, list[str]]:
+    data, known = recipe.data, read_text_rules(folder)
+    source = data.source_language or known.source_language
+    target = data.target_language or known.target_language
+    if source is None or target is None:
+        raise InputError(
+            f"{with_article(family.name)} model needs a source and a target language, as codes of its"
+            f" tokenizer. Set, for example, data: {{source_language: {family.example_languages[0]}, "
+            f"target_language: {family.example_languages[1]}}}.",
+            code="missing-languages",
+        )
+    for code in (source, target):
+        _check_language_code(code, folder)
+    prefix = known.prefix if data.prefix is None else data.prefix
+    rules = TextRules(prefix=prefix, source_language=source, target_language=target)
+    said = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
+    return rules, said
+
+
+def _check_language_code(code: str, folder: Path) -> None:
+    """Require that tokenizer.json, if there is one, has a token for the language `code`.
+
+    Raises:
+        InputError: it has no such token.
+    """
+    try:
+        content = load_json(folder / "tokenizer.json")
+        vocabulary = content["model"]["vocab"]  # a unigram model lists its pieces with their scores
+        pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+        added = [token["content"] for token in content["added_tokens"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # without such a file the tokenizer checks it when it is loaded
+    if code not in added and code not in pieces:
+        raise InputError(
+            f"{folder}: unknown language {code!r}: tokenizer.json has no such token."
+            f"{did_you_mean(code, added)}",
+            code="unknown-language",
+        )
+
+
+def _task_specific_rules(recipe: ParsedRecipe, config: dict[str, Any]) -> tuple[TextRules, list[str]]:
+    """Return the prefix for task and languages from the config's `task_specific_params`."""
+    params = config.get("task_specific_params")
+    prefixes = {
+        name: value["prefix"]
+        for name, value in (params.items() if isinstance(params, dict) else ())
+        if isinstance(value, dict) and isinstance(value.get("prefix"), str)
+    }
+    fitting = {name: prefix for name, prefix in prefixes.items() if name.startswith(recipe.task)}
+    data = recipe.data
+    if data.source_language or data.target_language:
+        wanted = f"{recipe.task}_{data.source_language}_to_{data.target_language}"
+        if wanted not in fitting:
+            known = ", ".join(fitting) or "none"
+            raise InputError(
+                f"source_language and target_language: the model's config has no prefix for {wanted}"
+                f" (task_specific_params: {known}). Set data: {{prefix: ...}} instead.",
+                code="unknown-language",
+            )
+        fitting = {wanted: fitting[wanted]}
+    if len(fitting) == 1:
+        [(name, prefix)] = fitting.items()
+        return TextRules(prefix=prefix), [f"prefix {prefix!r} (from the model, for {name})"]
+    if fitting:
+        return TextRules(), [
+            f"no prefix; the model's config has several, for {', '.join(fitting)}. Set"
+            " data: {source_language: ..., target_language: ...} or data: {prefix: ...}"
+        ]
+    return TextRules(), []
+
+
+def _read_config_or_empty(folder: Path) -> dict[str, Any]:
+    """Return config.json, empty if it cannot be read; other checks report why."""
+    try:
+        config = load_json(folder / "config.json")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,289 @@
+"""Check a recipe that starts from an untrained model (a config without weights).
+
+Check labels and metrics of a classifier before the first step of a run.
+
+The problem type (one label, several labels, or a number) comes from the model's config or, if not set there,
+from the labels; the metrics depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, combined_error
+from smelt.core.files import read_json_object, resolve_path
+from smelt.core.messages import Message, error_message
+from smelt.data.labels import ProblemType
+from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, Split
+from smelt.models.families.registry import FAMILIES_BY_TASK
+from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config, parse_processor
+from smelt.pipeline.inspect.model_folder import (
+    check_tokenizer_files,
+    local_model_folder,
+    read_config,
+    read_config_file,
+    unknown_family_message,
+    unsupported_config_errors,
+)
+from smelt.pipeline.plan.plan import PlanStep
+from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
+from smelt.pipeline.recipe.model_and_data import (
+    METRICS_BY_PROBLEM,
+    NewTokenizer,
+    UntrainedModel,
+    gate_mistakes,
+    has_classifier,
+    label_mistakes,
+    metric_mistakes,
+    new_class_names,
+    resolve_problem_type,
+)
+from smelt.pipeline.recipe.recipe import TRAINING_STAGES, ParsedRecipe
+from smelt.pipeline.recipe.stages import MODEL_STEP
+
+UNTRAINED_NOT_SCORED = "random weights; the first trained step is the baseline"
+
+
+def config_file(model: UntrainedModel, base: Path) -> Path:
+    """Return the config file of `model`: a .json file, or config.json in a folder."""
+    path = resolve_path(base, model.config)
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+def read_untrained_config(file: Path) -> tuple[dict[str, Any], list[Message]]:
+    """Return the config of an untrained model, and the mistakes in it.
+
+    The outputs of a new classifier are the labels of the data, unless the config has `id2label`.
+    """
+    config, problems = read_config_file(file)
+    if "id2label" not in config:
+        config = {key: value for key, value in config.items() if key != "architectures"}
+    return config, problems
+
+
+def check_untrained(
+    recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mistakes, bad: set[str]
+) -> None:
+    """Check config and tokenizer, and that the model is trained before it is a teacher or the baseline.
+
+    bad: dotted paths of parts that are known to be invalid.
+    """
+    model = recipe.model
+    if "model" in bad or not isinstance(model, UntrainedModel):
+        return
+    config, problems = read_config_file(config_file(model, recipe.base))
+    for problem in (
+        () if has_mistake(bad, "model.config") else [*problems, *unsupported_config_errors(config)]
+    ):
+        mistakes.add_message(("model", "config"), problem)
+    kind = str(config.get("model_type", ""))
+    if config and not has_mistake(bad, "task") and kind not in FAMILIES_BY_TASK[recipe.task]:
+        mistakes.add_message(("model", "config"), unknown_family_message(kind, recipe.task))
+    elif config and not has_mistake(bad, "model.tokenizer"):
+        for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):
+            mistakes.add_message(("model", "tokenizer", *where), problem)
+        for where, problem in _image_mistakes(recipe, model, config):
+            mistakes.add_message(("model", *where), problem)
+    if "stages" not in bad:
+        _check_training_order(recipe, steps, mistakes)
+
+
+def preprocessor_config(model: UntrainedModel, base: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessor_config.json for an untrained image model.
+
+    Raises:
+        InputError: the image size is missing, or the existing file is not supported.
+    """
+    path = config_file(model, base).parent / PROCESSOR_FILE
+    side = model.image_size or config.get("image_size")
+    if model.image_size is None and path.is_file():
+        values = read_json_object(path)
+    elif isinstance(side, int):
+        values = default_processor_config(side)
+    else:
+        raise InputError(
+            f"missing. Set the size of the images, such as image_size: 224, or put a {PROCESSOR_FILE} next to"
+            " the model's config.",
+            code="missing-setting",
+        )
+    parse_processor(values, path)
+    return values
+
+
+def _image_mistakes(
+    recipe: ParsedRecipe, model: UntrainedModel, config: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], Message]]:
+    if recipe.task != IMAGE_CLASSIFICATION:
+        if model.image_size is not None:
+            text = f"only for {IMAGE_CLASSIFICATION}; the task is {recipe.task}. Remove it."
+            yield ("image_size",), error_message("does-not-fit-task", text)
+        return
+    try:
+        found = parse_processor(preprocessor_config(model, recipe.base, config), Path(PROCESSOR_FILE)).shape
+    except InputError as error:
+        yield ("image_size",), error.as_message()
+        return
+    said = config.get("image_size")
+    if isinstance(said, int) and found not in (None, (said, said)):
+        size = f"{found[0]} x {found[1]}"
+        text = f"the images are {size}, but image_size in the config is {said}. Use the same size."
+        yield ("image_size",), error_message("settings-conflict", text)
+
+
+def _tokenizer_mistakes(
+    recipe: ParsedRecipe, model: UntrainedModel, kind: str, bad: set[str]
+) -> Iterator[tuple[tuple[str, ...], Message]]:
+    """Yield (path below the tokenizer, mistake)."""
+    tokenizer = model.tokenizer
+    if recipe.task == IMAGE_CLASSIFICATION:
+        if tokenizer is not None:
+            text = f"not used for {IMAGE_CLASSIFICATION}. Remove it."
+            yield (), error_message("does-not-fit-task", text)
+        return
+    if tokenizer is None:
+        text = "missing. Expected a folder with a tokenizer's files, a hub id, or {train: bpe}."
+        yield (), error_message("missing-setting", text)
+        return
+    if isinstance(tokenizer, NewTokenizer):
+        from smelt.models.train_tokenizer import unsupported_tokenizer
+
+        if reason := unsupported_tokenizer(kind, tokenizer.train, tokenizer.vocab_size):
+            yield (), error_message("wrong-value", reason)
+        if recipe.data.train is None and not has_mistake(bad, "data.train"):
+            text = "no training samples to train the tokenizer on. Set data: {train: FILE}."
+            yield ("train",), error_message("missing-data", text)
+        return
+    folder = local_model_folder(tokenizer, recipe.base)
+    if folder is not None and not folder.is_dir():
+        text = f"{folder}: no such folder. Expected one with a tokenizer's files, or {{train: bpe}}."
+        yield (), error_message("missing-folder", text)
+    elif folder is not None:
+        yield from (((), problem) for problem in check_tokenizer_files(folder, kind))
+
+
+def _check_training_order(recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mistakes) -> None:
+    if not any(step.stage in TRAINING_STAGES for step in steps):
+        words = " or ".join(TRAINING_STAGES)
+        mistakes.add(
+            ("stages",),
+            f"the model has random weights and no step trains it. Add {words}.",
+            code="untrained-model",
+        )
+    elif recipe.baseline == MODEL_STEP:
+        mistakes.add(
+            ("baseline",),
+            f"'{MODEL_STEP}' has random weights. Set baseline to a trained step.",
+            code="untrained-baseline",
+        )
+    _reject_as_teacher(steps, "has random weights", mistakes)
+
+
+def check_new_classifier(
+    recipe: ParsedRecipe, steps: Sequence[PlanStep], folder: Path | None, mistakes: Mistakes
+) -> None:
+    """Check that an encoder without a classifier, which gets a random one, is not a teacher.
+
+    folder: the model's folder; None if it is not downloaded or created yet, then the stage checks it.
+    """
+    if recipe.task not in CLASSIFICATION_TASKS or folder is None:
+        return
+    config, problems = read_config(folder)
+    if not problems and not has_classifier(config):
+        named = str((config.get("architectures") or ["encoder"])[0])
+        why = f"is a {named}, whose new classifier has random weights"
+        _reject_as_teacher(steps, why, mistakes)
+
+
+def _reject_as_teacher(steps: Sequence[PlanStep], reason: str, mistakes: Mistakes) -> None:
+    """Add a mistake for every step that would use the original model as teacher."""
+    for at, step in enumerate(steps):
+        for setting, name in step.settings.step_references().items():
+            if name == MODEL_STEP and setting not in step.invalid_settings:
+                trained = [s.name for s in steps[:at] if s.stage in TRAINING_STAGES]
+                how = (
+                    f"Use a trained step ({setting}: {trained[0]})"
+                    if trained
+                    else f"Put a finetune step before it and set {setting} to that step"
+                )
+                what = f"{step.name}: {setting}: '{MODEL_STEP}' {reason}. {how}."
+                mistakes.add((), what, line=step.line, code="untrained-teacher")
+
+
+def check_classifier(
+    recipe: ParsedRecipe, folder: Path | None, splits: Mapping[str, Split], mistakes: Mistakes, bad: set[str]
+) -> tuple[ParsedRecipe, ProblemType | None]:
+    """Check labels and metrics of a classifier, as far as model and data are available.
+
+    Args:
+        recipe: the parsed recipe.
+        folder: the model's folder; None if it is not downloaded or created yet.
+        splits: the splits that were read.
+        mistakes: receives the mistakes.
+        bad: dotted paths of parts that are known to be invalid.
+
+    Returns:
+        The recipe, with default metrics if it names none; the problem type, None if it is not known before
+        the run.
+    """
+    untrained = recipe.model if isinstance(recipe.model, UntrainedModel) else None
+    here = folder is not None or untrained is not None
+    if recipe.task not in CLASSIFICATION_TASKS or has_mistake(bad, "task", "model") or not here:
+        return recipe, None
+    if untrained is not None:
+        config, problems = read_untrained_config(config_file(untrained, recipe.base))
+    else:
+        assert folder is not None
+        config, problems = read_config(folder)
+    if problems:
+        return recipe, None
+    whole = set(splits) == set(recipe.data.split_sources())
+    if not whole and not has_classifier(config):
+        return recipe, None  # the problem type of a new classifier depends on all labels
+    try:
+        problem = resolve_problem_type(config, splits)
+    except InputError as error:
+        mistakes.add(("model",), f"{folder or recipe.model}: {error}", code=error.code)
+        return recipe, None
+    for name, found in label_mistakes(config, splits, problem):
+        mistakes.add_message(("data", name), found)
+    if has_mistake(bad, "score.quality") or not (whole or config.get("problem_type")):
+        return recipe, problem if whole else None
+    for at, found in metric_mistakes(recipe.score.quality, problem):
+        mistakes.add_message(("score", "quality", at), found)
+    metrics = recipe.score.quality or METRICS_BY_PROBLEM[problem]
+    if not recipe.score.quality:
+        for gate, found in gate_mistakes(recipe.gates, metrics, problem):
+            mistakes.add_message(("gates", gate), found)
+    score = recipe.score.model_copy(update={"quality": metrics})
+    return recipe.model_copy(update={"score": score}), problem if whole else None
+
+
+def resolve_labels(
+    recipe: ParsedRecipe, file: Path, data: Mapping[str, Split], problem: ProblemType | None
+) -> tuple[tuple[ProblemType, list[str]], tuple[str, ...]]:
+    """Determine the problem type, check all labels, and choose the metrics.
+
+    Args:
+        recipe: the recipe.
+        file: the model's config.json.
+        data: all splits.
+        problem: the problem type, if the plan determined it.
+
+    Returns:
+        The problem type with the class names for a new classifier, and the metrics.
+
+    Raises:
+        InputError: labels, metrics or gates do not fit the model; the message lists every mistake.
+    """
+    config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
+    problem = problem or resolve_problem_type(config, data)
+    found = [one for _, one in label_mistakes(config, data, problem)]
+    quality = metric_mistakes(recipe.score.quality, problem)
+    found += [one.with_prefix("score.quality: ") for _, one in quality]
+    metrics = recipe.score.quality or METRICS_BY_PROBLEM[problem]
+    found += [one.with_prefix("gates: ") for _, one in gate_mistakes(recipe.gates, metrics, problem)]
+    if found:
+        raise combined_error(found)
+    return (problem, new_class_names(data, problem)), metrics

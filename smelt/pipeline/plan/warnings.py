@@ -1,0 +1,269 @@
+"""Warnings about a run's data and settings that limit what its scores mean.
+
+The plan shows them as far as model and data are available, the run the rest, and the report all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.files import load_json
+from smelt.core.messages import Message, warning
+from smelt.core.text import with_article
+from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL, infer_problem_type, similar_labels
+from smelt.data.splits import (
+    CLASSIFICATION_TASKS,
+    CUSTOM_TASK,
+    IMAGE_CLASSIFICATION,
+    TEXT_TO_TEXT_TASKS,
+    Example,
+    Split,
+    Task,
+)
+from smelt.evaluate.metrics import WINDOW_METRICS
+
+if TYPE_CHECKING:
+    from smelt.pipeline.plan.plan import PlanStep
+    from smelt.pipeline.recipe.recipe import ParsedRecipe
+
+# With fewer samples, intervals are too wide to compare most steps: +-10 points of accuracy.
+MIN_JUDGING_ROWS = 100
+# Shorter lines of running text are empty lines and headings, which any two texts share.
+_MIN_CHARACTERS = 80
+_MAX_NAMED = 3
+
+
+def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split]) -> list[Message]:
+    """Return warnings about the data: few test samples, overlap of splits, label spelling, quotes.
+
+    Args:
+        recipe: the recipe.
+        trains: whether a step trains on the training samples.
+        splits: the splits that were read, before `--limit` is applied.
+    """
+    found: list[Message] = []
+    test = splits.get("test")
+    if test is not None:
+        # for running text the number of lines is not the amount of text
+        if recipe.task != "language-modeling" and len(test) < MIN_JUDGING_ROWS:
+            found.append(
+                warning(
+                    "few-test-rows",
+                    f"test has only {_rows_text(len(test))}; with fewer than {MIN_JUDGING_ROWS} the"
+                    " confidence intervals are too wide to compare most steps. Add test samples.",
+                )
+            )
+        for name in ("train", "validation") if trains else ():
+            if name in splits:
+                found += _overlap_warnings(test, splits[name], name, recipe.task)
+        calibrated = next((name for name in _calibration_splits(recipe.task) if name in splits), None)
+        if calibrated is not None:
+            found += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
+    if recipe.task in CLASSIFICATION_TASKS:
+        found += _label_spelling_warnings(splits)
+    for name, split in (
+        splits.items() if recipe.task not in (IMAGE_CLASSIFICATION, CUSTOM_TASK, "language-modeling") else ()
+    ):
+        found += _unbalanced_quote_warnings(split, name)
+    return found
+
+
+def last_checkpoint_warnings(recipe: ParsedRecipe, steps: Iterable[PlanStep]) -> list[Message]:
+    """Return a warning if there is no validation data to choose the best checkpoint by."""
+    names = [step.name for step in steps if hasattr(step.settings, "metric_for_best_model")]
+    if not names or "validation" in recipe.data.split_sources():
+        return []
+    keep = "keep their" if len(names) > 1 else "keeps its"
+    return [
+        warning(
+            "no-validation-data",
+            f"No validation data: {', '.join(names)} {keep} last checkpoint, which may not be the best."
+            f" Set data: validation, or data: {{split: {{validation: 0.1}}}}.",
+        )
+    ]
+
+
+def _unbalanced_quote_warnings(split: Split, name: str) -> list[Message]:
+    """Return a warning if texts contain a line break and a tab, which an unclosed quote may cause."""
+    rows = [
+        e.line or e.row or at + 1
+        for at, e in enumerate(split.examples)
+        if any("\n" in text and "\t" in text for text in (e.text, e.text_pair or "", *e.references))
+    ]
+    if not rows or not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
+        return []
+    return [
+        warning(
+            "unclosed-quote",
+            f"{_rows_text(len(rows))} with a line break and a tab in a text: an unclosed quote may have"
+            " joined several samples. Double the quotes inside texts, or remove them.",
+            file=split.origin,
+            line=rows[0],
+        )
+    ]
+
+
+def few_windows_warnings(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list[Message]:
+    """Return a warning if a text has few windows, which are the units of intervals and tests.
+
+    Args:
+        statistics: statistics of a step, by metric.
+        split: name of the scored split.
+    """
+    counts = {len(found["rows"]) for metric, found in statistics.items() if metric in WINDOW_METRICS}
+    return [
+        warning(
+            "few-windows",
+            f"{split} has only {many} window{'s' * (many > 1)}; with fewer than {MIN_JUDGING_ROWS} the"
+            " confidence intervals are too wide to compare most steps. Add text, or use shorter windows"
+            " (data: windows: length).",
+        )
+        for many in counts
+        if many < MIN_JUDGING_ROWS
+    ]
+
+
+def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
+    """Return a warning if samples of `test` are also in the split `name`, used for training or selection."""
+    seen: dict[tuple[str, str | None], set[object]] = {}
+    for example, text in zip(other.examples, other.row_contents, strict=True):
+        seen.setdefault((text, example.text_pair), set()).update(_expected_outputs(example))
+    rows = [
+        (e, text)
+        for e, text in zip(test.examples, test.row_contents, strict=True)
+        if task != "language-modeling" or len(text) >= _MIN_CHARACTERS
+    ]
+    known = [(e, text) for e, text in rows if (text, e.text_pair) in seen]
+    copies = [e for e, text in known if seen[text, e.text_pair] & _expected_outputs(e)]
+    if not known:
+        return []
+    long = f" of {_MIN_CHARACTERS} characters or more" if task == "language-modeling" else ""
+    alike, one = ("byte for byte", "image") if task == IMAGE_CLASSIFICATION else ("word for word", "text")
+    text = f"{len(copies):,} of {len(rows):,} test samples{long} are also in {name}, {alike}"
+    if len(known) > len(copies):
+        what, more = "target" if task in TEXT_TO_TEXT_TASKS else "label", len(known) - len(copies)
+        unlike = f"have {with_article(one)} of {name} with another {what}"
+        text = (
+            f"{text}; {more:,} more {unlike}"
+            if copies
+            else f"{more:,} of {len(rows):,} test samples{long} {unlike}"
+        )
+    why = "used for training" if name == "train" else "used to choose the checkpoint"
+    code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
+    fix = "Remove them from one of the two."
+    return [warning(code, f"{text}. Scores on {one}s {why} overestimate quality on new ones. {fix}")]
+
+
+def _calibration_splits(task: Task) -> tuple[str, ...]:
+    """Return the candidate splits for calibration, best first; `_overlap_warnings` covers training texts."""
+    return ("calibration", "validation", "train") if task == CUSTOM_TASK else ("calibration",)
+
+
+def _calibration_overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
+    """Return a warning if samples of `test` are also used for calibration, whatever their labels are."""
+    known = {(text, e.text_pair) for e, text in zip(other.examples, other.row_contents, strict=True)}
+    rows = [
+        (text, e.text_pair)
+        for e, text in zip(test.examples, test.row_contents, strict=True)
+        if task != "language-modeling" or len(text) >= _MIN_CHARACTERS
+    ]
+    copies = sum(row in known for row in rows)
+    if not copies:
+        return []
+    return [
+        warning(
+            "test-rows-in-other-split",
+            f"{copies:,} of {len(rows):,} test samples are also in {name}, which is used for calibration."
+            " Scores on them overestimate quality on new samples. Remove them from one of the two.",
+        )
+    ]
+
+
+def _expected_outputs(example: Example) -> set[object]:
+    """Return the expected outputs of a sample: its references, or its label."""
+    label = example.label
+    return set(example.references) or {
+        "|".join(sorted(map(str, label))) if isinstance(label, tuple) else label
+    }
+
+
+def _label_spelling_warnings(splits: Mapping[str, Split]) -> list[Message]:
+    """Return warnings about labels that differ only in case or blanks."""
+    labels = [e.label for split in splits.values() for e in split.examples if e.label is not None]
+    if infer_problem_type(None, labels) not in (SINGLE_LABEL, MULTI_LABEL):
+        return []
+    groups = similar_labels(labels)
+    found = [
+        warning(
+            "labels-spelled-alike",
+            f"Labels that differ only in case or spaces are different classes: {_counts_text(group)}. Use one"
+            " spelling for each class.",
+        )
+        for group in groups[:_MAX_NAMED]
+    ]
+    more = len(groups) - _MAX_NAMED
+    if more > 0:
+        found.append(
+            warning("labels-spelled-alike", f"{more:,} more groups of labels differ only in case or spaces.")
+        )
+    return found
+
+
+def _counts_text(group: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r} ({_rows_text(rows)})" for name, rows in group.items())
+
+
+def _rows_text(number: int) -> str:
+    return f"{number:,} sample{'' if number == 1 else 's'}"
+
+
+def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
+    """Return a warning if the model's generation config differs from the recipe's generation settings.
+
+    No warning if the recipe sets `num_beams` or `do_sample` explicitly, even to the default.
+    """
+    generation = recipe.score.generation
+    if recipe.task not in TEXT_TO_TEXT_TASKS:
+        return []
+    own = _generation_config(folder)
+    beams, sampled = own.get("num_beams"), own.get("do_sample")
+    said = generation.model_fields_set
+    if (
+        isinstance(beams, int)
+        and beams > 1
+        and beams != generation.num_beams
+        and not said & {"num_beams", "do_sample"}
+    ):
+        return [
+            warning(
+                "generation-config-differs",
+                f"The model's generation config uses {beams} beams, but scores and latency are measured with"
+                f" greedy search. Set score: {{generation: {{num_beams: {beams}}}}}, or num_beams: 1 to"
+                " confirm.",
+                setting="score.generation.num_beams",
+            )
+        ]
+    if sampled is True and not said & {"num_beams", "do_sample"}:
+        return [
+            warning(
+                "generation-config-differs",
+                "The model's generation config uses sampling, but scores and latency are measured with greedy"
+                " search. Set score: {generation: {do_sample: true}}, or do_sample: false to confirm.",
+                setting="score.generation.do_sample",
+            )
+        ]
+    return []
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """Return generation_config.json, else config.json, as transformers does; empty for a broken file."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            try:
+                value = load_json(folder / name)
+            except (OSError, ValueError, RecursionError):
+                return {}
+            return value if isinstance(value, dict) else {}
+    return {}

@@ -1,0 +1,260 @@
+"""Settings of the recipe keys `model`, `data` and `embedding`.
+
+Determine the problem type of a classifier, and check that metrics and labels fit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from smelt.core.errors import InputError, SettingError, did_you_mean
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Settings
+from smelt.core.text import with_count
+from smelt.data.examples import UNLABELLED
+from smelt.data.labels import (
+    CLASSIFIER_SUFFIXES,
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    ProblemType,
+    check_labels,
+    class_names,
+    infer_label_names,
+    infer_problem_type,
+    is_blank_label,
+    label_as_int,
+    split_labels,
+)
+from smelt.data.splits import Columns, Split, Windows
+from smelt.models.text_rules import Pooling
+
+# name of a file, a folder or a hub repository
+NonEmptyText = Annotated[str, Field(min_length=1)]
+
+
+class NewTokenizer(Settings):
+    """A new tokenizer, trained on the texts of the training samples."""
+
+    train: Literal["bpe", "unigram", "wordpiece"] = Field(description="type of tokenizer to train")
+    vocab_size: int = Field(default=8000, ge=1, le=1_000_000, description="number of tokens")
+
+
+class UntrainedModel(Settings):
+    """A model initialized from its config with random weights."""
+
+    config: NonEmptyText = Field(description="config.json or its folder")
+    tokenizer: NonEmptyText | NewTokenizer | None = Field(
+        default=None, description="folder, hub id, or settings to train one"
+    )
+    image_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="image models: pixels per side, if the config does not set it",
+    )
+
+
+class SplitFractions(Settings):
+    """The fraction of `train` that is moved to each split; see `smelt.data.split_division`."""
+
+    test: float | None = Field(default=None, gt=0, lt=1, description="fraction of train")
+    validation: float | None = Field(default=None, gt=0, lt=1, description="fraction of train")
+
+    @model_validator(mode="after")
+    def _require_remainder(self) -> Self:
+        if sum(self.named_fractions().values()) >= 1:
+            raise SettingError(
+                "the fractions leave no training samples. Their sum must be less than 1",
+                code="shares-too-large",
+            )
+        return self
+
+    def named_fractions(self) -> dict[str, float]:
+        """Return the fractions that are set, by split."""
+        return self.model_dump(exclude_none=True)
+
+
+class EmbeddingSettings(Settings):
+    """Pooling and normalization of a sentence embedder; None uses the model's own value.
+
+    See `smelt.models.text_rules.SentenceRules`.
+    """
+
+    pooling: Pooling | None = Field(default=None, description="default: the model's")
+    normalize: bool | None = Field(
+        default=None, description="scale vectors to length 1; default: the model's"
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, description="longest text in tokens; default: the model's"
+    )
+
+
+class DataSettings(Settings):
+    """The data of each split: a file relative to the recipe, or a hub id.
+
+    None in prefix, source_language and target_language uses the values of the model's files (see
+    `smelt.pipeline.plan.task_checks`).
+    """
+
+    train: NonEmptyText | None = Field(default=None, description="training samples")
+    unlabelled: NonEmptyText | None = Field(default=None, description="samples without labels, for `distill`")
+    validation: NonEmptyText | None = Field(
+        default=None, description="samples for choosing weights and settings"
+    )
+    calibration: NonEmptyText | None = Field(
+        default=None, description="samples for calibration; default: train"
+    )
+    test: NonEmptyText | None = Field(default=None, description="samples for scoring; no stage reads them")
+    split: SplitFractions = Field(
+        default=SplitFractions(), description="fractions of train to use as other splits"
+    )
+    columns: Columns = Field(default=Columns(), description="names of the columns")
+    windows: Windows = Field(default=Windows(), description="language models: how text is split into windows")
+    prefix: str | None = Field(default=None, description="text before each source; default: the model's")
+    source_language: str | None = Field(
+        default=None, description="multilingual models: language of the sources"
+    )
+    target_language: str | None = Field(
+        default=None, description="language of the targets, also for BLEU's tokenizer"
+    )
+    axes: dict[NonEmptyText, Annotated[int, Field(ge=0, strict=True)] | None] = Field(
+        default_factory=dict,
+        description="ONNX models: batch axis of each input or output; null: none",
+    )
+
+    def split_sources(self) -> dict[str, str]:
+        """Return the source of each split by name; splits taken from `train` have the source of `train`."""
+        names = ("train", "unlabelled", "validation", "calibration", "test")
+        found = {name: value for name in names if (value := getattr(self, name)) is not None}
+        parts = dict.fromkeys(self.split.named_fractions(), self.train) if self.train is not None else {}
+        return {name: origin for name in names if (origin := found.get(name, parts.get(name))) is not None}
+
+    def split_files(self) -> dict[str, str]:
+        """Return the sources to read: those of the splits that are not taken from `train`, by name."""
+        parts = self.split.named_fractions() if self.train is not None else {}
+        return {name: origin for name, origin in self.split_sources().items() if name not in parts}
+
+
+_MAX_SHOWN = 5  # labels that a message names
+# Metrics of each problem type; the first one is the main metric.
+METRICS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {
+    SINGLE_LABEL: ("accuracy", "f1"),
+    MULTI_LABEL: ("f1_micro", "f1_macro", "subset_accuracy"),
+    REGRESSION: ("pearson", "spearman", "mse"),
+}
+# Sentence embeddings: agreement with the baseline's vectors needs no scores, correlation does.
+AGREEMENT_METRIC = "agreement"
+CORRELATION_METRICS = ("spearman", "pearson")
+EMBEDDING_METRICS = (*CORRELATION_METRICS, AGREEMENT_METRIC)
+# Outputs of an ONNX model compared with those of the original.
+OUTPUT_METRICS = (AGREEMENT_METRIC, "top1", "relative_error")
+CLASSIFIER_METRICS = tuple(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics)
+
+
+def has_classifier(config: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face config has a classifier; an encoder without one gets a new one."""
+    return any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or [])
+
+
+def _labelled_splits(data: Mapping[str, Split]) -> dict[str, Split]:
+    """Return the splits whose samples have labels."""
+    return {name: split for name, split in data.items() if name != UNLABELLED}
+
+
+def resolve_problem_type(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
+    """Return the problem type from the model's config, or inferred from the labels of the data.
+
+    Raises:
+        InputError: the config's `problem_type` is not supported.
+    """
+    labels = (e.label for split in _labelled_splits(data).values() for e in split.examples)
+    return infer_problem_type(config if has_classifier(config) else None, labels)
+
+
+def new_class_names(data: Mapping[str, Split], problem: ProblemType) -> list[str]:
+    """Return the class names of a new classifier for `data`: the labels of train.
+
+    Without training samples, the labels of all splits.
+    """
+    learned = {"train": data["train"]} if "train" in data else _labelled_splits(data)
+    return infer_label_names((e.label for split in learned.values() for e in split.examples), problem)
+
+
+def _unseen_labels_text(split: Split, name: str, names: Sequence[str], problem: ProblemType) -> str:
+    """Return a message about labels of `split` that train does not have; empty if there are none."""
+    known = set(names)
+    rows: dict[str, list[int]] = {}
+    for at, example in enumerate(split.examples):
+        for item in [example.label] if problem == SINGLE_LABEL else split_labels(example.label):
+            number = label_as_int(item)
+            label = str(item if number is None else number)
+            if label not in known and not is_blank_label(item):
+                rows.setdefault(label, []).append(example.line or example.row or at + 1)
+    if not rows:
+        return ""
+    place = "line" if split.examples[0].line else "row"
+    shown = [
+        f"{repr(label)[:80]} ({with_count(len(at), 'sample')}, {place} {at[0]})" for label, at in rows.items()
+    ]
+    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    labels = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return (
+        f"{split.origin}: labels that train does not have: {', '.join(shown[:_MAX_SHOWN])}{more}. A new"
+        f" classifier learns only the labels of train: {labels}. Use the same labels in '{name}', add"
+        " training samples, or remove these samples."
+    )
+
+
+def label_mistakes(
+    config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
+) -> list[tuple[str, Message]]:
+    """Return (split, mistake) for labels that do not fit the model.
+
+    An encoder without a classifier gets one for the labels of the data, so only their type can be wrong.
+    """
+    names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
+    found = []
+    if not has_classifier(config) and "train" in data and problem != REGRESSION:
+        splits = {name: split for name, split in _labelled_splits(data).items() if name != "train"}
+        strange = {name: _unseen_labels_text(split, name, names, problem) for name, split in splits.items()}
+        found = [(name, error_message("unknown-label", text)) for name, text in strange.items() if text]
+        if found:
+            return found
+    if problem == SINGLE_LABEL and len(names) < 2:
+        text = "all samples have the same label. A classifier needs at least two labels."
+        return [("train" if "train" in data else "test", error_message("one-label", text))]
+    for name, split in _labelled_splits(data).items():
+        try:
+            check_labels(split.examples, names, problem, split.origin)
+        except InputError as error:
+            found.append((name, error.as_message()))
+    return found
+
+
+def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
+    """Return (index, mistake) for the metrics that do not fit the problem type."""
+    fitting = METRICS_BY_PROBLEM[problem]
+    return [(at, unfit_metric(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
+
+
+def gate_mistakes(
+    gates: Iterable[str], metrics: Sequence[str], problem: ProblemType
+) -> list[tuple[str, Message]]:
+    """Return (gate, mistake) for the gates on metrics that do not fit the problem type."""
+    return [(g, unfit_metric(g, problem)) for g in gates if g in CLASSIFIER_METRICS and g not in metrics]
+
+
+def unfit_metric(metric: str, problem: ProblemType) -> Message:
+    """Return the mistake that `metric` does not fit `problem`."""
+    owner = next((p for p, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)
+    what = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
+    fitting = METRICS_BY_PROBLEM[problem]
+    return error_message(
+        "does-not-fit-labels" if owner else "unknown-metric",
+        f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."
+        f"{did_you_mean(metric, fitting)}",
+    )

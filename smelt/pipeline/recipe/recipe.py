@@ -1,0 +1,468 @@
+"""Keys of a recipe with their types and defaults, and the functions that read a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, field_validator
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.stage import Settings
+from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
+from smelt.data.splits import ALL_TASKS, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task, Windows
+from smelt.evaluate.latency import LatencySettings
+from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.generation.config import GenerationSettings
+from smelt.pipeline.recipe.mistakes import (
+    Mistakes,
+    dotted_path,
+    has_mistake,
+    other_name_hint,
+    validate_settings,
+    value_text,
+)
+from smelt.pipeline.recipe.model_and_data import (
+    CLASSIFIER_METRICS,
+    EMBEDDING_METRICS,
+    OUTPUT_METRICS,
+    DataSettings,
+    EmbeddingSettings,
+    UntrainedModel,
+)
+from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
+from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml, read_yaml
+from smelt.runtimes.device import Device
+
+METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
+    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
+    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf"),
+    "language-modeling": ("perplexity", "bits_per_byte"),
+    IMAGE_CLASSIFICATION: CLASSIFIER_METRICS,
+    "text-classification": CLASSIFIER_METRICS,
+    "sentence-similarity": EMBEDDING_METRICS,
+    "custom": OUTPUT_METRICS,
+}
+# Metrics of a recipe that names none: all that fit the task, except here. For a classifier they depend on
+# the problem type, for sentence embedders on whether the samples have scores; both are known after reading
+# model and data (smelt.pipeline.plan.untrained_checks, smelt.pipeline.plan.task_checks).
+DEFAULT_METRICS = METRICS_BY_TASK | {
+    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
+    "text-classification": (),
+    IMAGE_CLASSIFICATION: (),
+    "sentence-similarity": (),
+}
+
+# Gates on latency: by wall-clock time, by CPU time.
+SPEED_METRICS = ("speedup", "cpu_speedup")
+
+# Splits that gates and the recommendation may be evaluated on.
+JudgedOn = Literal["validation", "test"]
+
+# Stages that train all weights: an untrained model needs one before it can be a baseline.
+TRAINING_STAGES = ("finetune", "distill")
+
+
+class ScoreSettings(Settings):
+    """What is measured after every step. `latency` is None if the recipe has `latency: false`."""
+
+    quality: tuple[str, ...] = Field(default=(), description="metrics; the first is the main one")
+    generation: GenerationSettings = Field(
+        default=GenerationSettings(), description="how texts are generated"
+    )
+    latency: LatencySettings | Literal[False] | None = Field(
+        default=LatencySettings(), description="false: not measured"
+    )
+    batch_size: int = Field(default=32, ge=1, le=4096, description="samples per call when scoring")
+
+    @field_validator("latency")
+    @classmethod
+    def _false_is_none(cls, value: LatencySettings | bool | None) -> LatencySettings | None:
+        return value if isinstance(value, LatencySettings) else None
+
+
+class GateSettings(Settings):
+    """Limits of one metric."""
+
+    max_drop: float | None = Field(
+        default=None, ge=0, description="largest allowed drop compared with the baseline"
+    )
+    min: float | None = Field(default=None, description="smallest allowed value")
+    max: float | None = Field(default=None, description="largest allowed value")
+    confidence: float | None = Field(
+        default=None,
+        ge=0.5,
+        le=0.999,
+        description="compare the worse end of this confidence interval, not the value",
+    )
+    at: str | tuple[str, ...] | None = Field(
+        default=None, description="steps to check; default: the last of each branch"
+    )
+
+
+class RecipeKeys(Settings):
+    """The keys of a recipe other than `stages`, as in the file."""
+
+    model: str | UntrainedModel = Field(description="folder, hub id, .onnx file, or an untrained model")
+    task: Task = Field(description="task of the model")
+    tokenizer: str | None = Field(
+        default=None, description="for an .onnx file: folder with config.json and tokenizer"
+    )
+    data: DataSettings = Field(description="data of each split")
+    embedding: EmbeddingSettings = Field(
+        default=EmbeddingSettings(), description="sentence embedders: pooling and normalization"
+    )
+    score: ScoreSettings = Field(default=ScoreSettings(), description="what is measured after every step")
+    baseline: str = Field(default="model", description="step that all others are compared with")
+    gates: dict[str, GateSettings] = Field(default_factory=dict, description="limits by metric")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="seed of all random numbers")
+    truncation: Literal["warn", "error"] = Field(
+        default="warn",
+        description="texts beyond the model's limit: truncate with a warning, or stop with an error",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="number of torch threads; default: all cores"
+    )
+    device: Device = Field(default="auto", description="device for training; auto: CUDA if available")
+
+
+class ParsedRecipe(RecipeKeys):
+    """A parsed recipe.
+
+    stages: the steps as written. path: the file. tokenize: BLEU's tokenizer as set in score.quality; None to
+    choose it by the references. judged_on: the split for gates and the recommendation, as set by `gates.on`;
+    None to let the plan choose. document: the file's content as plain values with `--set` applied, as in
+    report.json.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    stages: tuple[StageEntry, ...] = ()
+    path: Path
+    tokenize: str | None = None
+    judged_on: JudgedOn | None = None
+    document: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def base(self) -> Path:
+        """The folder that paths in the recipe are relative to."""
+        return self.path.parent
+
+
+# Values that replace invalid parts, so that the rest of the recipe can be checked in the same pass.
+_PLACEHOLDERS: dict[str, Any] = {"model": "", "task": ALL_TASKS[0], "data": {}}
+_RECIPE_KEYS = (*RecipeKeys.model_fields, "stages")
+
+
+def find_recipe(word: str) -> Path:
+    """Return the recipe file for `word`: a path, or the name of a recipe included in smelt.
+
+    Raises:
+        InputError: no such recipe; the message suggests the closest name.
+    """
+    import smelt.configs
+
+    path = Path(word).expanduser()
+    if path.is_file():
+        return path
+    shipped = {p.stem: p for p in Path(str(smelt.configs.__file__)).parent.glob("*.yaml")}
+    if word in shipped:
+        return shipped[word]
+    if path.is_dir():
+        model = (path / "config.json").is_file()
+        hint = f" Create one for the model in it: `smelt init {word}`." if model else ""
+        raise InputError(
+            f"{word} is a folder, not a recipe. A recipe is a YAML file.{hint}", code="not-a-recipe"
+        )
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = ", ".join(sorted(shipped)) or "none"
+    hint = did_you_mean(path.name, [*beside, *shipped])
+    raise InputError(
+        f"{word}: recipe not found. No such file, and the recipes included in smelt are: {names}.{hint}",
+        code="unknown-recipe",
+    )
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
+    """Read the recipe at `path` and apply the `--set` options `overrides`.
+
+    Raises:
+        InputError: the recipe is invalid; the message lists every mistake, one per line.
+    """
+    recipe, mistakes, _ = check_recipe(read_yaml(path), path, overrides)
+    mistakes.raise_if_any()
+    return recipe
+
+
+def parse_recipe(text: str, path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
+    """Read a recipe from `text`, as if it were the file `path`.
+
+    Raises:
+        InputError: the recipe is invalid; the message lists every mistake, one per line.
+    """
+    recipe, mistakes, _ = check_recipe(parse_yaml(text, str(path)), path, overrides)
+    mistakes.raise_if_any()
+    return recipe
+
+
+def check_recipe(
+    document: YamlDocument, path: Path, overrides: Sequence[str]
+) -> tuple[ParsedRecipe, Mistakes, set[str]]:
+    """Check the keys and settings of a recipe, without reading its model and data.
+
+    Returns:
+        The recipe, with defaults and placeholders for invalid parts; the mistakes; the dotted paths of the
+        invalid parts (a whole key such as `data`, or a part of it), which later checks must skip.
+    """
+    if not isinstance(document.value, dict):
+        read = "an empty file" if document.value is None else value_text(document.value)
+        raise InputError(
+            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, got {read}.",
+            code="not-a-recipe",
+            file=document.name,
+            line=1,
+        )
+    mistakes = Mistakes(document)
+    value: dict[str, Any] = document.value
+    apply_overrides(value, overrides, mistakes, _RECIPE_KEYS)
+    head = {key: part for key, part in value.items() if key in RecipeKeys.model_fields}
+    for key in value:
+        if key not in _RECIPE_KEYS:
+            hint = other_name_hint(key, _RECIPE_KEYS) or did_you_mean(key, _RECIPE_KEYS)
+            mistakes.add(
+                (key,),
+                f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
+                code="unknown-setting",
+            )
+    tokenize, judged_on = _extract_metric_options(head, mistakes), _extract_judged_on(head, mistakes)
+    task_bad = _check_task(head, mistakes)
+    keys, places = validate_settings(RecipeKeys, head | task_bad, (), mistakes, _PLACEHOLDERS)
+    assert keys is not None  # each key has a default or a placeholder
+    bad = {dotted_path(place) for place in places} | set(task_bad)
+    _check_data(keys, bad, mistakes)
+    keys = _check_quality(keys, bad, mistakes)
+    _check_gates(keys, bad, mistakes)
+    entries, stages_bad = read_stages(value.get("stages"), mistakes)
+    if stages_bad:
+        bad.add("stages")
+    if isinstance(keys.model, UntrainedModel) and "baseline" not in head:
+        names = zip(entries, step_names(entries), strict=True)
+        trained = next((name for entry, name in names if entry.stage in TRAINING_STAGES), keys.baseline)
+        keys = keys.model_copy(update={"baseline": trained})
+    parts: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
+    if (
+        judged_on == "validation"
+        and "validation" not in keys.data.split_sources()
+        and not has_mistake(bad, "data")
+    ):
+        mistakes.add(
+            ("gates", "on"),
+            "the recipe has no validation samples. Set data: validation.",
+            code="missing-data",
+        )
+    parts |= {"tokenize": tokenize, "judged_on": judged_on, "document": value}
+    recipe = ParsedRecipe(**parts, stages=tuple(entries), path=path)
+    return recipe, mistakes, bad
+
+
+def _extract_metric_options(values: dict[str, Any], mistakes: Mistakes) -> str | None:
+    """Replace each metric with options by its name; return BLEU's `tokenize` option, None if not set."""
+    score = values.get("score")
+    if not isinstance(score, dict) or not isinstance(score.get("quality"), list):
+        return None
+    names: list[Any] = []
+    tokenize = None
+    for number, entry in enumerate(score["quality"]):
+        if not (isinstance(entry, dict) and len(entry) == 1 and isinstance(next(iter(entry)), str)):
+            names.append(entry)
+            continue
+        [(name, options)] = entry.items()
+        names.append(name)
+        path: KeyPath = ("score", "quality", number, name)
+        if not isinstance(options, dict):
+            mistakes.add(
+                path,
+                f"expected settings such as {{tokenize: zh}}, got {value_text(options)}.",
+                code="wrong-value",
+            )
+            continue
+        for key, value in options.items():
+            if key != "tokenize" or name != "bleu":
+                known = "tokenize" if name == "bleu" else "none"
+                mistakes.add(
+                    (*path, key),
+                    f"'{name[:60]}' has no such setting. Known settings: {known}.",
+                    code="unknown-setting",
+                )
+            elif value not in BLEU_TOKENIZERS:
+                hint = did_you_mean(str(value), BLEU_TOKENIZERS)
+                known = ", ".join(BLEU_TOKENIZERS)
+                mistakes.add(
+                    (*path, key),
+                    f"expected one of {known}, got {value_text(value)}.{hint}",
+                    code="wrong-value",
+                )
+            else:
+                tokenize = str(value)
+    values["score"] = score | {"quality": names}
+    return tokenize
+
+
+def _extract_judged_on(values: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
+    """Remove `on` from the gates (all other keys are metrics) and return it; None if not set."""
+    gates = values.get("gates")
+    if not isinstance(gates, dict) or "on" not in gates:
+        return None
+    values["gates"] = {name: gate for name, gate in gates.items() if name != "on"}
+    for word in get_args(JudgedOn):
+        if gates["on"] == word:
+            return word  # type: ignore[no-any-return]
+    mistakes.add(
+        ("gates", "on"), f"expected validation or test, got {value_text(gates['on'])}.", code="wrong-value"
+    )
+    return None
+
+
+def _check_task(values: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+    """Return a replacement for an unknown task; an empty dict for a known one."""
+    task = values.get("task")
+    if not isinstance(task, str) or task in ALL_TASKS:
+        return {}
+    known = ", ".join(ALL_TASKS)
+    hint = other_name_hint(task, ALL_TASKS) or did_you_mean(task, ALL_TASKS)
+    mistakes.add(
+        ("task",), f"unknown task {value_text(task)}. Supported tasks: {known}.{hint}", code="unknown-task"
+    )
+    return {"task": ALL_TASKS[0]}
+
+
+def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+    """Check that there is a test split, each split has one source, and windows and embedding fit the task."""
+    data = keys.data
+    parts = data.split.named_fractions()
+    for name in parts:
+        if getattr(data, name) is not None:
+            mistakes.add(
+                ("data", "split", name),
+                f"'{name}' also has its own file (data: {name}). Remove one of the two.",
+                code="settings-conflict",
+            )
+    if parts and data.train is None and not has_mistake(bad, "data.train"):
+        mistakes.add(
+            ("data", "split"),
+            "takes samples from train, but data: train is missing. Set data: train.",
+            code="missing-data",
+        )
+    elif "test" not in data.split_sources() and not has_mistake(bad, "data.test", "data.split", "data.train"):
+        or_split = " (or `split: {test: 0.1}` to take samples from train)" if data.train is not None else ""
+        mistakes.add(
+            ("data", "test"), f"missing. Expected a file or a hub id{or_split}.", code="missing-setting"
+        )
+    wrong = keys.task != "language-modeling" and data.windows != Windows()
+    if wrong and not has_mistake(bad, "task", "data.windows"):
+        mistakes.add(
+            ("data", "windows"),
+            f"only for language-modeling; the task is {keys.task}. Remove it.",
+            code="does-not-fit-task",
+        )
+    if (
+        keys.task != SENTENCE_SIMILARITY
+        and keys.embedding != EmbeddingSettings()
+        and not has_mistake(bad, "task", "embedding")
+    ):
+        mistakes.add(
+            ("embedding",),
+            f"only for {SENTENCE_SIMILARITY}; the task is {keys.task}. Remove it.",
+            code="does-not-fit-task",
+        )
+
+
+def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:
+    """Check that the metrics fit the task, and fill in the task's defaults if none is named."""
+    if has_mistake(bad, "task", "score.quality"):
+        return keys
+    fitting = METRICS_BY_TASK[keys.task]
+    if not keys.score.quality:
+        score = keys.score.model_copy(update={"quality": DEFAULT_METRICS[keys.task]})
+        return keys.model_copy(update={"score": score})
+    everything = {metric: task for task, metrics in METRICS_BY_TASK.items() for metric in metrics}
+    for number, metric in enumerate(keys.score.quality):
+        path: KeyPath = ("score", "quality", number)
+        known = f"Known for {keys.task}: {', '.join(fitting)}."
+        if metric in keys.score.quality[:number]:
+            mistakes.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
+        elif metric not in fitting:
+            bad.add("score.quality")
+            elsewhere = metric in everything
+            what = f"is a metric for {everything[metric]}" if elsewhere else "is not a metric"
+            mistakes.add(
+                path,
+                f"{value_text(metric)} {what}. {known}{did_you_mean(metric, fitting)}",
+                code="does-not-fit-task" if elsewhere else "unknown-metric",
+            )
+    return keys
+
+
+def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+    """Check that each gate is on a measured quantity and has limits that fit it."""
+    if has_mistake(bad, "task"):
+        return
+    every = METRICS_BY_TASK[keys.task]
+    measured = every if has_mistake(bad, "score.quality") else keys.score.quality or every
+    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
+    # lower is better for these, so `max_drop` limits an increase
+    limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
+    limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), "size_bytes": ("max",)}
+    for metric, gate in keys.gates.items():
+        path: KeyPath = ("gates", metric)
+        if metric not in limits:
+            code, what = (
+                ("metric-not-scored", "is not measured. Add it to score.quality")
+                if metric in every
+                else ("unknown-metric", "is not a metric for gates")
+            )
+            mistakes.add(
+                path,
+                f"'{metric[:60]}' {what}. Available: {', '.join(limits)}.{did_you_mean(metric, limits)}",
+                code=code,
+            )
+            continue
+        # latency disabled for one run by --set: the plan warns that the gate is not evaluated
+        if (
+            metric in SPEED_METRICS
+            and not keys.score.latency
+            and ("score", "latency") not in mistakes.overridden
+        ):
+            mistakes.add(
+                path,
+                f"{metric} needs latency measurements, but `latency: false` is set. Remove that setting or"
+                " this gate.",
+                code="settings-conflict",
+            )
+        _check_limits(metric, gate, limits[metric], path, mistakes, has_mistake(bad, f"gates.{metric}"))
+
+
+def _check_limits(
+    metric: str, gate: GateSettings, fitting: Sequence[str], path: KeyPath, mistakes: Mistakes, wrong: bool
+) -> None:
+    """Check the limits of one gate. wrong: an invalid part was dropped, which may have been the limit."""
+    given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
+    for name in given:
+        if name not in fitting:
+            mistakes.add(
+                (*path, name),
+                f"not available for '{metric}'. Use {' or '.join(fitting)}.",
+                code="does-not-fit-metric",
+            )
+    if gate.confidence is not None and metric == "size_bytes":
+        mistakes.add(
+            (*path, "confidence"),
+            "size_bytes is exact and has no confidence interval. Remove confidence.",
+            code="does-not-fit-metric",
+        )
+    if not given and not wrong:
+        mistakes.add(
+            path,
+            f"no limit. Set {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
+            code="missing-setting",
+        )

@@ -1,1 +1,0 @@
-"""What a recipe will do on this machine, known before any work."""

@@ -1,1 +1,0 @@
-"""Which step may follow which, and which orders are poor."""

@@ -1,1 +1,0 @@
-"""Recipes that start from ONNX graphs which somebody else exported."""

@@ -1,0 +1,1 @@
+"""Quantized layers, and what the quantization schemes share."""

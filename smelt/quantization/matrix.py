@@ -1,0 +1,260 @@
+"""A quantized matrix, in the layout of its scheme, as part of a layer.
+
+Shapes: K = inputs, N = outputs.
+
+int8 convolutions, and activations that are quantized between them.
+
+A convolution quantizes its input to 8 bits, and multiplies it with its quantized kernel. The branches of a
+residual block are quantized before the sum, and the input of a max pool before the pool: so ONNX Runtime
+keeps int8 values from one convolution to the next.
+
+    signed:    x_q = clamp(round(x / scale), -128, 127)    scale = range / 127
+    else:      x_q = clamp(round(x / scale), 0, 255)       scale = range / 255
+
+Source: Jacob et al. 2018, arXiv:1712.05877; ONNX operators QuantizeLinear, DequantizeLinear, QLinearConv.
+
+Shapes: B = batch, S = input channels, T = output channels, h, w = height and width, D = taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.core.errors import InputError
+from smelt.core.system import require_package
+from smelt.quantization import emit
+from smelt.quantization import emit as emit_static
+from smelt.quantization.scheme import (
+    CONV_UNSUPPORTED_TARGETS,
+    MatrixUse,
+    Scheme,
+    SchemeOptions,
+    UnpackedWeights,
+)
+from smelt.quantization.schemes.registry import is_row_independent, validate_scheme_options
+
+
+class QuantizedMatrix(nn.Module):
+    """The tensors of a matrix [N, K] in the layout of a scheme; see its `stored_tensors`.
+
+    A module of its own, so that an embedding and the output layer tied to it can hold the same
+    one (edit `share`).
+    """
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        rows: int,
+        width: int,
+        options: SchemeOptions,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        validate_scheme_options(scheme, options)
+        for package, oldest in scheme.packages.items():
+            require_package(package, oldest, f"scheme {scheme.name}")
+        self.scheme, self.width, self.options = scheme, width, dict(options)
+        self.variant = ""
+        for name, stored in scheme.stored_tensors(rows, width, options).items():
+            kind: torch.dtype = getattr(torch, stored.dtype)
+            make = torch.ones if kind.is_floating_point else torch.zeros
+            room = make(stored.shape, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(room, requires_grad=False))
+        self._kept: dict[str, tuple[list[int], Tensor]] = {}
+
+    def set_weight_(self, decided: UnpackedWeights) -> None:
+        """Store the weights computed by a quantization method; calibrated tensors are kept."""
+        self._assign_tensors(self.scheme.pack(decided, self.options))
+
+    def set_activation_range_(self, largest: float) -> None:
+        """Set the activation range to `largest` on both sides, where the scheme needs it."""
+        self._assign_tensors(self.scheme.activation_tensors(largest))
+
+    def _assign_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.get_parameter(name).data = tensor
+        self._kept.clear()
+        self._buffers.clear()  # the previous graph form
+
+    def select_variant(self, form: str) -> None:
+        """Select one of the scheme's `operator_variants` for computation and export."""
+        self.variant = form
+        self._buffers.clear()
+
+    def unpack(self) -> UnpackedWeights:
+        """Return the unpacked quantized weights, and their scales and zero points."""
+        return self.scheme.unpack(self)
+
+    def dequantize(self) -> Tensor:
+        """Return the values, float32 [N, K]."""
+        codes, grid = self.unpack()
+        return self.scheme.dequantize(codes, grid, self.options).flatten(1)[:, : self.width]
+
+    def dequantized(self) -> Tensor:
+        """Return `dequantize()`, computed once for the same memory."""
+        return self.cached("values", self.dequantize)
+
+    def dequantized_uncached(self) -> Tensor:
+        """Return `dequantized()` where layers of the scheme cache it, else `dequantize()` without caching."""
+        return self.dequantized() if "values" in self._kept else self.dequantize()
+
+    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `make`, computed once for the same memory of the parameters."""
+        place = [p.data_ptr() for p in self._parameters.values() if p is not None]
+        kept = self._kept.get(word)
+        if kept is None or kept[0] != place:
+            kept = self._kept[word] = (place, make())
+        return kept[1]
+
+    def is_row_independent(self) -> bool:
+        """Return whether the quantized weights and scales of a row depend on that row only."""
+        return is_row_independent(self.scheme, self.width, self.options)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`, stored or in the graph's form."""
+        return name in self._parameters or name in self._buffers
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, stored or in the graph's form."""
+        found: Tensor | None = self._parameters.get(name)  # getattr of nn.Module takes a microsecond
+        found = self._buffers.get(name) if found is None else found
+        if found is None:
+            raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
+        return found
+
+    def prepare_export(self, use: MatrixUse, target: str = "") -> None:
+        """Store the graph's constants in their exported form, so that constants have names of their own."""
+        wanted = self.scheme.export_constants(self, use) | self.scheme.target_constants(target, self, use)
+        for name, tensor in wanted.items():
+            if not self.has(name):
+                self.register_buffer(name, tensor, persistent=False)
+        for name in sorted(self._buffers):  # in any order of requests, graphs list constants in this order
+            self._buffers[name] = self._buffers.pop(name)
+
+    def describe(self) -> str:
+        """Return the scheme and its options, for the representation of a layer."""
+        told = dict(self.options)
+        return ", ".join([self.scheme.name, *([str(told)] if told else [])])
+
+
+_INPUT_RANGES = {True: (-128, 127), False: (0, 255)}
+_SCALE = "input_scale"
+
+
+class QuantizedConv2d(nn.Module):
+    """A quantized convolution: its kernel is a matrix [T, S * D * D] of a scheme.
+
+    signed: whether its input may be negative.
+    """
+
+    def __init__(self, like: nn.Conv2d, matrix: QuantizedMatrix) -> None:
+        super().__init__()
+        if like.padding_mode != "zeros" or isinstance(like.padding, str):
+            raise InputError(
+                f"scheme {matrix.scheme.name}: only convolutions with zero padding can be quantized.",
+                code="unsupported-layer",
+            )
+        self.in_channels, self.out_channels = like.in_channels, like.out_channels
+        self.shape = tuple(like.weight.shape)
+        self.how: dict[str, Any] = {
+            "stride": like.stride,
+            "padding": like.padding,
+            "dilation": like.dilation,
+            "groups": like.groups,
+        }
+        self.matrix, self.signed = matrix, True
+        bias = torch.zeros(like.out_channels, device=matrix.codes.device)
+        self.bias = nn.Parameter(bias) if like.bias is not None else None
+
+    def set_activation_range_(self, largest: float) -> None:
+        """Set the input range to `largest`, on both sides if signed."""
+        _, high = _INPUT_RANGES[self.signed]
+        self.matrix.set_activation_range_(largest * 127 / high)  # the scheme's scale is for codes to 127
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        """Return the quantized values of float32 [B, S, h, w], as float32."""
+        return x.div(self.matrix.tensor(_SCALE)).round_().clamp_(*_INPUT_RANGES[self.signed])
+
+    def fake_quantize_input(self, x: Tensor) -> Tensor:
+        """Return float [B, S, h, w] after quantizing and dequantizing."""
+        return (self.quantize_input(x.float()) * self.matrix.tensor(_SCALE)).to(x.dtype)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution of `x` with a kernel given as a matrix [T, S * D * D]."""
+        return F.conv2d(x, weight.view(self.shape), bias, **self.how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float32 [B, S, h, w] to float32 [B, T, h', w']."""
+        matrix, target = self.matrix, emit.export_target()
+        scale = matrix.tensor(_SCALE)
+        if target is not None:
+            if target in CONV_UNSUPPORTED_TARGETS:
+                raise InputError(f"onnx: {CONV_UNSUPPORTED_TARGETS[target]}.", code="unsupported-target")
+            kernel = emit_static.dequantize_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
+            return F.conv2d(
+                emit_static.quantize_dequantize(x, scale, self.signed), kernel, self.bias, **self.how
+            )
+        sums = self.convolve(self.quantize_input(x), matrix.tensor("codes").float(), None)
+        out = sums * (matrix.tensor("scales") * scale)[:, None, None]
+        return out if self.bias is None else out + self.bias[:, None, None]
+
+    def forward_float(self, x: Tensor) -> Tensor:
+        """Return the same with float activations."""
+        return self.convolve(x, self.matrix.dequantize(), self.bias)
+
+    def prepare_export(self, target: str) -> None:
+        """Convert the weights to the form of a graph for `target`."""
+        if not self.matrix.has("kernel"):
+            kernel = self.matrix.tensor("codes").detach().view(self.shape)
+            self.matrix.register_buffer("kernel", kernel, persistent=False)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the scheme, for printing."""
+        return f"{self.in_channels}, {self.out_channels}, signed={self.signed}, {self.matrix.describe()}"
+
+
+class QuantizedActivation(nn.Module):
+    """Quantizes and dequantizes states before `inner` reads them.
+
+    inner: identity, or a max pool. scale: float32 scalar.
+    """
+
+    scale: Tensor
+
+    def __init__(self, inner: nn.Module, signed: bool, device: torch.device | None = None) -> None:
+        super().__init__()
+        if not isinstance(inner, nn.Identity | nn.MaxPool2d):
+            raise TypeError("it is neither an identity nor a max pool")
+        self.inner, self.signed = inner, signed
+        self.register_buffer("scale", torch.ones((), device=device))
+
+    def set_activation_range_(self, largest: float) -> None:
+        """Set the range to `largest`, on both sides if signed."""
+        _, high = _INPUT_RANGES[self.signed]
+        # computed as a scheme does, so that layers which read the same states have the same scale
+        scale = torch.tensor(largest * 127 / high, dtype=torch.float32) / 127
+        self.scale = scale if scale > 0 else torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float32 [B, S, h, w] to `inner` of its quantized values; gradients are straight-through."""
+        if emit.export_target() is not None:
+            seen = emit_static.quantize_dequantize(x, self.scale, self.signed)
+        else:
+            with torch.no_grad():
+                seen = x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
+            seen = x + (seen - x).detach() if torch.is_grad_enabled() and x.requires_grad else seen
+        out: Tensor = self.inner(seen)
+        return out
+
+    def forward_float(self, x: Tensor) -> Tensor:
+        """Return the same with float states."""
+        out: Tensor = self.inner(x)
+        return out

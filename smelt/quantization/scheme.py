@@ -1,0 +1,315 @@
+"""The interface of quantization schemes: how weights are quantized, stored, computed in torch and exported.
+
+A scheme is one class in one file of this folder and one line in registry.py. No other code contains its name:
+the stage `quantize`, its settings and help, quantization-aware training, checkpoints, the exporter, its
+verification, the plan and the footprint query the registry.
+
+Files of schemes import no torch at module level, because `smelt plan` and `smelt stages` import them.
+
+Shapes: N = outputs (rows of a matrix), K = inputs (columns), g = inputs of a row that share a scale,
+G = ceil(K / g), the last group padded with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OptionValue: TypeAlias = int | bool | str
+SchemeOptions: TypeAlias = Mapping[str, OptionValue]
+# The quantization parameters, by the names of their tensors: `scales` [N, G] and others of the
+# scheme (zero points, a table). Each broadcasts over the rows and has its groups in axis 1.
+QuantParams: TypeAlias = Mapping[str, "Tensor"]
+MatrixUse: TypeAlias = Literal["product", "lookup"]
+# The targets of the stage `onnx`.
+EXPORT_TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
+# Targets that cannot run quantized convolutions, and why.
+CONV_UNSUPPORTED_TARGETS = {
+    "tensorrt": "TensorRT supports zero points of 0 only, and the inputs of convolutions have others"
+}
+# Targets that run the graphs of another one; its unsupported schemes are also theirs.
+GRAPH_TARGETS = {"ort-tensorrt": "tensorrt", "ort-tensorrt-rtx": "tensorrt"}
+
+
+def graph_target(target: str) -> str:
+    """Return the target whose graphs `target` runs."""
+    return GRAPH_TARGETS.get(target, target)
+
+
+@dataclass(frozen=True)
+class SchemeOption:
+    """A setting of a scheme, with the same name in recipes, in `structure.json` and in `options`.
+
+    Schemes may share an option (same description), with other values and another default.
+
+    description: without the names of the schemes, which the help adds before it.
+    expected: text in place of a list of the allowed values.
+    others: text about a value that only other schemes allow.
+    """
+
+    name: str
+    default: OptionValue
+    allowed: tuple[OptionValue, ...]
+    description: str
+    expected: str = ""
+    others: str = ""
+
+    def allows(self, value: object) -> bool:
+        """Return whether `value` is one of the allowed ones; True is not 1."""
+        return any(value == one and type(value) is type(one) for one in self.allowed)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a matrix, with torch's names of types.
+
+    dtype: in memory, where floats are float32, because transformers takes the type of a model's first float
+        parameter for its own.
+    file_dtype: in files; empty where it is the same.
+    values_per_element: number of values in an element.
+    per_row: axis 0 is the row of the matrix, and a row's part depends on that row only. Other tensors
+        must be equal in matrices that are concatenated.
+    calibrated: measured on samples (`Scheme.activation_tensors`) instead of computed from the weights
+        (`Scheme.pack`); it belongs to the whole matrix.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    file_dtype: str = ""
+    values_per_element: int = 1
+    per_row: bool = True
+    calibrated: bool = False
+
+
+class UnpackedWeights(NamedTuple):
+    """Unpacked weights of a matrix: codes [N, G, g], one per element, and their quantization parameters."""
+
+    q_weight: Tensor
+    qparams: QuantParams
+
+
+class PackedMatrix(Protocol):
+    """A stored matrix, as its scheme accesses it (`smelt/quantization/matrix.py`)."""
+
+    @property
+    def options(self) -> SchemeOptions:
+        """Return the scheme's options."""
+
+    @property
+    def width(self) -> int:
+        """Return K."""
+
+    @property
+    def variant(self) -> str:
+        """Return the selected one of the scheme's `operator_variants`; empty for the first."""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`, stored or in the graph's form."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, stored or in the graph's form."""
+
+    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `make`, computed once for the same memory of the stored tensors."""
+
+    def dequantized(self) -> Tensor:
+        """Return the dequantized values, float32 [N, K], computed once."""
+
+
+class Scheme(Protocol):
+    """A quantization scheme for the weights of a matrix. Methods with a body here are optional.
+
+    name: in recipes.
+    bits: of a weight, for schemes that differ in it only, so that layers of one model may have different ones
+        (mixed precision); 0 in all others.
+    summary: weights, scales and activations in a sentence without a full stop, for the help.
+    source: the paper or reference code.
+    recommended_for: its use cases, in a few words, for the table of schemes.
+    option_specs: its options, in the order of the help.
+    supports_embeddings: whether embeddings, and an output layer tied to them, can be quantized.
+    embedding_scheme: the scheme of embeddings and output layer unless set in the recipe; empty for this one.
+    requires_training: whether the quality is low without quantization-aware training.
+    learnable_scales: whether its scales can be learned (`code_range`).
+    supports_clipping: whether the quantization parameters follow from the range of a group, so that it can be
+        clipped; false where the values are fitted to all weights.
+    represents_zero: whether it can represent 0 exactly with any parameters, so that weights can be set to it.
+    split_scheme: the scheme for the two summands of a split matrix of this one; empty if unknown.
+    binary_inputs: whether training may binarize the inputs of its linear layers.
+    requires_calibration: whether it needs the range of activations, calibrated on samples.
+    per_tensor_activations: whether all activations of a layer are quantized with one scale, so that a channel
+        of large values reduces the precision of the others.
+    supports_conv: whether it quantizes convolutions too, with a scale for each output channel.
+    batch_invariant: whether the result of a row in ONNX Runtime is the same, bit for bit, in any batch.
+    packages: additional packages that it needs in torch: names in the package index, with
+        the oldest supported release.
+    supports_shortlist: whether rows of an output layer can be gathered in a graph, so that a shortlist
+        restricts it.
+    unsupported_targets: by export target: why it cannot run the scheme, continuing "cannot run it: "; also
+        used for targets that run the graphs of that one.
+    required_options: by export target that supports some of its options only: the supported values, by
+    option. supported_dtypes: by export target: dtypes of a graph, in addition to fp32, in which its scales
+        keep their precision.
+    min_opset: by export target: the oldest opset with its operators.
+    exported_as: its layers in a graph, after "TensorRT cannot run the ".
+    operators: its quantized operators in a graph, with the indices of the inputs that hold scales and zero
+        points. The input after the activations holds the weights. None where no target runs it.
+    tolerance: mean error of the output of a graph that rounds activations, in
+        standard deviations of the output. Two runtimes that sum in another order round some activations
+        differently, so that it is a measured number; exact parts are compared exactly.
+    embedding_tolerance: the same for a sentence embedding, in which every number counts equally.
+    max_graph_error: for a scheme of ONNX Runtime's quantizers, the largest root mean square difference
+        between a third-party graph's output and the float graph's, in standard deviations of the output. At 1
+        a graph is no better than the mean of its outputs.
+    """
+
+    name: ClassVar[str]
+    bits: ClassVar[int] = 0
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    recommended_for: ClassVar[str] = ""
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = ()
+    supports_embeddings: ClassVar[bool] = True
+    embedding_scheme: ClassVar[str] = ""
+    requires_training: ClassVar[bool] = False
+    learnable_scales: ClassVar[bool] = True
+    supports_clipping: ClassVar[bool] = True
+    represents_zero: ClassVar[bool] = True
+    split_scheme: ClassVar[str] = ""
+    binary_inputs: ClassVar[bool] = False
+    requires_calibration: ClassVar[bool] = False
+    per_tensor_activations: ClassVar[bool] = False
+    supports_conv: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = False
+    packages: ClassVar[Mapping[str, str]] = {}
+    supports_shortlist: ClassVar[bool] = True
+    unsupported_targets: ClassVar[Mapping[str, str]]
+    required_options: ClassVar[Mapping[str, Mapping[str, tuple[OptionValue, ...]]]] = {}
+    supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    min_opset: ClassVar[Mapping[str, int]] = {}
+    exported_as: ClassVar[str]
+    operators: ClassVar[Mapping[str, tuple[int, ...]]]
+    tolerance: ClassVar[float]
+    embedding_tolerance: ClassVar[float]
+    max_graph_error: ClassVar[float] = 0.0
+
+    # Quantization. Round to nearest is compute_qparams, then quantize; other methods search the parameters,
+    # or process column by column and correct the remaining ones, with the same three steps.
+
+    def group_size(self, width: int, options: SchemeOptions) -> int:
+        """Return g for a matrix of K = `width` inputs."""
+
+    def is_per_tensor(self, options: SchemeOptions) -> bool:
+        """Return whether all weights of a matrix share one scale, so that rows are not independent."""
+        return False
+
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return the quantization parameters that fit `groups` best without data.
+
+        Args:
+            groups: float32 [N, G, g].
+            width: how many of the G * g inputs are weights; those after them are padding of the last group.
+            options: the scheme's.
+        """
+
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the codes [N, G, g] whose values are nearest to float32 `groups`."""
+
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the values of `codes` [N, G, g], float32 [N, G, g]."""
+
+    def code_range(
+        self, grid: QuantParams, options: SchemeOptions
+    ) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return the minimum and the maximum value in units of scales, in a shape that broadcasts over codes.
+
+        None where values are not integer multiples of a scale with both ends: its scales cannot be learned
+        then.
+        """
+        return None
+
+    # Storage.
+
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of the tensors of a matrix [N, K]; one is called `codes`."""
+
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return the tensors of `stored_tensors`, in their types in memory."""
+
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
+        """Return the unpacked codes, and their quantization parameters."""
+
+    def activation_tensors(self, largest: float) -> dict[str, Tensor]:
+        """Return the calibrated tensors of `stored_tensors`, for activations from -`largest` to `largest`."""
+        return {}
+
+    # Computation in torch, equal to the runtime's.
+
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + bias, float32 [..., N], for float32 `x` [..., K]."""
+
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return rows of the matrix, float32 [..., K], for int64 `ids` [...]."""
+        from torch.nn import functional as F
+
+        return F.embedding(ids, matrix.dequantized())
+
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return whether the runtime quantizes the activations of a layer."""
+        return True
+
+    def exact_activation(self, matrix: PackedMatrix) -> float:
+        """Return an activation that is represented exactly, in addition to 0 and its negative."""
+        return 1.0
+
+    def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
+        """Return the activations for training, for float `x`; `x` itself where they are not quantized."""
+        return x
+
+    def static_activation_range(self, matrix: PackedMatrix) -> tuple[Tensor, float, float] | None:
+        """Return the scale of activations, their minimum and maximum code, where these are static."""
+        return None
+
+    # Export.
+
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return the constants of `emit_linear` or `emit_lookup`, by their names in the graph."""
+        return {}
+
+    def target_constants(self, target: str, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return additional constants of the graphs of `target`, by their names in the graph."""
+        return {}
+
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit `linear` with the operators that `target` runs fastest."""
+
+    def emit_lookup(self, matrix: PackedMatrix, ids: Tensor, target: str) -> Tensor:
+        """Emit `lookup`."""
+        return self.lookup(matrix, ids)
+
+    def operator_variants(self, options: SchemeOptions) -> tuple[str, ...]:
+        """Return the alternative operators of a layer in ONNX Runtime on the CPU; () for one only.
+
+        The first one is used unless another was measured to be faster (`export/autotune`). The weights are
+        the same numbers in all, rounded activations may differ. `linear` and the export use
+        `PackedMatrix.variant`.
+        """
+        return ()
+
+    def variant_node(self, matrix: PackedMatrix, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return the layer without a bias as an ONNX node, in the variant of `matrix`, and its constants.
+
+        It equals the result of `emit_linear`, for timing; not called for a scheme without
+        `operator_variants`.
+        """
+        return None, {}
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return nodes that compute `node`, one of `operators`, with float activations."""
+
+    def unpacking_tables(self) -> dict[str, Any]:
+        """Return the tables of `emit.expand_by_table`: uint8 [256, n] by word."""
+        return {}

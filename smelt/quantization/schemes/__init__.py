@@ -1,0 +1,1 @@
+"""Quantization schemes: one file per kind of scheme; registry.py lists them."""

@@ -1,0 +1,348 @@
+"""Scheme bnb-int8: LLM.int8 of bitsandbytes, int8 matrix multiplication with a float one for outliers.
+
+Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339. Weights: one scale per row, value = code * absmax / 127.
+Activations, rounded to float16 first: a column in which any row of the batch reaches 6 is an outlier; it is
+multiplied unquantized with the dequantized weights. The rest becomes int8 with one scale per row.
+
+On the CPU bitsandbytes computes all of that (integer products where the processor has AVX-512, else in
+float32). No runtime that smelt exports to has an operator for it.
+
+Shapes: N = outputs (rows), K = inputs (columns).
+
+Imports bitsandbytes at the first multiplication of one of its schemes, because it takes seconds.
+
+Scheme bnb-nf4: 4-bit NormalFloat codes of bitsandbytes, one float32 scale for each 64 inputs of a row.
+
+value = table[code] * scale, scale = the largest magnitude of the block. The table has the quantiles of a
+normal distribution between -1 and 1, zero among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section
+3 and appendix E). Codes are the nearest entries of it; a midpoint belongs to the lower one, as in
+bitsandbytes. Two codes are packed into a byte, the first in the high bits; absmax is not quantized again.
+
+bitsandbytes divides a matrix into blocks in memory order, here each row begins a block. Both are equal where
+the inputs are a multiple of 64; elsewhere the last block of a row is padded with zeros. In torch
+bitsandbytes multiplies; in a graph ONNX Runtime's MatMulBnb4 does. Both dequantize to float32 and multiply
+float32 activations.
+
+Shapes: N = outputs (rows), K = inputs (columns), g = 64, G = ceil(K / g).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.core.errors import InputError
+from smelt.core.system import require_package
+from smelt.quantization import groupwise as parts
+from smelt.quantization.int8 import Int8PerChannel
+from smelt.quantization.scheme import (
+    EXPORT_TARGETS,
+    MatrixUse,
+    PackedMatrix,
+    QuantParams,
+    Scheme,
+    SchemeOptions,
+    StoredTensor,
+    UnpackedWeights,
+    graph_target,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor
+
+
+# The oldest release that computes on the CPU what the newest does (0.48, 0.49 and 0.50 were tested).
+BITSANDBYTES_PACKAGES = {"bitsandbytes": "0.48"}
+
+
+@cache
+def import_bitsandbytes() -> Any:
+    """Return the module.
+
+    Raises:
+        MissingDependencyError: it is not installed, too old, or does not load.
+    """
+    from smelt.core.errors import MissingDependencyError
+
+    for package, oldest in BITSANDBYTES_PACKAGES.items():
+        require_package(package, oldest, "matrix multiplications of bitsandbytes schemes")
+    try:
+        with silence_bitsandbytes(), _without_kernel_download():
+            import bitsandbytes
+    except (ImportError, OSError, RuntimeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MissingDependencyError(
+            f"bitsandbytes is installed but cannot be loaded: {first}. Run `python -m bitsandbytes` for"
+            " details.",
+            code="broken-installation",
+        ) from error
+    return bitsandbytes
+
+
+@contextmanager
+def silence_bitsandbytes() -> Iterator[None]:
+    """Suppress bitsandbytes' log messages during its import, also by peft.
+
+    On processors that multiply bf16 it reports at each import that the package `kernels` is missing, which it
+    needs for an unused layout.
+    """
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def _without_kernel_download() -> Iterator[None]:
+    """Hide `kernels` while bitsandbytes is imported: it would download compiled code from a hub."""
+    absent = "kernels" not in sys.modules
+    if absent:
+        sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["kernels"]
+
+
+OUTLIER_THRESHOLD = 6.0
+# as in bitsandbytes: 1 / 127 in float32
+_STEP = 0.007874015718698502
+_WHY = "it has no operator that splits activations into int8 rows and float outliers"
+
+
+class BnbInt8(Int8PerChannel):
+    """codes: int8 [N, K]; scales: float32 [N], the largest magnitude of each row."""
+
+    name: ClassVar[str] = "bnb-int8"
+    summary: ClassVar[str] = "int8 weights of bitsandbytes (LLM.int8), activation outliers stay float"
+    recommended_for: ClassVar[str] = "models served by torch; comparisons"
+    source: ClassVar[str] = "Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339 (bitsandbytes, Linear8bitLt)"
+    learnable_scales: ClassVar[bool] = False
+    packages: ClassVar[Mapping[str, str]] = BITSANDBYTES_PACKAGES
+    unsupported_targets: ClassVar[Mapping[str, str]] = {
+        graph_target(target): _WHY for target in EXPORT_TARGETS
+    }
+    exported_as: ClassVar[str] = f"{name} matrix multiplications"
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    # it is not exported
+    tolerance: ClassVar[float] = 0.0
+    embedding_tolerance: ClassVar[float] = 0.0
+
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return the largest magnitude of each row."""
+        return {"scales": groups.abs().amax(dim=-1)}
+
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return codes from -127 to 127, int8; a row of zeros has zeros."""
+        scales = grid["scales"]
+        steps = (127.0 / scales).where(scales != 0, 0.0)
+        return (groups * steps[..., None]).round_().clamp_(-127, 127).char()
+
+    def code_range(
+        self, grid: QuantParams, options: SchemeOptions
+    ) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return None: scales are computed from the weights by bitsandbytes."""
+        return None
+
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return code * scale / 127."""
+        return codes.float() * grid["scales"][..., None] * _STEP
+
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Let bitsandbytes find outliers, round and multiply."""
+        import torch
+
+        functional, codes = import_bitsandbytes().functional, matrix.tensor("codes")
+        rows = x.detach().reshape(-1, matrix.width).float()
+        rounded, scales, outliers = functional.int8_vectorwise_quant(rows.half(), threshold=OUTLIER_THRESHOLD)
+        out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
+            rows, rounded, codes, scales, matrix.tensor("scales"), outliers, bias
+        )
+        product: Tensor = out.reshape(*x.shape[:-1], codes.shape[0])
+        return product
+
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return some rows; a row of zeros stays zero."""
+        from torch.nn import functional as F
+
+        scales = F.embedding(ids, matrix.tensor("scales")[:, None])
+        return F.embedding(ids, matrix.tensor("codes")).float() * scales * _STEP
+
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Raise an error: no target supports the scheme."""
+        raise InputError(
+            f"scheme {self.name} cannot be exported for {target}: {_WHY}.", code="unsupported-target"
+        )
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Raise an error: no node belongs to this scheme."""
+        raise InputError(f"scheme {self.name} has no operator '{node.op_type}'.", code="unsupported-operator")
+
+
+NF4_BLOCK_SIZE = 64
+NF4_QUANT_TYPE = "nf4"
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_BNB_NF4_WHY = "it multiplies packed NF4 codes (MatMulBnb4)"
+
+
+class BnbNf4(Scheme):
+    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G]."""
+
+    name: ClassVar[str] = "bnb-nf4"
+    summary: ClassVar[str] = "4-bit NormalFloat weights of bitsandbytes, one scale per 64 inputs"
+    recommended_for: ClassVar[str] = "less memory while adapters are trained; no speed-up"
+    source: ClassVar[str] = "Dettmers et al. 2023, QLoRA, arXiv:2305.14314 (bitsandbytes, Linear4bit)"
+    learnable_scales: ClassVar[bool] = False
+    packages: ClassVar[Mapping[str, str]] = BITSANDBYTES_PACKAGES
+    supports_shortlist: ClassVar[bool] = False
+    unsupported_targets: ClassVar[Mapping[str, str]] = {
+        "ort-cuda": _BNB_NF4_WHY,
+        "tensorrt": _BNB_NF4_WHY,
+        "openvino": _BNB_NF4_WHY,
+    }
+    exported_as: ClassVar[str] = f"{name} weights (MatMulBnb4)"
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"MatMulBnb4": (2,)}
+    # activations are not rounded, so graphs must meet float32's tolerance
+    tolerance: ClassVar[float] = 0.0
+    embedding_tolerance: ClassVar[float] = 0.0
+
+    def group_size(self, width: int, options: SchemeOptions) -> int:
+        """Return g."""
+        return NF4_BLOCK_SIZE
+
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return the largest magnitudes."""
+        return {"scales": groups.abs().amax(dim=-1)}
+
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the indices of the nearest entries of the table, uint8."""
+        import torch
+
+        table = _table(groups.device)
+        scaled = (groups * parts.safe_reciprocal(grid["scales"])[..., None]).clamp_(-1, 1)
+        return torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True).byte()
+
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return table[code] * scale."""
+        return _table(codes.device)[codes.int()] * grid["scales"][..., None]
+
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of two codes per byte, and scales."""
+        count = parts.num_groups(width, NF4_BLOCK_SIZE)
+        return {
+            "codes": StoredTensor((rows, count, NF4_BLOCK_SIZE // 2), "uint8", values_per_element=2),
+            "scales": StoredTensor((rows, count), "float32"),
+        }
+
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return the tensors of `stored_tensors`."""
+        from smelt.quantization.packing import pack_nibbles
+
+        return {
+            "codes": pack_nibbles(decided.q_weight, high_first=True),
+            "scales": decided.qparams["scales"].float(),
+        }
+
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
+        """Return the codes as uint8."""
+        from smelt.quantization.packing import unpack_nibbles
+
+        codes = unpack_nibbles(matrix.tensor("codes"), high_first=True)
+        return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
+
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Let bitsandbytes multiply; its float weights exist during one multiplication only."""
+        import torch
+
+        library, (rows, count) = import_bitsandbytes(), matrix.tensor("scales").shape
+        state = library.functional.QuantState(
+            absmax=matrix.tensor("scales").flatten(),
+            shape=torch.Size((rows, count * NF4_BLOCK_SIZE)),
+            code=_table(x.device),
+            blocksize=NF4_BLOCK_SIZE,
+            quant_type=NF4_QUANT_TYPE,
+            dtype=torch.float32,
+        )
+        codes = matrix.tensor("codes").reshape(-1, 1)
+        out: Tensor = library.matmul_4bit(_pad_to_blocks(x, count), codes, state, bias=bias)
+        return out
+
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return some rows, with operators that can be exported; a row of zeros stays zero."""
+        import torch
+
+        from smelt.quantization.packing import unpack_nibbles_float
+
+        count = parts.num_groups(matrix.width, NF4_BLOCK_SIZE)
+        taken = ids.flatten()[:, None]
+
+        def rows(name: str, otherwise: str, width: int) -> Tensor:
+            flat = matrix.tensor(name) if matrix.has(name) else matrix.tensor(otherwise).flatten()
+            places = taken * width + torch.arange(width, device=taken.device)
+            return flat.index_select(0, places.flatten())
+
+        codes = unpack_nibbles_float(
+            rows("flat", "codes", count * NF4_BLOCK_SIZE // 2), high_first=True
+        ).int()
+        table = matrix.tensor("table") if matrix.has("table") else _table(codes.device)
+        scales = rows("flat_scales", "scales", count).reshape(-1, count, 1)
+        values = table.index_select(0, codes).reshape(-1, count, NF4_BLOCK_SIZE) * scales
+        found = values.flatten(1)[:, : matrix.width]
+        return found.reshape(*ids.shape, matrix.width)
+
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return False: they stay float32."""
+        return False
+
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return codes and scales in one dimension, as the operator requires; for lookups also the table."""
+        flat = {
+            "flat": matrix.tensor("codes").detach().flatten(),
+            "flat_scales": matrix.tensor("scales").detach().flatten(),
+        }
+        return flat | ({"table": _table(flat["flat"].device).clone()} if use == "lookup" else {})
+
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit MatMulBnb4, which processes blocks of 64 row by row."""
+        from smelt.quantization import emit
+
+        rows, count = matrix.tensor("scales").shape
+        layout = emit.NBitsLayout(count * NF4_BLOCK_SIZE, rows, 4, NF4_BLOCK_SIZE)
+        codes, scales = matrix.tensor("flat"), matrix.tensor("flat_scales")
+        return emit.matmul_bnb4(_pad_to_blocks(x, count), codes, scales, bias, layout)
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return the operator itself: its activations are not quantized."""
+        return [node]
+
+
+def _pad_to_blocks(x: Tensor, count: int) -> Tensor:
+    """Return `x` [..., K] padded with zeros to `count` blocks."""
+    from torch.nn import functional as F
+
+    lacking = count * NF4_BLOCK_SIZE - x.shape[-1]
+    return F.pad(x, (0, lacking)) if lacking else x
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """Return the table, float32 [16]."""
+    import torch
+
+    with torch.inference_mode(False):
+        return torch.tensor(NF4_TABLE, device=device)

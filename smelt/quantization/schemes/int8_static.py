@@ -1,0 +1,134 @@
+"""Scheme int8-static: int8 weights per channel or tensor, int8 activations with a calibrated range.
+
+Weights: common/int8_per_channel.py. Activations: symmetric, one scale for all inputs of a layer, stored with
+it:
+
+    scale = range / 127        x_q = clamp(round(x / scale), -128, 127)        round half to even
+
+as in the ONNX operator QuantizeLinear. The range is calibrated on samples (`compress/calibration`).
+Integer products are summed in int32, then y = (scale * weight scale) * sum + bias. So a row of the output
+depends only on its input row.
+
+In ONNX Runtime the same computation is fast in one form only: codes with 128 added (uint8, zero point 128) in
+MatMulIntegerToFloat. All other runtimes read QuantizeLinear and DequantizeLinear around a plain MatMul.
+
+Convolutions (`smelt/quantization/matrix.py`) are matrices with a row per output channel. Their inputs
+are mostly never negative (after ReLU): their codes are then 0 to 255, with range / 255.
+
+Shapes: N = outputs (rows), K = inputs (columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.quantization.int8 import (
+    GRANULARITY,
+    Int8PerChannel,
+    float_linear_nodes,
+    output_scales,
+    transposed_weight,
+)
+from smelt.quantization.scheme import PackedMatrix, SchemeOption, SchemeOptions, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INPUT_SCALE = "input_scale"
+# The target whose runtime has one operator for the whole layer.
+_FUSED = "ort-cpu"
+
+
+class Int8Static(Int8PerChannel):
+    """codes: int8 [N, K]; scales: float32 [N]; input_scale: float32 scalar, 1 for embeddings only."""
+
+    name: ClassVar[str] = "int8-static"
+    summary: ClassVar[str] = (
+        "int8 weights per output channel or tensor; activations become int8 with a range that is calibrated"
+        " on samples"
+    )
+    recommended_for: ClassVar[str] = (
+        "a CPU, for one text and for many; OpenVINO, TensorRT; no result depends on its batch"
+    )
+    source: ClassVar[str] = (
+        "ONNX operator QuantizeLinear-13 (github.com/onnx/onnx, docs/Operators.md); Jacob et al. 2018,"
+        " arXiv:1712.05877"
+    )
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = (GRANULARITY,)
+    requires_calibration: ClassVar[bool] = True
+    per_tensor_activations: ClassVar[bool] = True
+    supports_conv: ClassVar[bool] = True
+    batch_invariant: ClassVar[bool] = True
+    unsupported_targets: ClassVar[Mapping[str, str]] = {
+        "ort-cuda": "ONNX Runtime has these operators on the CPU only"
+    }
+    exported_as: ClassVar[str] = "static int8"
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"MatMulIntegerToFloat": (2, 3, 4, 5)}
+    tolerance: ClassVar[float] = 0.05
+    embedding_tolerance: ClassVar[float] = 0.15
+    max_graph_error: ClassVar[float] = 0.5  # 2 to 3 times MiniLM's (docs/measurements/own-onnx.md)
+
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of codes, scales, and the scale of the activations."""
+        return super().stored_tensors(rows, width, options) | {
+            INPUT_SCALE: StoredTensor((), "float32", calibrated=True)
+        }
+
+    def activation_tensors(self, largest: float) -> dict[str, Tensor]:
+        """Return the scale that maps `largest` to 127."""
+        import torch
+
+        scale = torch.tensor(largest, dtype=torch.float32) / 127
+        return {INPUT_SCALE: scale if scale > 0 else torch.ones(())}
+
+    def exact_activation(self, matrix: PackedMatrix) -> float:
+        """Return the end of the range."""
+        return float(matrix.tensor(INPUT_SCALE) * 127)
+
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply quantized weights and activations."""
+        import torch
+
+        from smelt.quantization.int8_matmul import int8_matmul
+
+        codes, scale = matrix.tensor("codes"), matrix.tensor(INPUT_SCALE)
+        rows = x.detach().reshape(-1, matrix.width)
+        sums = int8_matmul(rows.div(scale).round_().clamp_(-128, 127).to(torch.int8), codes)
+        out = sums.float().mul_(matrix.tensor("scales") * scale)
+        out = out if bias is None else out + bias
+        return out.reshape(*x.shape[:-1], codes.shape[0])
+
+    def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
+        """Return activations after quantizing and dequantizing; values outside of the range are clipped."""
+        scale = matrix.tensor(INPUT_SCALE).to(x.device)
+        return (x.float().div(scale).round_().clamp_(-128, 127) * scale).to(x.dtype)
+
+    def static_activation_range(self, matrix: PackedMatrix) -> tuple[Tensor, float, float] | None:
+        """Return the stored scale, -128 and 127."""
+        return matrix.tensor(INPUT_SCALE), -128.0, 127.0
+
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit QuantizeLinear and MatMulIntegerToFloat, or MatMul between explicit Q/DQ pairs."""
+        from smelt.quantization import emit
+
+        scale = matrix.tensor(INPUT_SCALE)
+        if target == _FUSED:
+            return emit.integer_linear(x, scale, transposed_weight(matrix), output_scales(matrix), bias)
+        scales = matrix.tensor("scales")  # one per row for every granularity: no kernel is faster with one
+        return emit.qdq_linear(x, scale, matrix.tensor("columns"), scales, bias)
+
+    def emit_lookup(self, matrix: PackedMatrix, ids: Tensor, target: str) -> Tensor:
+        """Emit Gather, Cast and Mul; or Gather in a table that is dequantized like weights."""
+        from torch.nn import functional as F
+
+        from smelt.quantization import emit
+
+        if target == _FUSED:
+            return super().emit_lookup(matrix, ids, target)
+        return F.embedding(ids, emit.dequantize_rows(matrix.tensor("codes"), matrix.tensor("scales")))
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return nodes with float32 activations; `node` has them in place of the quantized ones."""
+        x, codes, _, scales, _, zero, bias = [*node.input, *[""] * 7][:7]
+        return float_linear_nodes(node, x, codes, scales, zero, bias)

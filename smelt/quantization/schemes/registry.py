@@ -1,0 +1,193 @@
+"""The registered schemes, and queries on all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.quantization.scheme import (
+    EXPORT_TARGETS,
+    OptionValue,
+    Scheme,
+    SchemeOption,
+    SchemeOptions,
+    StoredTensor,
+    graph_target,
+)
+from smelt.quantization.schemes.affine import Int2, Int3, Int4, Int8Groupwise
+from smelt.quantization.schemes.binary import Binary
+from smelt.quantization.schemes.bitsandbytes import BnbInt8, BnbNf4
+from smelt.quantization.schemes.int8_dynamic import Int8Dynamic
+from smelt.quantization.schemes.int8_static import Int8Static
+from smelt.quantization.schemes.kmeans4 import Kmeans4
+from smelt.quantization.schemes.pow2 import Pow2
+from smelt.quantization.schemes.ternary import Ternary
+
+_ALL_SCHEMES: tuple[Scheme, ...] = (
+    Int8Dynamic(),
+    Int8Static(),
+    Int8Groupwise(),
+    Int4(),
+    Int3(),
+    Int2(),
+    Kmeans4(),
+    Pow2(),
+    Ternary(),
+    Binary(),
+    BnbNf4(),
+    BnbInt8(),
+)
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL_SCHEMES}
+# schemes that differ in their bits only, by these
+SCHEMES_BY_BITS: dict[int, Scheme] = {scheme.bits: scheme for scheme in _ALL_SCHEMES if scheme.bits}
+DEFAULT_SCHEME = Int8Dynamic.name
+# schemes of ONNX Runtime's own quantizers: one scale for all activations of a layer
+GRAPH_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
+# of them, the one with ranges calibrated on samples
+STATIC_SCHEME = next(name for name in GRAPH_SCHEMES if SCHEMES[name].requires_calibration)
+# the scheme of imported 4-bit checkpoints: integers in groups, with a zero point
+CHECKPOINT_SCHEME = Int4.name
+# a width that every group size divides
+_WIDTH = 4096
+
+
+def find_scheme(name: object) -> Scheme:
+    """Return the scheme called `name`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not isinstance(name, str) or name not in SCHEMES:
+        known = f"Known: {', '.join(SCHEMES)}.{did_you_mean(str(name), SCHEMES)}"
+        raise InputError(f"unknown quantization scheme '{name}'. {known}", code="unknown-scheme")
+    return SCHEMES[name]
+
+
+def validate_scheme_options(scheme: Scheme, options: SchemeOptions) -> None:
+    """Check the options of `scheme` in a stored structure, or of a caller.
+
+    Raises:
+        InputError: an option is unknown or missing, or its value is not allowed.
+    """
+    names = [option.name for option in scheme.option_specs]
+    if set(options) != set(names):
+        takes = ", ".join(names) or "no options"
+        raise InputError(
+            f"scheme {scheme.name} does not support the options {dict(options)}; supported: {takes}.",
+            code="unsupported-scheme-options",
+        )
+    for option in scheme.option_specs:
+        value = options[option.name]
+        if not option.allows(value):
+            expected = option.expected or f"one of {', '.join(map(format_option_value, option.allowed))}"
+            raise InputError(
+                f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.",
+                code="wrong-value",
+                setting=option.name,
+            )
+
+
+def default_options(scheme: Scheme) -> dict[str, Any]:
+    """Return the options of `scheme` that a recipe without options has."""
+    return {option.name: option.default for option in scheme.option_specs}
+
+
+def is_row_independent(scheme: Scheme, width: int, options: SchemeOptions) -> bool:
+    """Return whether the weights and scales of a row of K = `width` inputs depend on that row only."""
+    stored = scheme.stored_tensors(1, width, options).values()
+    return not scheme.is_per_tensor(options) and all(one.per_row or one.calibrated for one in stored)
+
+
+def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
+    """Return for each option name the schemes that have it, in the order of the schemes."""
+    found: dict[str, list[tuple[Scheme, SchemeOption]]] = {}
+    for scheme in SCHEMES.values():
+        for option in scheme.option_specs:
+            found.setdefault(option.name, []).append((scheme, option))
+    return found
+
+
+def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH) -> float:
+    """Return the stored bits per weight of a row, with scales and zero points.
+
+    A calibrated value is one number for a whole matrix and does not count.
+    """
+    stored = [one for one in scheme.stored_tensors(1, width, options).values() if not one.calibrated]
+    return 8 * sum(stored_bytes(one) for one in stored) / width
+
+
+def stored_bytes(stored: StoredTensor) -> int:
+    """Return the bytes of a tensor in a file."""
+    found = re.search(
+        r"\d+", stored.file_dtype or stored.dtype
+    )  # torch's type names contain the bits, except bool's
+    return math.prod(stored.shape) * (int(found[0]) // 8 if found else 1)
+
+
+def supported_targets(schemes: Iterable[Scheme]) -> list[str]:
+    """Return the export targets that support all of `schemes`."""
+    asked = list(schemes)
+    return [
+        target
+        for target in EXPORT_TARGETS
+        if all(unsupported_reason(scheme, target) is None for scheme in asked)
+    ]
+
+
+def schemes_for_target(target: str) -> list[str]:
+    """Return the names of the schemes that the export target supports."""
+    return [name for name, scheme in SCHEMES.items() if unsupported_reason(scheme, target) is None]
+
+
+def unsupported_reason(scheme: Scheme, target: str) -> str | None:
+    """Return why the export target, or the one whose graphs it runs, cannot run `scheme`; None if it can."""
+    return scheme.unsupported_targets.get(target) or scheme.unsupported_targets.get(graph_target(target))
+
+
+def unsupported_scheme_options(scheme: Scheme, options: SchemeOptions, target: str) -> list[str]:
+    """Return the options of `scheme` that the export target does not support, in recipe form.
+
+    Args:
+        scheme: one that the target supports.
+        options: the known ones; others are ignored.
+        target: of export.
+    """
+    wanted = scheme.required_options.get(graph_target(target), {})
+    return [
+        format_option(n, values) for n, values in wanted.items() if n in options and options[n] not in values
+    ]
+
+
+def supported_dtypes(schemes: Iterable[Scheme], target: str) -> list[str]:
+    """Return the dtypes of a graph for the target in which the scales of all schemes keep their precision."""
+    kept = [scheme.supported_dtypes.get(graph_target(target), ()) for scheme in schemes]
+    return ["fp32", *(word for word in ("fp16", "bf16") if all(word in one for one in kept))]
+
+
+def format_option(name: str, values: Iterable[OptionValue]) -> str:
+    """Return an option with its values in recipe form."""
+    return f"`{name}: {' or '.join(map(format_option_value, values))}`"
+
+
+def format_option_value(value: OptionValue) -> str:
+    """Return a value of an option in recipe form."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def quantized_operators() -> dict[str, tuple[int, ...]]:
+    """Return the quantized operators of all schemes, with the inputs that hold scales and zero points."""
+    return {name: places for scheme in SCHEMES.values() for name, places in scheme.operators.items()}
+
+
+def replace_with_float_nodes(node: Any) -> list[Any] | None:
+    """Return nodes that compute `node` with float activations; None where it belongs to no scheme."""
+    maker = next((scheme for scheme in SCHEMES.values() if node.op_type in scheme.operators), None)
+    return None if maker is None else maker.float_activation_nodes(node)
+
+
+def all_unpacking_tables() -> dict[str, Any]:
+    """Return the tables of all schemes (see `Scheme.unpacking_tables`)."""
+    return {word: table for scheme in SCHEMES.values() for word, table in scheme.unpacking_tables().items()}

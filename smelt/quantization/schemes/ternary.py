@@ -1,0 +1,188 @@
+"""Scheme ternary: weights of -1, 0 or 1, and one scale for each group of a row's weights or each row.
+
+Li et al. 2016, Ternary Weight Networks, arXiv:1605.04711, equations 5 and 6: weights beyond the threshold
+0.7 mean |w| become the scale with their sign, all others 0, and the scale is the mean magnitude of the
+weights beyond it. Where only the scale is known (codes that are read back), the nearest value is taken.
+
+A file stores five codes per byte, as digits of base 3 (3^5 = 243): 1.875 bits per weight in groups of 64,
+1.75 in groups of 128. They are exported to 2-bit MatMulNBits with the zero point 1, to which a table expands
+them when the graph is loaded.
+
+Shapes: N = outputs (rows), K = inputs (columns), g = inputs that share a scale, G = ceil(K / g),
+b = block of the operator, the option group_size; g = b, or with one scale per row all inputs, padded to a
+multiple of b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.quantization import affine_groupwise
+from smelt.quantization import groupwise as parts
+from smelt.quantization.int8 import GRANULARITY_DESCRIPTION
+from smelt.quantization.scheme import (
+    MatrixUse,
+    PackedMatrix,
+    QuantParams,
+    Scheme,
+    SchemeOption,
+    SchemeOptions,
+    StoredTensor,
+    UnpackedWeights,
+)
+from smelt.quantization.schemes.affine import Int4
+from smelt.quantization.schemes.binary import Binary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+THRESHOLD = 0.7
+_DIGITS = 5
+# tables by the bits of their output codes
+_TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits", 8: "BytesOfDigits"}
+_CHANNEL = "channel"
+TERNARY_GRANULARITY = SchemeOption("granularity", "group", ("group", _CHANNEL), GRANULARITY_DESCRIPTION)
+
+
+class Ternary(Scheme):
+    """codes: uint8 [N, G, ceil(g / 5)]; scales: float32 [N, G], each a float16."""
+
+    name: ClassVar[str] = "ternary"
+    summary: ClassVar[str] = "weights of -1, 0 and 1 and one scale per group of inputs or per row"
+    recommended_for: ClassVar[str] = "small files"
+    source: ClassVar[str] = "Li et al. 2016, Ternary Weight Networks, arXiv:1605.04711"
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = (
+        parts.two_bit_group_size(name),
+        TERNARY_GRANULARITY,
+        parts.ACCURACY_LEVEL,
+    )
+    embedding_scheme: ClassVar[str] = Int4.name
+    requires_training: ClassVar[bool] = True
+    split_scheme: ClassVar[str] = Binary.name
+    unsupported_targets: ClassVar[Mapping[str, str]] = parts.NBITS_UNSUPPORTED_TARGETS
+    exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.MATMUL_NBITS
+    tolerance: ClassVar[float] = 0.04
+    embedding_tolerance: ClassVar[float] = 0.04
+
+    def group_size(self, width: int, options: SchemeOptions) -> int:
+        """Return g."""
+        block = parts.group_size(options)
+        by_row = options[TERNARY_GRANULARITY.name] == _CHANNEL
+        return parts.num_groups(width, block) * block if by_row else block
+
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return scales, each a float16, and the thresholds, without the padding of the last group."""
+        counts = groups.new_full((groups.shape[1],), float(groups.shape[2]))
+        counts[-1] -= groups.shape[1] * groups.shape[2] - width
+        sizes = groups.abs()
+        thresholds = THRESHOLD * sizes.sum(dim=-1) / counts
+        beyond = sizes > thresholds[..., None]
+        sums = (sizes * beyond).sum(dim=-1)
+        return {
+            "scales": (sums / beyond.sum(dim=-1).clamp_(min=1)).half().float(),
+            "thresholds": thresholds,
+        }
+
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return the signs of the weights beyond the threshold, plus 1, uint8."""
+        limits = grid["thresholds"] if "thresholds" in grid else grid["scales"] / 2
+        return (1 + groups.sign() * (groups.abs() > limits[..., None])).byte()
+
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return -scale, 0 or scale."""
+        return (codes.float() - 1) * grid["scales"][..., None]
+
+    def code_range(
+        self, grid: QuantParams, options: SchemeOptions
+    ) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return -1 and 1."""
+        return -1.0, 1.0
+
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of five codes per byte, and scales."""
+        size = self.group_size(width, options)
+        count = parts.num_groups(width, size)
+        return {
+            "codes": StoredTensor((rows, count, -(-size // _DIGITS)), "uint8", values_per_element=_DIGITS),
+            "scales": StoredTensor((rows, count), "float32", file_dtype="float16"),
+        }
+
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return digits of base 3, the first the lowest."""
+        from smelt.quantization.packing import pack_base_n
+
+        return {
+            "codes": pack_base_n(decided.q_weight, 3, _DIGITS),
+            "scales": decided.qparams["scales"].half().float(),
+        }
+
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
+        """Return the codes as uint8."""
+        from smelt.quantization.packing import unpack_base_n_float
+
+        size = self.group_size(matrix.width, matrix.options)
+        codes = unpack_base_n_float(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
+        return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
+
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
+        return parts.groupwise_linear(matrix, x, bias)
+
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return some rows, with operators that can be exported; a row of zeros stays zero."""
+        from smelt.quantization.packing import unpack_base_n_float
+
+        flat, size = ids.flatten(), self.group_size(matrix.width, matrix.options)
+        codes = unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[..., :size]
+        stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
+        scales = stored.index_select(0, flat).float()[..., None]
+        rows = ((codes - 1.0) * scales).flatten(1)[:, : matrix.width]
+        return rows.reshape(*ids.shape, matrix.width)
+
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return whether the accuracy level is 4."""
+        return parts.quantizes_activation_blocks(options)
+
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return the scales in 16 bits."""
+        return parts.groupwise_constants(matrix)
+
+    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
+        """Emit MatMulNBits, of 4 bits where activations stay float32; the codes are expanded at loading."""
+        from smelt.quantization import emit
+
+        rows, count, _ = matrix.tensor("codes").shape
+        size, block = self.group_size(matrix.width, matrix.options), parts.group_size(matrix.options)
+        bits = affine_groupwise.variant_bits(matrix, _default_bits(matrix.options))
+        single = emit.expand_by_table(_TABLES[bits], matrix.tensor("codes"), _DIGITS)[..., :size]
+        codes = single.reshape(rows, -1, block)
+        codes = codes if bits == 8 else emit.pack_at_load(codes, bits)
+        scales = emit.widen_scales(matrix.tensor(parts.FLOAT16_SCALES))
+        scales = scales.expand(rows, codes.shape[1]) if count == 1 else scales
+        return parts.emit_matmul_nbits(matrix, x, bias, bits, codes, scales=scales)
+
+    def operator_variants(self, options: SchemeOptions) -> tuple[str, ...]:
+        """Return the operators of as many bits and more."""
+        return affine_groupwise.nbits_variants(_default_bits(options), options)
+
+    def variant_node(self, matrix: PackedMatrix, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return MatMulNBits with the bits of the selected variant."""
+        return affine_groupwise.nbits_variant_node(matrix, _default_bits(matrix.options), x, y)
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return the same operator at accuracy level 0."""
+        return parts.nbits_float_activation_nodes(node)
+
+    def unpacking_tables(self) -> dict[str, Any]:
+        """Return the five digits of each byte, uint8 [256, 5], with zero in the middle of 2, 4 or 8 bits."""
+        import numpy as np
+
+        digits = np.arange(256)[:, None] // 3 ** np.arange(_DIGITS) % 3
+        return {word: (digits - 1 + 2 ** (bits - 1)).astype(np.uint8) for bits, word in _TABLES.items()}
+
+
+def _default_bits(options: SchemeOptions) -> int:
+    """Return the bits of the exported codes unless another variant is selected."""
+    return 2 if parts.quantizes_activation_blocks(options) else 4

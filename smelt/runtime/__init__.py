@@ -1,1 +1,0 @@
-"""Running models: loading, the runners, the generation loop, the layers that stages insert."""

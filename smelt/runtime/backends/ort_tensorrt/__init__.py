@@ -1,1 +1,0 @@
-"""TensorRT in ONNX Runtime: providers, their options, sessions and caches."""

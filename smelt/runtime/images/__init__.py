@@ -1,1 +1,0 @@
-"""Images as model inputs: preprocessing, and the runner of image classifiers."""

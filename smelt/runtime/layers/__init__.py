@@ -1,1 +1,0 @@
-"""The layers that stages insert, and their exported operators."""

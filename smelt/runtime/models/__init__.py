@@ -1,1 +1,0 @@
-"""Models in torch: their files, their structure, how they are made, read and written."""

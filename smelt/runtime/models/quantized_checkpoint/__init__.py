@@ -1,1 +1,0 @@
-"""Checkpoints quantized by other tools: read exactly, never rounded again."""

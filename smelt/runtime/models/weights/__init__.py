@@ -1,1 +1,0 @@
-"""Loading weights: every tensor of a checkpoint must match the model, and the reverse."""

@@ -1,1 +1,0 @@
-"""Parts shared by several schemes: groups of inputs, packing, integer matrix multiplication."""

@@ -1,1 +1,0 @@
-"""Generating graphs in Optimum's layout, converted to those of smelt's runners."""

@@ -1,0 +1,184 @@
+"""The interface of every runtime: graphs called by name, and caches passed from call to call.
+
+A backend handles files, memory, threads and devices; the runners (`runtime/generate/`,
+`smelt/runtimes/runner.py`) prepare the inputs. Graphs, inputs and outputs have Optimum's names. A graph passes
+its output `present.*` to its next call, which takes it as `past_key_values.*`.
+
+Shapes: B = batch, R = rows, S = input tokens of one call, P = tokens of previous calls, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from smelt.data.batch import Logits, Tokens
+
+PRESENT_PREFIX, PAST_PREFIX = "present.", "past_key_values."
+# graphs with the whole generation loop, from `input_ids` to `sequences`
+GREEDY_GRAPH, BEAM_SEARCH_GRAPH = "generate", "generate_beams"
+GENERATION_GRAPHS = (GREEDY_GRAPH, BEAM_SEARCH_GRAPH)
+Feeds: TypeAlias = Mapping[str, NDArray[Any]]
+"""Input name -> int64 array. Names that a graph does not have are ignored."""
+
+
+@dataclass(frozen=True)
+class GraphInterface:
+    """A graph's name, and its required inputs and outputs, without caches."""
+
+    name: str
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+
+
+@dataclass(frozen=True)
+class ModelGraphs:
+    """The graphs of a model.
+
+    main: gives the logits. encoder: called once per batch; every call of `main` takes its outputs.
+    uses_cache: whether `main` is called repeatedly, each time with the caches of the previous call.
+    generation_graphs: names of graphs with all calls, from `input_ids` to `sequences`; optional in an export.
+    """
+
+    main: GraphInterface
+    encoder: GraphInterface | None = None
+    uses_cache: bool = True
+    generation_graphs: tuple[str, ...] = ()
+
+    @property
+    def call_order(self) -> tuple[GraphInterface, ...]:
+        """Return the graphs in the order in which they are called."""
+        return (self.main,) if self.encoder is None else (self.encoder, self.main)
+
+
+class Backend(Protocol):
+    """The graphs of one model, opened in a runtime.
+
+    It is created by `(folder, graphs, target, threads, device, dtype)`: the folder of the files, the required
+    graphs, the export target (None: not known), the number of CPU threads (None: the runtime's default), the
+    requested device, and the precision of the export (None: as in the files), which is used only by backends
+    that compute float32 graphs in another one.
+
+    name and version (for example onnxruntime 1.31.1) are part of every score's key, as is the device,
+    cpu or cuda. max_tokens_per_call: tokens of a text that one call takes. max_total_tokens: tokens that a
+    text may have where its caches grow with every call. Both are None where the runtime sets no limit.
+    prefers_stepwise: whether a long prompt is continued faster by single steps than by a graph with the
+    generation loop.
+    """
+
+    name: str
+    version: str
+    max_tokens_per_call: int | None
+    max_total_tokens: int | None
+    prefers_stepwise: bool
+
+    @property
+    def generation_graphs(self) -> frozenset[str]:
+        """Return those of `ModelGraphs.generation_graphs` that exist."""
+
+    def acquire_graph(self, graph: str) -> AbstractContextManager[bool]:
+        """Return whether one of `generation_graphs` can be called within this context; else step graphs are.
+
+        Safe for threads: the graph stays open for the caller until the context ends.
+
+        Raises:
+            InputError: the backend is closed, or the graph cannot be opened.
+        """
+
+    @property
+    def device(self) -> str:
+        """Return the device: cpu or cuda."""
+
+    def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
+        """Run a graph once; return all of its outputs by name.
+
+        Raises:
+            InputError: the backend is closed.
+        """
+
+    def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> Any:
+        """Return the decoding state of `rows` empty rows, for `step` and `reorder_cache` only.
+
+        Args:
+            rows: of a batch.
+            feeds: inputs of the graph before `main`, which is run now.
+            shared: inputs of `main` that are the same in every call.
+
+        Raises:
+            InputError: the backend is closed.
+        """
+
+    def step(self, held: Any, feeds: Feeds, last: int = 1) -> Logits:
+        """Run `main` on `feeds`, update the caches in `held`, return writable float32 logits.
+
+        Args:
+            held: changed in place.
+            feeds: input_ids, int64 [R, S], and the other inputs of the graph.
+            last: number of last tokens whose logits are needed, 0 to S; more may be returned.
+
+        Returns:
+            [R, S or fewer, V] of a graph that takes whole prompts, [R, V] of one that takes single tokens.
+
+        Raises:
+            InputError: the graph cannot take several tokens for these rows.
+            RunError: longer than the engines' size limit, or the device failed.
+        """
+
+    def reorder_cache(self, held: Any, rows: Tokens, shared: bool) -> None:
+        """Replace row i by row rows[i] (int64 [R]).
+
+        Args:
+            held: changed in place.
+            rows: any number.
+            shared: whether the shared tensors are reordered too. If not, beams have moved within their
+                sentences: the number of rows is the same, and shared tensors are unchanged.
+        """
+
+    def close(self) -> None:
+        """Free the memory and the runtime's threads."""
+
+
+class NoGenerationGraphs:
+    """The part of a `Backend` without graphs of whole generations."""
+
+    generation_graphs: frozenset[str] = frozenset()
+
+    def acquire_graph(self, graph: str) -> AbstractContextManager[bool]:
+        """Yield False."""
+        return nullcontext(False)
+
+
+class BackendFactory(Protocol):
+    """Creates a `Backend`."""
+
+    def __call__(
+        self,
+        folder: Path,
+        graphs: ModelGraphs,
+        target: str | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None = None,
+    ) -> Backend:
+        """Open `graphs` in `folder`; see `Backend`.
+
+        Raises:
+            InputError: a file is missing or is not such a graph, or the device does not exist.
+            MissingDependencyError: the runtime or a part of it is not installed.
+        """
+
+
+def past_input_name(name: str) -> str:
+    """Return the input that takes the output `name` in the next call."""
+    return PAST_PREFIX + name.removeprefix(PRESENT_PREFIX)
+
+
+def gather_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
+    """Return `array[rows]`; `take` over two dimensions copies five times as fast as over four."""
+    taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
+    return taken.reshape(len(rows), *array.shape[1:])

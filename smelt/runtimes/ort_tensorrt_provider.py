@@ -1,0 +1,212 @@
+"""ONNX Runtime's two TensorRT providers, and their requirements that this machine lacks.
+
+No library is loaded for the check: the plan uses it, and these libraries are large. Sources: ONNX Runtime's
+documentation, "TensorRT Execution Provider"; github.com/NVIDIA/TensorRT-RTX-EP-ABI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from smelt.runtimes.device import DeviceType, cuda_device_count, list_cuda_gpus
+
+_WINDOWS = sys.platform == "win32"
+_LIBRARY = "onnxruntime_providers_tensorrt.dll" if _WINDOWS else "libonnxruntime_providers_tensorrt.so"
+_LINKED = rb"nvinfer_(\d+)\.dll" if _WINDOWS else rb"libnvinfer\.so\.(\d+)"
+_CUDA = rb"cudart64_(\d+)\.dll" if _WINDOWS else rb"libcudart\.so\.(\d+)"
+# nvinfer before its parser, which is linked with it
+_FILES = (
+    ("nvinfer_{}.dll", "nvonnxparser_{}.dll") if _WINDOWS else ("libnvinfer.so.{}", "libnvonnxparser.so.{}")
+)
+_SYSTEM = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+_RTX = "onnxruntime_ep_nv_tensorrt_rtx"
+
+
+@dataclass(frozen=True)
+class ExecutionProvider:
+    """A TensorRT provider.
+
+    name: of ONNX Runtime. runner: in reports. title: in messages. memory_device: where caches are stored
+    between two calls.
+    """
+
+    name: str
+    runner: str
+    title: str
+    memory_device: DeviceType
+
+
+TENSORRT_PROVIDER = ExecutionProvider(
+    "TensorrtExecutionProvider", "onnxruntime-tensorrt", "TensorRT in ONNX Runtime", "cuda"
+)
+# a plug-in has no allocator that `OrtValue` accepts as "cuda"
+RTX_PROVIDER = ExecutionProvider(
+    "NvTensorRTRTXExecutionProvider", "onnxruntime-tensorrt-rtx", "TensorRT for RTX in ONNX Runtime", "cpu"
+)
+PROVIDERS = {"ort-tensorrt": TENSORRT_PROVIDER, "ort-tensorrt-rtx": RTX_PROVIDER}
+
+
+def provider_device(requested: str, target: str | None) -> DeviceType:
+    """Return the device of graphs for `target`: the CPU where requested or where the provider is missing.
+
+    Raises:
+        MissingDependencyError: cuda is requested, and the provider cannot work here.
+    """
+    from smelt.core.errors import MissingDependencyError
+
+    if requested == "cpu" or target not in PROVIDERS:
+        return "cpu"
+    lack = _missing_requirement(target)
+    if lack is not None and requested == "cuda":
+        raise MissingDependencyError(lack[1], code=lack[0])
+    return "cpu" if lack else "cuda"
+
+
+def missing_requirement(target: str) -> str | None:
+    """Return why the provider of `target` cannot work here and how to fix it; None if no reason is known."""
+    lack = _missing_requirement(target)
+    return lack and lack[1]
+
+
+def missing_package(target: str) -> str | None:
+    """Return the reason of `missing_requirement`, whatever GPU there is."""
+    lack = _missing_package(target)
+    return lack and lack[1]
+
+
+def _missing_requirement(target: str) -> tuple[str, str] | None:
+    """Return code and text of why the provider of `target` cannot work here; None if no reason is known."""
+    if not cuda_device_count():
+        return (
+            "no-gpu",
+            f"{PROVIDERS[target].title} needs an NVIDIA GPU with a working driver; none was found.",
+        )
+    return _missing_package(target)
+
+
+def _missing_package(target: str) -> tuple[str, str] | None:
+    return _missing_rtx() if target == "ort-tensorrt-rtx" else _missing_tensorrt()
+
+
+def provider_library() -> Path | None:
+    """Return the file of ONNX Runtime's TensorRT provider, None where this build has none."""
+    spec = find_spec("onnxruntime")
+    homes = [Path(home) for home in (spec.submodule_search_locations or ())] if spec else []
+    return next((path for home in homes if (path := home / "capi" / _LIBRARY).is_file()), None)
+
+
+@dataclass(frozen=True)
+class LinkedVersions:
+    """The major versions of TensorRT and CUDA that the provider's library is linked with."""
+
+    tensorrt: int
+    cuda: int | None
+
+
+def linked_versions(library: Path) -> LinkedVersions | None:
+    """Return the versions that `library` is linked with, None where its bytes do not contain them."""
+    text = library.read_bytes()
+    needed, cuda = re.search(_LINKED, text), re.search(_CUDA, text)
+    return LinkedVersions(int(needed[1]), int(cuda[1]) if cuda else None) if needed else None
+
+
+def find_tensorrt_libraries(major: int) -> list[Path] | None:
+    """Return TensorRT's libraries of that major version in loading order, None where they are missing."""
+    for folder in _library_folders():
+        found = [folder / name.format(major) for name in _FILES]
+        if all(path.is_file() for path in found):
+            return found
+    return None
+
+
+def _library_folders() -> Iterator[Path]:
+    """Yield possible folders of TensorRT's libraries: its package, the loader's path, the system."""
+    spec = find_spec("tensorrt_libs")
+    yield from (Path(home) for home in ((spec.submodule_search_locations or ()) if spec else ()))
+    told = os.environ.get("PATH" if _WINDOWS else "LD_LIBRARY_PATH", "")
+    yield from (Path(part) for part in told.split(os.pathsep) if part)
+    yield from (Path(folder) for folder in _SYSTEM)
+
+
+def _missing_tensorrt() -> tuple[str, str] | None:
+    here = onnxruntime_version()
+    library = provider_library()
+    if library is None:
+        return (
+            "not-installed",
+            f"{here} has no {TENSORRT_PROVIDER.name}: pip uninstall onnxruntime, then"
+            " pip install 'onnxruntime-gpu[cuda,cudnn]'.",
+        )
+    linked = linked_versions(library)
+    if linked is None or find_tensorrt_libraries(linked.tensorrt) is not None:
+        return None
+    have = ", ".join(f"{name} {number}" for name, number in tensorrt_packages().items())
+    package = f"tensorrt-cu{linked.cuda}" if linked.cuda else "tensorrt"
+    return (
+        "not-installed",
+        f"{here} is linked with TensorRT {linked.tensorrt} ({_FILES[0].format(linked.tensorrt)}), which is"
+        f" not installed{f' (found {have})' if have else ''}: pip install '{package}=={linked.tensorrt}.*',"
+        " in a separate environment, since the stage `tensorrt` needs 11 or newer.",
+    )
+
+
+def _missing_rtx() -> tuple[str, str] | None:
+    if find_spec(_RTX) is None:
+        return (
+            "not-installed",
+            f"ONNX Runtime's plug-in {RTX_PROVIDER.name} is not installed:"
+            " pip install onnxruntime-ep-nv-tensorrt-rtx (GeForce RTX 30xx and newer).",
+        )
+    known = [(name, number) for name, number in list_cuda_gpus() if _supports_rtx(number)]
+    if list_cuda_gpus() and not known:
+        seen = ", ".join(f"{name} (compute capability {number})" for name, number in list_cuda_gpus())
+        return (
+            "wrong-gpu",
+            "TensorRT for RTX supports GPUs of compute capability 8.6, 8.9, and 12.0 or newer; this machine"
+            f" has {seen}. Use target: ort-tensorrt.",
+        )
+    return None
+
+
+def _supports_rtx(capability: str) -> bool:
+    """Return whether TensorRT for RTX supports the GPU (tensorrt_rtx_provider_options.h of plug-in 0.5)."""
+    return capability in ("8.6", "8.9") or int(capability.split(".", maxsplit=1)[0]) >= 12
+
+
+def find_rtx_plugin() -> str:
+    """Return the plug-in's file; its package loads TensorRT for RTX on import."""
+    from importlib import import_module
+
+    return str(import_module(_RTX).get_library_path())
+
+
+def onnxruntime_version() -> str:
+    """Return the package of ONNX Runtime and its version, as text."""
+    found = {name: _package_version(name) for name in ("onnxruntime-gpu", "onnxruntime")}
+    return next((f"{name} {number}" for name, number in found.items() if number), "no ONNX Runtime")
+
+
+def tensorrt_packages() -> dict[str, str]:
+    """Return the versions of the packages of TensorRT that are installed."""
+    names = ("tensorrt", "tensorrt-cu13", "tensorrt-cu13-libs", "tensorrt-cu12", "tensorrt-cu12-libs")
+    return {name: number for name in names if (number := _package_version(name)) is not None}
+
+
+def rtx_packages() -> dict[str, str]:
+    """Return the versions of the packages of the plug-in that are installed."""
+    base = "onnxruntime-ep-nv-tensorrt-rtx"
+    return {n: v for n in (base, f"{base}-cu13", f"{base}-cu12") if (v := _package_version(n)) is not None}
+
+
+def _package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,246 @@
+"""From texts to predictions, for every runner: tokenize, batch, run, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import InputError
+from smelt.core.stage import Progress, no_progress
+from smelt.data.batch import Batch, check_finite_outputs
+from smelt.data.splits import Example
+from smelt.generation.config import GenerationSettings
+from smelt.generation.prompt_batches import OnTruncate, continue_texts
+from smelt.generation.runners import is_causal
+from smelt.generation.search import generate_n_best
+from smelt.models.families.registry import find_family, reads_images
+from smelt.models.text_tools import TextTools
+from smelt.models.tokenizer import EncodedTexts, TextTokenizer, as_text_tokenizer
+from smelt.runtimes.images import image_logits
+from smelt.runtimes.runner import Runner
+
+
+def uses_token_types(config: Mapping[str, Any]) -> bool:
+    """Return whether a classifier distinguishes the two texts of a pair by token types, as BERT does."""
+    family = find_family(config)
+    return family is not None and family.token_types == "pairs"
+
+
+def encode_texts(
+    texts: Sequence[str], tokenizer: Any, max_length: int, pairs: Sequence[str | None] | None = None
+) -> EncodedTexts:
+    """Tokenize `texts`, each with the model's prefix, truncated to `max_length` tokens.
+
+    Args:
+        texts: n texts.
+        tokenizer: a `TextTokenizer`, or one of transformers.
+        max_length: the maximum number of tokens of a row; in a pair the longer text is truncated first.
+        pairs: each text's second text, or None where it has none.
+    """
+    words = as_text_tokenizer(tokenizer)
+    texts = [words.prefix + text for text in texts] if words.prefix else list(texts)
+    texts = [text.lower() for text in texts] if words.lower else texts
+    seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
+    if seconds and len(seconds) < len(texts):
+        return _encode_mixed(texts, words, max_length, seconds)
+    return words.encode_batch(texts, max_length, list(seconds.values()) or None)
+
+
+def _encode_mixed(
+    texts: list[str], tokenizer: TextTokenizer, max_length: int, seconds: Mapping[int, str]
+) -> EncodedTexts:
+    """Tokenize texts of which only some have a second one: an empty one would add a separator."""
+    alone = [i for i in range(len(texts)) if i not in seconds]
+    ids: list[list[int]] = [[] for _ in texts]
+    types: list[list[int]] = [[] for _ in texts]
+    truncated = 0
+    for rows, pairs in ((alone, None), (list(seconds), list(seconds.values()))):
+        found = tokenizer.encode_batch([texts[i] for i in rows], max_length, pairs)
+        truncated += found.truncated
+        for at, i in enumerate(rows):
+            ids[i] = found.ids[at]
+            types[i] = found.types[at] if found.types else []
+    return EncodedTexts(ids, types if all(types) else None, truncated)
+
+
+def pad_batch(encoded: EncodedTexts, rows: Sequence[int], pad: int) -> Batch:
+    """Pad the given rows on the right into one batch."""
+    length = max(1, *(len(encoded.ids[i]) for i in rows)) if rows else 1
+    ids = np.full((len(rows), length), pad, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    types = None if encoded.types is None else np.zeros_like(ids)
+    for at, i in enumerate(rows):
+        n = len(encoded.ids[i])
+        ids[at, :n], mask[at, :n] = encoded.ids[i], 1
+        if types is not None and encoded.types is not None:
+            types[at, :n] = encoded.types[i]
+    return Batch(ids, mask, types)
+
+
+def make_batches(
+    texts: Sequence[str],
+    tokenizer: Any,
+    batch_size: int,
+    max_length: int,
+    pairs: Sequence[str | None] | None = None,
+) -> list[tuple[list[int], Batch]]:
+    """Return batches of similar lengths, longest first, each with the indices of its rows in `texts`.
+
+    The batches depend on texts, tokenizer and `batch_size` only, so that every step of a run is
+    scored on the same batches (dynamic quantization depends on the other rows of a batch).
+    """
+    words = as_text_tokenizer(tokenizer)
+    return length_sorted_batches(
+        encode_texts(texts, words, max_length, pairs), batch_size, words.pad_token_id or 0
+    )
+
+
+def length_sorted_batches(encoded: EncodedTexts, batch_size: int, pad: int) -> list[tuple[list[int], Batch]]:
+    """Return batches of rows of similar lengths, longest first, each with the indices of its rows."""
+    order = sorted(range(len(encoded.ids)), key=lambda i: (-len(encoded.ids[i]), i))
+    groups = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    return [(rows, pad_batch(encoded, rows, pad)) for rows in groups]
+
+
+def generate_texts(
+    runner: Runner,
+    texts: Sequence[str],
+    generation: GenerationSettings,
+    batch_size: int = 32,
+    progress: Progress = no_progress,
+    on_length_limit: Callable[[int, int], None] | None = None,
+    on_truncate: OnTruncate | None = None,
+) -> list[str]:
+    """Generate texts from `texts`, in order; a language model continues them.
+
+    on_length_limit: called with the number of outputs that reached the length limit, and that limit in
+    tokens. on_truncate: called with the number of texts that were longer than the model's limit, and that
+    limit.
+    """
+    if is_causal(runner.config):
+        return continue_texts(runner, texts, generation, batch_size, progress, on_truncate)
+    if "decoder_start_token_id" not in {**runner.config, **runner.generation_config}:
+        raise InputError(
+            f"{runner.folder}: this model cannot generate text. Use a model that generates text.",
+            code="does-not-generate",
+        )
+    tools = runner.text
+    tokenizer, decoding = tools.tokenizer, tools.resolved_generation(generation, runner)
+    results = [""] * len(texts)
+    done = endless = 0
+    for part, (rows, batch) in enumerate(_batches(tools, texts, batch_size, None, on_truncate)):
+        tokens = runner.generator(runner, batch, decoding, part)
+        endless += sum(decoding.hit_length_limit(row) for row in tokens)
+        for i, text in zip(rows, tokenizer.decode_batch(tokens), strict=True):
+            results[i] = text
+        done += len(rows)
+        progress(done, len(texts), "sentences")
+    if on_length_limit is not None:
+        on_length_limit(endless, decoding.max_total_length(1) - 1)
+    return results
+
+
+def generate_candidates(
+    runner: Runner,
+    texts: Sequence[str],
+    generation: GenerationSettings,
+    count: int,
+    batch_size: int = 32,
+    progress: Progress = no_progress,
+) -> list[list[str]]:
+    """Return the `count` best texts of a beam search for each of `texts`, best first, in order.
+
+    Args:
+        runner: of an encoder with a decoder.
+        texts: as in `generate_texts`.
+        generation: with at least `count` beams.
+        count: of texts; duplicates are kept.
+        batch_size: texts per batch.
+        progress: called for each batch.
+    """
+    tools = runner.text
+    decoding = tools.resolved_generation(generation, runner)
+    results: list[list[str]] = [[] for _ in texts]
+    done = 0
+    for rows, batch in _batches(tools, texts, batch_size, None, None):
+        for i, found in zip(rows, generate_n_best(runner, batch, decoding, count), strict=True):
+            results[i] = list(tools.tokenizer.decode_batch(found))
+        done += len(rows)
+        progress(done, len(texts), "sentences")
+    return results
+
+
+def embed_texts(
+    runner: Runner,
+    texts: Sequence[str],
+    batch_size: int = 32,
+    progress: Progress = no_progress,
+    on_truncate: OnTruncate | None = None,
+) -> NDArray[np.float32]:
+    """Return the vectors of `texts`, float32 [n, D], in order; `on_truncate` as in `generate_texts`.
+
+    Raises:
+        RunError: `non-finite-outputs`.
+    """
+    return check_finite_outputs(_forward(runner, texts, None, batch_size, progress, on_truncate))
+
+
+def class_logits(
+    runner: Runner,
+    examples: Sequence[Example],
+    batch_size: int = 32,
+    progress: Progress = no_progress,
+    on_truncate: OnTruncate | None = None,
+) -> NDArray[np.float32]:
+    """Return float32 logits [n, C] for `examples`, in order; `on_truncate` as in `generate_texts`.
+
+    For an image model the texts are references to images.
+
+    Raises:
+        RunError: `non-finite-outputs`: argmax of NaN would be class 0.
+    """
+    if reads_images(runner.config):
+        names = [f"row {e.row}" if e.row else e.text for e in examples]
+        return image_logits(runner, [e.text for e in examples], batch_size, progress, names)
+    texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
+    return check_finite_outputs(_forward(runner, texts, pairs, batch_size, progress, on_truncate))
+
+
+def _forward(
+    runner: Runner,
+    texts: Sequence[str],
+    pairs: Sequence[str | None] | None,
+    batch_size: int,
+    progress: Progress,
+    on_truncate: OnTruncate | None,
+) -> NDArray[np.float32]:
+    """Return the outputs of `forward` for each text (and its pair), float32 [n, C or D]."""
+    results: NDArray[np.float32] | None = None
+    done = 0
+    for rows, batch in _batches(runner.text, texts, batch_size, pairs, on_truncate):
+        found = runner.forward(batch)
+        if results is None:
+            results = np.empty((len(texts), found.shape[1]), dtype=np.float32)
+        results[rows] = found
+        done += len(rows)
+        progress(done, len(texts), "texts")
+    if results is None:
+        raise InputError("No texts were given.", code="empty-data")
+    return results
+
+
+def _batches(
+    tools: TextTools,
+    texts: Sequence[str],
+    batch_size: int,
+    pairs: Sequence[str | None] | None,
+    on_truncate: OnTruncate | None,
+) -> list[tuple[list[int], Batch]]:
+    tokenizer, limit = tools.tokenizer, tools.max_input_length
+    encoded = encode_texts(texts, tokenizer, limit, pairs)
+    if encoded.truncated and on_truncate is not None:
+        on_truncate(encoded.truncated, limit)
+    return length_sorted_batches(encoded, batch_size, tokenizer.pad_token_id or 0)

@@ -1,0 +1,175 @@
+"""The runtimes of smelt. A new one is a file and a line here.
+
+Opens an artifact: its format selects the runtime, its model the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Artifact, Format, default_threads
+from smelt.core.errors import InputError
+from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.generation.graph_generation import generate_in_graph
+from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
+from smelt.generation.search import generate_resolved
+from smelt.models.families.registry import reads_images
+from smelt.models.text_rules import MODULES_FILE
+from smelt.runtimes.backend import BackendFactory
+from smelt.runtimes.device import DeviceType, onnx_device, torch_device
+from smelt.runtimes.images import ImageClassifierRunner
+from smelt.runtimes.ort_tensorrt_provider import provider_device
+from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner, Runner, read_model_files
+from smelt.runtimes.third_party.graph_runner import GraphRunner
+from smelt.runtimes.third_party.signature import SIGNATURE_FILE as SIGNATURE
+
+
+@dataclass(frozen=True)
+class RuntimeSpec:
+    """Properties of a runtime, known without importing it.
+
+    format: of its artifacts. backend_class: its `Backend`, "module:class", imported when one is opened.
+    libraries: the packages whose versions are part of the key of a score. device: its only device, or the
+    function that selects one from the request (auto, cpu, cuda) and the artifact's target.
+    max_concurrent_calls: number of concurrent calls, None for any number. target: the artifacts of its format
+    that it runs, None for those of no other runtime.
+    """
+
+    format: Format
+    backend_class: str
+    libraries: tuple[str, ...]
+    device: DeviceType | Callable[[str, str | None], DeviceType]
+    max_concurrent_calls: int | None = None
+    target: str | None = None
+
+    def load_backend(self) -> BackendFactory:
+        """Import the runtime; return the function that opens graphs in it."""
+        module, name = self.backend_class.split(":")
+        found: BackendFactory = getattr(import_module(module), name)
+        return found
+
+
+def _torch_place(wanted: str, target: str | None) -> DeviceType:
+    return torch_device(wanted)
+
+
+_HERE = "smelt.runtime.backends"
+_IN_ORT = f"{_HERE}.ort_tensorrt.ort_tensorrt_backend:OrtTensorrtBackend"
+_ORT_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+_RTX = "onnxruntime-ep-nv-tensorrt-rtx"
+_RTX_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", _RTX, f"{_RTX}-cu13", f"{_RTX}-cu12")
+RUNTIMES: tuple[RuntimeSpec, ...] = (
+    RuntimeSpec("torch", f"{_HERE}.torch_backend:TorchBackend", ("torch", "transformers"), _torch_place),
+    RuntimeSpec("onnx", f"{_HERE}.onnx_backend:OnnxBackend", ("onnxruntime-gpu", "onnxruntime"), onnx_device),
+    RuntimeSpec("onnx", f"{_HERE}.openvino_backend:OpenvinoBackend", ("openvino",), "cpu", target="openvino"),
+    RuntimeSpec(
+        "onnx", _IN_ORT, _ORT_LIBRARIES, provider_device, max_concurrent_calls=1, target="ort-tensorrt"
+    ),
+    RuntimeSpec(
+        "onnx", _IN_ORT, _RTX_LIBRARIES, provider_device, max_concurrent_calls=1, target="ort-tensorrt-rtx"
+    ),
+    # an engine's execution context and its stream support one thread at a time
+    RuntimeSpec(
+        "tensorrt",
+        f"{_HERE}.tensorrt_backend:TensorrtBackend",
+        ("tensorrt", "tensorrt-rtx"),
+        "cuda",
+        max_concurrent_calls=1,
+    ),
+)
+
+
+def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
+    """Return the runtime of artifacts in the format `artifact_format` that were exported for `target`.
+
+    Raises:
+        InputError: there is none.
+    """
+    fitting = [runtime for runtime in RUNTIMES if runtime.format == artifact_format]
+    found = [r for r in fitting if r.target == target] or [r for r in fitting if r.target is None]
+    if not found:
+        known = ", ".join(dict.fromkeys(runtime.format for runtime in RUNTIMES))
+        raise InputError(
+            f"unknown artifact format '{artifact_format}'; known formats: {known}.",
+            code="unknown-format",
+        )
+    return found[0]
+
+
+def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
+    """Load `artifact` in the runtime of its format and target, on `device` (see device.py).
+
+    Without `threads` it uses the number stored in the artifact, else the runtime's default.
+
+    Raises:
+        InputError: no runner for this format, or cuda is requested and not available.
+        MissingDependencyError: the runtime is not installed.
+    """
+    details = artifact.manifest.details
+    count = default_threads(artifact.manifest) if threads is None else threads
+    return open_folder(
+        artifact.path,
+        artifact.format,
+        details.get("target"),
+        count,
+        device,
+        details.get("dtype"),
+        tf32=details.get("tf32") is True,
+    )
+
+
+def open_folder(
+    folder: Path,
+    artifact_format: str,
+    target: str | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    tf32: bool = False,
+) -> Runner:
+    """Load a folder that is not an artifact yet, whose format, target and dtype are given; see `open_runner`.
+
+    tf32: on CUDA, let float32 matrix multiplications use TF32, as the artifact's setting; never when a graph
+    is compared with its model.
+    """
+    try:
+        runtime = find_runtime(artifact_format, target)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}", code=error.code) from error
+    files = read_model_files(folder)
+    kind: Any = runner_class_for(files.config, embeds=(folder / MODULES_FILE).is_file())
+    kind = GraphRunner if (folder / SIGNATURE).is_file() else kind
+    backend = runtime.load_backend()(
+        folder, kind.graphs, target, threads, device, dtype, **({"tf32": True} if tf32 else {})
+    )
+    runner: Runner = kind(
+        files, backend, generate_in_graph if backend.generation_graphs else generate_resolved
+    )
+    return runner
+
+
+def runner_class_for(
+    config: Mapping[str, Any], embeds: bool = False
+) -> (
+    type[ClassifierRunner]
+    | type[EmbedderRunner]
+    | type[EncoderDecoderRunner]
+    | type[DecoderOnlyRunner]
+    | type[ImageClassifierRunner]
+):
+    """Return the runner class for a model with this config (config.json).
+
+    embeds: whether its folder has the files of a sentence embedder.
+    """
+    if reads_images(config):
+        return ImageClassifierRunner
+    if is_causal(config):
+        return DecoderOnlyRunner
+    classifies = any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or ())
+    if embeds and not classifies:
+        return EmbedderRunner
+    return EncoderDecoderRunner if config.get("is_encoder_decoder") and not classifies else ClassifierRunner

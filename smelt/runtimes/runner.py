@@ -1,0 +1,255 @@
+"""The interface of loaded models, for every runtime.
+
+Shapes: B = batch, L = tokens of the longest row, R = rows, S = input tokens of one call, V = vocabulary,
+C = classes, D = dimension of a text's vector.
+
+Classifiers: one call of one graph for a batch.
+
+Shapes: B = batch, L = tokens of the longest row, C = classes.
+
+Labels and probabilities from a classifier's logits.
+
+Sentence embedders: one call of one graph for a batch of texts.
+
+Shapes: B = batch, D = dimension of a text's vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import InputError
+from smelt.core.files import read_json_object
+from smelt.data.batch import Batch, Logits, Tokens
+from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names, problem_type
+from smelt.generation.config import GenerationConfig
+from smelt.models.length_limits import NO_LIMIT, lower_position_limit
+from smelt.models.text_tools import TextTools
+from smelt.runtimes.backend import Backend, Feeds, GraphInterface, ModelGraphs
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's folder and its two config files, as dicts."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Read the config files in `folder`; a missing file is an empty dict.
+
+    Raises:
+        InputError: one of them is not JSON.
+    """
+    return ModelFiles(
+        folder, read_json_object(folder / "config.json"), read_json_object(folder / "generation_config.json")
+    )
+
+
+class TokenGenerator(Protocol):
+    """Generates texts for a batch of encoded ones, wherever the loop over their tokens runs.
+
+    `generate_resolved` (`smelt/generation/search.py`) calls `runner` step by step;
+    `generate_in_graph` (`smelt/generation/graph_generation.py`) calls a graph with the generation loop once.
+    """
+
+    def __call__(
+        self, runner: Runner, batch: Batch, decoding: GenerationConfig, part: int = 0
+    ) -> list[list[int]]:
+        """Return each row's new tokens, including the final one; `part` is the number of the batch."""
+
+
+class Runner(Protocol):
+    """A loaded model: its files, and the backend that has opened its graphs. A context manager.
+
+    Implementations: `ClassifierRunner`, `EmbedderRunner`, `EncoderDecoderRunner`, `DecoderOnlyRunner`.
+
+    config: the model's Hugging Face config as a dict; generation_config likewise. text: converts texts
+    to batches and tokens to texts. generator: called by `smelt.load(...).generate`.
+    generation_cache: values that a generator keeps between calls.
+    """
+
+    chunked_prefill: ClassVar[bool] = False
+    """Whether a text longer than one call's limit is processed in several calls."""
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    text: TextTools
+    backend: Backend
+    generator: TokenGenerator
+    generation_cache: dict[Any, Any]
+
+    def __init__(self, files: ModelFiles, backend: Backend, generator: TokenGenerator) -> None:
+        self.folder, self.config = files.folder, files.config
+        self.generation_config = files.generation_config
+        self.backend, self.generator = backend, generator
+        self.generation_cache = {}
+        most = backend.max_tokens_per_call
+        if self.chunked_prefill:
+            most = None
+            if backend.max_total_tokens is not None:  # the limit is the smaller one of model and runtime
+                lower_position_limit(self.config, backend.max_total_tokens)
+        # texts longer than one call's limit are truncated, and counted, like those beyond the model's limit
+        self.text = TextTools(self.folder, self.config, self.generation_config, most or NO_LIMIT)
+
+    @property
+    def name(self) -> str:
+        """Return the runtime's name; with `version` and `device` part of every score's key."""
+        return self.backend.name
+
+    @property
+    def version(self) -> str:
+        """Return the runtime's version."""
+        return self.backend.version
+
+    @property
+    def device(self) -> str:
+        """Return the device: cpu or cuda."""
+        return self.backend.device
+
+    def forward(self, batch: Batch) -> Logits:
+        """Return class logits, float32 [B, C]; for a decoder-only model those of all tokens, [B, L, V].
+
+        For a sentence embedder the vectors of texts, [B, D].
+        """
+        raise InputError(
+            f"{self.folder}: this model generates text and cannot classify. Use a classifier.",
+            code="does-not-classify",
+        )
+
+    def encode(self, batch: Batch) -> Any:
+        """Run the encoder or prompt of a batch; return the state that `decode_step` continues from."""
+        raise InputError(
+            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
+            " generates text.",
+            code="does-not-generate",
+        )
+
+    def decode_step(self, state: Any, tokens: Tokens) -> Logits:
+        """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V]."""
+        raise InputError(
+            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
+            " generates text.",
+            code="does-not-generate",
+        )
+
+    def generate_sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
+        """Run a graph with the generation loop; return int64 [B, T], each row's prompt and new tokens.
+
+        Args:
+            graph: one of the backend's `generation_graphs`.
+            batch: the prompts or source texts.
+            feeds: search settings, see `smelt/generation/graph_generation.py`.
+        """
+        source = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        found: Tokens = self.backend.call(graph, {**source, **feeds})["sequences"]
+        return found
+
+    def reorder_cache(self, state: Any, rows: Tokens) -> Any:
+        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which becomes invalid.
+
+        Beam search repeats and drops beams with it; so R may differ from the previous number of rows.
+        """
+        raise InputError(
+            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
+            " generates text.",
+            code="does-not-generate",
+        )
+
+    def close(self) -> None:
+        """Free the memory and the runtime's threads."""
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+MODEL_GRAPH = "model"
+
+
+class ClassifierRunner(Runner):
+    """A `Runner` that classifies texts."""
+
+    graphs: ClassVar[ModelGraphs] = ModelGraphs(
+        GraphInterface(MODEL_GRAPH, frozenset({"input_ids", "attention_mask"}), frozenset({"logits"})),
+        uses_cache=False,
+    )
+
+    def forward(self, batch: Batch) -> Logits:
+        """Return class logits, float32 [B, C]."""
+        types = batch.token_type_ids
+        feeds = {
+            "input_ids": batch.input_ids,
+            "attention_mask": batch.attention_mask,
+            "token_type_ids": np.zeros_like(batch.input_ids) if types is None else types,
+        }
+        logits: Logits = self.backend.call(MODEL_GRAPH, feeds)["logits"]
+        return logits
+
+
+@dataclass(frozen=True)
+class ClassPrediction:
+    """A classifier's prediction for one text.
+
+    label: the class with the highest probability; of a multi-label model the classes above one half; of a
+    regression model the number. probabilities: by class, 0 to 1; empty for regression.
+    """
+
+    label: str | tuple[str, ...] | float
+    probabilities: Mapping[str, float]
+
+
+def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, Any]) -> list[ClassPrediction]:
+    """Return the predictions of float32 `logits` [n, C], by the config's labels and problem type."""
+    problem = problem_type(config)
+    if problem == REGRESSION:
+        return [ClassPrediction(float(row[0]), {}) for row in logits]
+    names = class_names(config)
+    values = logits.astype(np.float64)
+    if problem == MULTI_LABEL:
+        odds = 1 / (1 + np.exp(-values))
+        chosen = [tuple(n for n, p in zip(names, row, strict=True) if p > 0.5) for row in odds]
+        return [
+            ClassPrediction(label, dict(zip(names, map(float, row), strict=True)))
+            for label, row in zip(chosen, odds, strict=True)
+        ]
+    odds = np.exp(values - values.max(axis=1, keepdims=True))
+    odds /= odds.sum(axis=1, keepdims=True)
+    return [
+        ClassPrediction(names[int(row.argmax())], dict(zip(names, map(float, row), strict=True)))
+        for row in odds
+    ]
+
+
+EMBEDDING_OUTPUT = "sentence_embedding"
+
+
+class EmbedderRunner(Runner):
+    """A `Runner` that returns vectors of texts."""
+
+    graphs: ClassVar[ModelGraphs] = ModelGraphs(
+        GraphInterface(
+            MODEL_GRAPH, frozenset({"input_ids", "attention_mask"}), frozenset({EMBEDDING_OUTPUT})
+        ),
+        uses_cache=False,
+    )
+
+    def forward(self, batch: Batch) -> Logits:
+        """Return the vectors of texts, float32 [B, D]."""
+        feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        vectors: Logits = self.backend.call(MODEL_GRAPH, feeds)[EMBEDDING_OUTPUT]
+        return vectors

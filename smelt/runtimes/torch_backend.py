@@ -1,0 +1,144 @@
+"""PyTorch backend: a transformers model in place of graphs.
+
+It is the baseline of every comparison, and the parent of every exported graph.
+
+Shapes: R = rows, S = input tokens of one call, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from smelt.core.errors import InputError
+from smelt.data.batch import Logits, Tokens
+from smelt.models.checkpoint import load_model
+from smelt.models.sentence_model import encoder_result
+from smelt.runtimes.backend import Feeds, ModelGraphs, NoGenerationGraphs
+from smelt.runtimes.device import TorchThreads, torch_device
+from smelt.runtimes.predict_texts import uses_token_types
+
+
+@dataclass
+class TorchDecodeState:
+    """cache: keys and values. encoder_outputs, encoder_mask: its states and token mask, else None."""
+
+    cache: Any
+    encoder_outputs: BaseModelOutput | None = None
+    encoder_mask: Tensor | None = None
+
+
+class TorchBackend(NoGenerationGraphs):
+    """A `Backend` over a model in float32, on the CPU or a CUDA device.
+
+    Quantized layers compute as the CPU's runtime does, so a model with any runs on the CPU.
+    """
+
+    name = "torch"
+    version = str(torch.__version__)
+    max_tokens_per_call = None
+    max_total_tokens = None
+    prefers_stepwise = False
+
+    def __init__(
+        self,
+        folder: Path,
+        graphs: ModelGraphs,
+        target: str | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None = None,
+    ) -> None:
+        self._folder, self._graphs = folder, graphs
+        self.model, edits = load_model(folder)
+        self._types = uses_token_types(self.model.config.to_dict())
+        quantized = any(edit["op"] == "quantize" for edit in edits)
+        self.device = "cpu" if quantized else torch_device(device)
+        self.model.to(self.device)
+        if self.device == "cuda":  # as ONNX Runtime computes: float32 is float32, also in convolutions
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        self._threads = TorchThreads(threads)  # last, so that a model that does not load changes nothing
+
+    @torch.inference_mode()
+    def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
+        """Run the encoder or the whole model once; return its states, or its logits or vectors."""
+        known = {n: self._to_device(v) for n, v in feeds.items() if n != "token_type_ids" or self._types}
+        if graph != self._graphs.main.name:
+            return {
+                "last_hidden_state": self._open_model.get_encoder()(**known).last_hidden_state.cpu().numpy()
+            }
+        [name] = self._graphs.main.outputs
+        return {name: encoder_result(self._open_model(**known)).cpu().numpy()}
+
+    @torch.inference_mode()
+    def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> TorchDecodeState:
+        """Run the encoder, if there is one; start with empty caches."""
+        model = self._open_model
+        if feeds is None or shared is None:
+            return TorchDecodeState(DynamicCache())
+        mask = self._to_device(shared["encoder_attention_mask"])
+        encoded = model.get_encoder()(self._to_device(feeds["input_ids"]), attention_mask=mask)
+        return TorchDecodeState(EncoderDecoderCache(DynamicCache(), DynamicCache()), encoded, mask)
+
+    @torch.inference_mode()
+    def step(self, held: TorchDecodeState, feeds: Feeds, last: int = 1) -> Logits:
+        """Run int64 [R, S]; return float32 [R, V] with an encoder, else [R, last, V]."""
+        if held.encoder_outputs is not None:
+            out = self.model(
+                decoder_input_ids=self._to_device(feeds["input_ids"]),
+                encoder_outputs=held.encoder_outputs,
+                attention_mask=held.encoder_mask,
+                past_key_values=held.cache,
+                use_cache=True,
+            )
+            logits: Logits = out.logits[:, -1].cpu().numpy()
+            return logits
+        hidden = self.model.base_model(
+            self._to_device(feeds["input_ids"]),
+            attention_mask=self._to_device(feeds["attention_mask"]),
+            position_ids=self._to_device(feeds["position_ids"]),
+            past_key_values=held.cache,
+            use_cache=True,
+        ).last_hidden_state
+        hidden = hidden[:, hidden.shape[1] - last :]
+        if not last:
+            return np.empty((*hidden.shape[:2], 0), dtype=np.float32)
+        found: Logits = self.model.get_output_embeddings()(hidden).float().cpu().numpy()
+        return found
+
+    @torch.inference_mode()
+    def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:
+        """Replace row i by row rows[i]; empty caches have no rows yet."""
+        there = self._to_device(rows)
+        if held.encoder_outputs is None or held.encoder_mask is None:
+            held.cache.reorder_cache(there)
+            return
+        held.cache.self_attention_cache.reorder_cache(there)
+        if shared:
+            held.cache.cross_attention_cache.reorder_cache(there)
+            hidden = held.encoder_outputs.last_hidden_state
+            assert hidden is not None
+            held.encoder_outputs = BaseModelOutput(hidden.index_select(0, there))
+            held.encoder_mask = held.encoder_mask.index_select(0, there)
+
+    @property
+    def _open_model(self) -> Any:
+        if self.model is None:
+            raise InputError(f"{self._folder}: this model is closed. Load it again.", code="closed-model")
+        return self.model
+
+    def _to_device(self, values: Tokens) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model = None
+        self._threads.release()

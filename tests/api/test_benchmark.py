@@ -1,0 +1,173 @@
+"""`smelt bench`: artifacts side by side, on texts of several kinds of files."""
+
+import gzip
+import json
+import shutil
+
+import forked_workers
+import harness
+import pytest
+import tiny
+from expected_errors import command_error, raises_code
+
+from smelt.api.benchmark import STANDARD_TEXTS, open_artifacts, read_texts, timing_table
+from smelt.core.errors import InputError
+from smelt.core.files import sha256_of
+from smelt.pipeline.execute import display
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+score: {latency: false}
+"""
+QUICK = ("--threads", 1, "--rounds", 3, "--texts", 2, "--batch-size", 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    with pytest.MonkeyPatch.context() as patch:
+        forked_workers.install(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The artifacts of a run: a classifier and what pruning left of it."""
+    home = tmp_path_factory.mktemp("home")
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 8)
+    (home / "r.yaml").write_text(RECIPE)
+    done = harness.smelt("run", home / "r.yaml", "--out", home / "run", "--quiet")
+    assert done.exit_code == 0, done.output
+    return home / "run" / "artifacts"
+
+
+def _changed(artifact, folder, file, content):
+    """Copy an artifact with another `file`, its manifest agreeing with it."""
+    shutil.copytree(artifact, folder)
+    (folder / file).write_text(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    size = (folder / file).stat().st_size
+    manifest["files"][file] = {"sha256": sha256_of(folder / file), "size_bytes": size}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, tmp_path, monkeypatch):
+    config = '{"model_type": "bert", "architectures": ["NoSuchModel"]}'
+    broken = _changed(run / "prune", tmp_path / "broken", "config.json", config)
+    data = run.parent.parent / "data.jsonl"
+    monkeypatch.setattr(display, "_PLAIN_LINE_SECONDS", 0.0)
+    result = harness.smelt("bench", run / "model", run / "prune", broken, *QUICK, "--data", data, "--json")
+    assert result.exit_code == 1, result.output
+    said = json.loads(result.stdout)
+    assert "  latency: 1/" in result.stderr  # how far it is, beside what is printed
+    assert said["baseline"] == "model"
+    assert said["texts"] == {"from": str(data), "n": 8}
+    assert list(said["artifacts"]) == ["model", "prune", "broken"]
+    error = said["artifacts"]["broken"]["error"]
+    assert (error["code"], "NoSuchModel" in error["message"]) == ("unknown-architecture", True)
+    assert said["artifacts"]["broken"]["latency"] == []
+    for name in ("model", "prune"):
+        artifact = said["artifacts"][name]
+        (row,) = artifact["latency"]
+        assert (row["batch_size"], row["threads"]) == (1, 1)
+        assert row["p50_ms"] > 0
+        assert (artifact["error"], artifact["device"]) == (None, "cpu")
+        assert artifact["runner"].startswith("torch")
+        assert json.loads((run / name / "manifest.json").read_text())["key"] == artifact["key"]
+    assert said["artifacts"]["model"]["latency"][0]["speedup"] == 1
+    low, high = said["artifacts"]["prune"]["latency"][0]["speedup_ci95"]
+    assert low <= said["artifacts"]["prune"]["latency"][0]["speedup"] <= high
+    table = timing_table(said)
+    assert max(map(len, table.splitlines())) <= 80
+    assert "8 texts" in table
+    assert "broken: " in table
+
+
+def test_equal_names_are_told_apart_by_their_runs(run, tmp_path):
+    other = tmp_path / "other" / "artifacts"
+    other.mkdir(parents=True)
+    (other / "prune").symlink_to(run / "prune")
+    assert list(open_artifacts([run / "model", run / "prune"])) == ["model", "prune"]
+    assert list(open_artifacts([run / "prune", other / "prune"])) == ["run/prune", "other/prune"]
+
+
+def test_texts_come_from_lines_or_from_a_column(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write("three\n")
+    (tmp_path / "c.csv").write_text("review,stars\ngood film,5\n")
+    (tmp_path / "d.jsonl").write_text('{"en": "a", "de": "b"}\n')
+    assert read_texts(tmp_path / "a.txt", "translation") == ["one", "two"]
+    assert read_texts(tmp_path / "b.txt.gz", "translation") == ["three"]
+    assert read_texts(tmp_path / "c.csv", "text-classification") == ["good film"]
+    assert read_texts(tmp_path / "d.jsonl", "translation") == ["a"]
+    assert read_texts(tmp_path / "d.jsonl", "translation", "de") == ["b"]
+    with raises_code("missing-column", InputError) as caught:
+        read_texts(tmp_path / "d.jsonl", "translation", "dee")
+    assert (caught.value.file, caught.value.line) == (str(tmp_path / "d.jsonl"), 1)
+    assert all(name in str(caught.value) for name in ("'dee'", "'de'?"))
+    (tmp_path / "e.txt").write_text("\n")
+    with raises_code("empty-data", InputError):
+        read_texts(tmp_path / "e.txt", "translation")
+
+
+def test_what_cannot_be_compared_is_said(run, tmp_path):
+    translator = tmp_path / "t"
+    shutil.copytree(run / "model", translator)
+    manifest = json.loads((translator / "manifest.json").read_text())
+    (translator / "manifest.json").write_text(json.dumps(manifest | {"task": "translation"}))
+    mixed = command_error(harness.smelt("bench", run / "model", translator, code=2))
+    assert (mixed.code, "model is for text-classification" in str(mixed)) == ("different-tasks", True)
+    for arguments, code in (
+        ((run / "model", run / "model"), "duplicate-artifact"),
+        ((tmp_path / "nowhere",), "missing-folder"),
+        ((run / "model", "--data", tmp_path / "no.txt"), "missing-file"),
+    ):
+        assert command_error(harness.smelt("bench", *arguments, code=2)).code == code
+    assert harness.smelt("bench").exit_code == 2
+
+
+def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
+    row = {
+        "batch_size": 1,
+        "texts": 8,
+        "threads": 2,
+        "p50_ms": 123456.0,
+        "p90_ms": 1.234,
+        "throughput": 12345.0,
+    }
+    row |= {"unit": "sentences/s", "speedup": 123.4, "speedup_ci95": [100.0, 234.56]}
+    row |= {"stable": False, "reason": "the rounds disagree: from 1.00× to 200.00×"}
+    row["parts"] = {"tokenizing_ms": 0.123, "encoding_ms": 12345.6, "time_to_first_token_ms": 1.0}
+    row["parts"] |= {"time_per_output_token_ms": None, "further_tokens": 0.0, "detokenizing_ms": 2.0}
+    artifact = {"latency": [row], "error": None, "device": "cpu"}
+    table = timing_table(
+        {
+            "baseline": "x" * 60,
+            "task": "translation",
+            "texts": {"from": "standard", "n": 12},
+            "settings": {"batch_sizes": [1]},
+            "environment": {"cpu": "Some Processor @ 2 GHz"},
+            "artifacts": {"x" * 60: artifact, "y" * 60: artifact},
+        }
+    )
+    assert max(map(len, table.splitlines())) <= 80
+    assert "123? [100, 235]" in table
+    assert "? No speed is claimed" in table
+    told = " ".join(table.split())
+    assert told.count("the rounds disagree: from 1.00× to 200.00×") == 1  # what doubts two alike is said once
+    assert "8 of 12 texts (standard)" in told
+    (parts,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
+    assert parts.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
+    assert "1.23" in table
+
+
+def test_standard_texts_are_of_all_lengths():
+    words = [len(text.split()) for text in STANDARD_TEXTS]
+    assert words == sorted(words)
+    assert (words[0], words[-1]) == (3, 43)

@@ -1,0 +1,278 @@
+"""`smelt.load`: what it imports, many threads at once, what was closed, and texts that are too long."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import exported_artifacts
+import pytest
+import tiny
+from expected_errors import raises_code
+
+import smelt
+from smelt.api.load import parse_generation
+
+LONG = " ".join(tiny.SENTENCES * 6)
+
+
+def _use(model, texts):
+    """Return what the model makes of `texts`, whatever it is for."""
+    if model.task == "text-classification":
+        return model.predict(texts)
+    if model.task == "sentence-similarity":
+        return model.embed(texts)
+    return model.generate(texts, max_new_tokens=5)
+
+
+PROBE = """
+import json, sys
+import smelt
+with smelt.load(sys.argv[1]) as model:
+    use = {"text-classification": model.predict, "sentence-similarity": model.embed}.get(model.task)
+    found = use(TEXTS) if use else model.generate(TEXTS, max_new_tokens=5)
+heavy = sorted({"torch", "transformers", "datasets", "sklearn", "scipy", "onnx"} & set(sys.modules))
+print(json.dumps([heavy, [str(one) for one in found]]))
+"""
+
+
+@pytest.mark.parametrize("kind", exported_artifacts.TEXT_KINDS)
+def test_onnx_artifacts_run_without_torch_and_transformers(kind):
+    artifact = exported_artifacts.exported_artifact(kind)
+    code = PROBE.replace("TEXTS", repr(tiny.SENTENCES[:3]))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(artifact)], capture_output=True, text=True, check=True
+    )
+    heavy, found = json.loads(done.stdout.splitlines()[-1])
+    assert heavy == []
+    assert done.stderr == ""
+    with smelt.load(artifact) as model:
+        assert found == [str(one) for one in _use(model, tiny.SENTENCES[:3])]
+
+
+def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(tmp_path):
+    """An export of an earlier version has no tokenizing.json."""
+    from smelt.core.artifact import Manifest
+
+    source = exported_artifacts.exported_artifact("translator").resolve()
+    for path in source.iterdir():
+        if path.name != "tokenizing.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    said = json.loads((source / "manifest.json").read_text())
+    del said["files"]["tokenizing.json"]
+    (tmp_path / "manifest.json").write_text(Manifest.model_validate(said).model_dump_json())
+    with smelt.load(source) as new, smelt.load(tmp_path) as old:
+        assert (new.tokenizer, old.tokenizer) == ("sentencepiece", "transformers")
+        assert new.generate(tiny.SENTENCES) == old.generate(tiny.SENTENCES)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+@pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
+def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind, step):
+    """Another thread opens and closes models meanwhile; texts that are cut are among the requests."""
+    artifact, other = (
+        exported_artifacts.exported_artifact(kind, step),
+        exported_artifacts.exported_artifact("translator"),
+    )
+    texts = [*tiny.SENTENCES, LONG]
+    count = 240 if step == "onnx" else 60
+    requests = [[texts[(i + k) % len(texts)] for k in range(1 + i % 3)] for i in range(count)]
+    stop, opened = threading.Event(), []
+
+    def come_and_go():
+        while not stop.is_set():
+            with smelt.load(other, threads=1) as model:
+                opened.append(model.generate(tiny.SENTENCES[:1], max_new_tokens=2))
+
+    with warnings.catch_warnings(), smelt.load(artifact, threads=1) as model:
+        warnings.simplefilter("ignore", smelt.TruncationWarning)
+        expected = {tuple(r): _use(model, r) for r in requests}
+        before = model.truncated
+        crowd = threading.Thread(target=come_and_go)
+        crowd.start()
+        try:
+            with ThreadPoolExecutor(6) as pool:
+                found = list(pool.map(lambda request: _use(model, request), requests))
+        finally:
+            stop.set()
+            crowd.join()
+        assert found == [expected[tuple(r)] for r in requests]
+        assert model.truncated - before == sum(request.count(LONG) for request in requests) > 6
+    assert opened
+    assert all(one == opened[0] for one in opened)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+@pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
+def test_a_closed_model_says_so(kind, step):
+    folder = exported_artifacts.exported_artifact(kind, step)
+    model = smelt.load(folder)
+    model.close()
+    model.close()
+    for texts in (["a man"], []):
+        with raises_code("model-closed", smelt.InputError) as caught:
+            _use(model, texts)
+        # the folder that was opened, which a run links to one of the store
+        assert str(caught.value).startswith(f"{folder}: ")
+
+
+def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_opened():
+    for kind, use, task, fitting in (
+        ("translator", "predict", "translation", "generate"),
+        ("classifier", "generate", "text-classification", "predict"),
+    ):
+        folder = exported_artifacts.exported_artifact(kind)
+        with smelt.load(folder) as model, raises_code("does-not-fit-task", smelt.InputError) as caught:
+            getattr(model, use)(["a man"])
+        assert str(caught.value).startswith(f"{folder}: ")
+        told = str(caught.value).removeprefix(f"{folder}: ")
+        assert re.findall(rf"\b(?:predict|generate|{task})\b", told) == [use, task, fitting]
+
+
+@pytest.mark.parametrize("folder", [None, 3, b"runs", ["runs"]])
+def test_a_folder_that_is_no_path_is_refused(folder):
+    with raises_code("wrong-value", smelt.InputError) as caught:
+        smelt.load(folder)
+    assert caught.value.setting == "artifact"
+    assert repr(folder) in str(caught.value)
+
+
+def test_only_a_setting_that_is_unknown_is_told_the_known_ones():
+    with raises_code("unknown-setting", smelt.InputError) as caught:
+        parse_generation({"max_new_token": 3})
+    assert caught.value.setting == "max_new_token"
+    assert all(name in str(caught.value) for name in ("beams, ", "'max_new_tokens'?"))
+    with raises_code("wrong-value", smelt.InputError) as caught:
+        parse_generation({"max_new_tokens": 0})
+    assert caught.value.setting == "max_new_tokens"
+    assert "beams" not in str(caught.value)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(step, monkeypatch):
+    together = threading.Barrier(3)
+
+    def meet(runner, texts, *_, **__):
+        together.wait(20)
+        return texts
+
+    monkeypatch.setattr("smelt.runtimes.predict_texts.generate_texts", meet)
+    with (
+        smelt.load(exported_artifacts.exported_artifact("translator", step)) as model,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        assert list(pool.map(model.generate, [["a"], ["b"], ["c"]])) == [["a"], ["b"], ["c"]]
+
+
+def test_only_an_engine_takes_one_call_at_a_time(tmp_path, monkeypatch):
+    for step, expected in (("onnx", None), ("model", None)):
+        with smelt.load(exported_artifacts.exported_artifact("translator", step)) as model:
+            assert model._calls._max_calls is expected
+    closed = []
+    runner = SimpleNamespace(text=SimpleNamespace(tokenizer=None), close=lambda: closed.append(1))
+    monkeypatch.setattr("smelt.runtimes.registry.open_runner", lambda *_: runner)
+    monkeypatch.setattr("smelt.api.load.read_artifact", _engine)
+    with smelt.load(tmp_path) as model:
+        assert model._calls._max_calls == 1
+    assert closed == [1]
+
+
+def _engine(path):
+    return SimpleNamespace(
+        path=path,
+        format="tensorrt",
+        manifest=SimpleNamespace(details={}, task="translation"),
+        verify=lambda: None,
+    )
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp_path, monkeypatch):
+    closed = []
+
+    class Text:
+        @property
+        def tokenizer(self):
+            raise smelt.InputError("no tokenizer", code="made-up")
+
+    runner = SimpleNamespace(text=Text(), close=lambda: closed.append(1))
+    monkeypatch.setattr("smelt.runtimes.registry.open_runner", lambda *_: runner)
+    monkeypatch.setattr("smelt.api.load.read_artifact", _engine)
+    with raises_code("made-up", smelt.InputError):
+        smelt.load(tmp_path)
+    assert closed == [1]
+
+
+def test_a_call_that_fails_does_not_keep_a_model_open():
+    model = smelt.load(exported_artifacts.exported_artifact("translator"))
+    with pytest.raises(smelt.InputError):
+        model.generate([3])
+    with pytest.raises(smelt.InputError):
+        model.generate(["a"], num_beams=2, do_sample=True)
+    model.close()
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("translator", 40), ("classifier", 32), ("writer", 64)], ids=str)
+def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
+    with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
+        with pytest.warns(smelt.TruncationWarning) as caught:
+            _use(model, ["a man", LONG, LONG])
+        (said,) = caught
+        assert (said.message.count, said.message.limit, model.truncated) == (2, limit, 2)
+        assert all(value in str(said.message) for value in ("2 of 3 texts ", f"({limit} tokens)"))
+        lines, first = inspect.getsourcelines(_use)  # what called predict or generate, and not its caller
+        assert os.path.samefile(said.filename, __file__)
+        assert first < said.lineno < first + len(lines)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _use(model, ["a man"])
+        assert model.truncated == 2
+
+
+def test_one_text_of_one_is_told_in_the_singular():
+    assert str(smelt.TruncationWarning(1, 1, 8)).startswith("1 of 1 text was ")
+    assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was ")
+
+
+@pytest.mark.parametrize("size", [0, -3, True, 2.0, "8", None])
+def test_a_batch_size_that_is_none_is_refused(size):
+    with (
+        smelt.load(exported_artifacts.exported_artifact("translator")) as model,
+        raises_code("wrong-value", smelt.InputError) as caught,
+    ):
+        model.generate(["a man"], batch_size=size)
+    assert caught.value.setting == "batch_size"
+    with (
+        smelt.load(exported_artifacts.exported_artifact("classifier")) as model,
+        raises_code("wrong-value", smelt.InputError) as caught,
+    ):
+        model.predict(["a man"], batch_size=size)
+    assert caught.value.setting == "batch_size"
+
+
+@pytest.mark.parametrize("step", ["onnx", "model"])
+@pytest.mark.parametrize("kind", ["translator", "writer"])
+def test_of_no_texts_nothing_is_made(kind, step):
+    with smelt.load(exported_artifacts.exported_artifact(kind, step)) as model:
+        assert model.generate([]) == model.generate((text for text in ()), num_beams=3) == []
+
+
+@pytest.mark.parametrize("texts", [None, 3, b"a", ["a", None], [("a", "b")], [["a"]], "a man"])
+def test_what_are_no_texts_is_refused(texts):
+    with (
+        smelt.load(exported_artifacts.exported_artifact("translator")) as model,
+        pytest.raises(smelt.InputError),
+    ):
+        model.generate(texts)
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
+def test_a_number_of_threads_that_is_none_is_refused(threads):
+    with raises_code("wrong-value", smelt.InputError) as caught:
+        smelt.load(exported_artifacts.exported_artifact("translator"), threads=threads)
+    assert caught.value.setting == "threads"

@@ -1,0 +1,90 @@
+"""What a package tells of its artifact: from the run, wherever the artifact was named."""
+
+import json
+import shutil
+
+import exported_artifacts
+import pytest
+
+from smelt.api.package import find_run, package_origin, run_artifacts
+from smelt.core.artifact import read_artifact
+
+
+@pytest.fixture(scope="module")
+def run():
+    return exported_artifacts.exported_artifact("translator").parents[1]
+
+
+def test_the_run_is_found_by_its_link_and_in_its_store(run):
+    link = run / "artifacts" / "onnx"
+    artifact = read_artifact(link)
+    assert find_run(link, artifact) == (run, "onnx")
+    assert find_run(artifact.path, artifact) == (run.resolve(), "onnx")
+
+
+def test_a_copy_has_no_run(run, tmp_path):
+    copy = tmp_path / "onnx"
+    shutil.copytree(run / "artifacts" / "onnx", copy)
+    artifact = read_artifact(copy)
+    assert find_run(copy, artifact) is None
+    assert package_origin(artifact, None, "onnx").run is None
+
+
+def test_a_run_of_another_artifact_under_the_same_name_is_not_taken(run, tmp_path):
+    place = tmp_path / "run" / "artifacts" / "onnx"
+    shutil.copytree(run / "artifacts" / "model", place)
+    shutil.copy(run / "report.json", tmp_path / "run")
+    assert find_run(place, read_artifact(place)) is None
+
+
+def test_what_the_run_holds_is_told(run):
+    origin = package_origin(read_artifact(run / "artifacts" / "onnx"), run, "onnx")
+    report = json.loads((run / "report.json").read_text())
+    assert (origin.run, origin.model) == ("recipe", "m")
+    assert [(step.name, step.stage) for step in origin.steps] == [("model", "model"), ("onnx", "onnx")]
+    assert dict(origin.generation) == {"max_new_tokens": 4}
+    assert origin.latencies == ()
+    bleu = origin.scores[0]
+    said = report["steps"][1]["quality"]["bleu"]
+    assert bleu.metric == "BLEU"
+    assert bleu.text == f"{said['value']:.2f} [{said['ci95'][0]:.2f}, {said['ci95'][1]:.2f}]"
+    assert (bleu.n, bleu.signature) == (said["n"], said["signature"])
+    assert bleu.baseline == f"{said['value']:.2f} [{said['ci95'][0]:.2f}, {said['ci95'][1]:.2f}]"
+    assert all(score.baseline is None for score in package_origin(None, run, "model").scores)
+
+
+def test_settings_licence_and_times_are_told(run, tmp_path):
+    for name in ("model", "onnx"):
+        shutil.copytree(run / "artifacts" / name, tmp_path / "artifacts" / name)
+    path = tmp_path / "artifacts" / "model" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["details"]["licence"] = "mit (its model card)"
+    path.write_text(json.dumps(manifest))
+    report = json.loads((run / "report.json").read_text())
+    report["recipe"]["stages"] = [{"onnx": {"opset": 20}, "name": "onnx"}]
+    row = {"batch_size": 2, "threads": 1, "p50_ms": 3.456, "stable": True, "speedup": 2.0}
+    disturbed = {"batch_size": 4, "p50_ms": 30.0, "stable": False, "reason": "busy", "speedup": 9.0}
+    more = {"speedup_ci95": [1.5, 2.5]}
+    report["steps"][1]["latency"] = [row | more, disturbed | more]
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    origin = package_origin(None, tmp_path, "onnx")
+    assert origin.licence == "mit (its model card)"
+    assert dict(origin.steps[1].settings) == {"opset": 20}
+    first, second = origin.latencies
+    assert first.startswith(
+        "3.46 ms (median) at batch 2, threads: 1: 2.00 times as fast as model [1.50, 2.50]; "
+    )
+    assert second.startswith("30 ms (median) at batch 4, threads: all (other work disturbed it, so that it")
+    assert "disturbed" not in first
+
+
+def test_a_damaged_report_says_nothing(run, tmp_path):
+    (tmp_path / "report.json").write_text("{")
+    artifact = read_artifact(run / "artifacts" / "onnx")
+    assert package_origin(artifact, tmp_path, "onnx").run is None
+
+
+def test_the_artifacts_of_a_run(run, tmp_path):
+    assert set(run_artifacts(run)) == {"model", "onnx"}
+    (tmp_path / "artifacts" / "broken").mkdir(parents=True)
+    assert run_artifacts(tmp_path) == {}

@@ -1,0 +1,85 @@
+"""An artifact becomes a package: where to, and what is refused before anything is written."""
+
+import shutil
+
+import exported_artifacts
+import pytest
+from expected_errors import raises_code
+
+import smelt
+from smelt.api.package import package_lines
+from smelt.core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def run():
+    return exported_artifacts.exported_artifact("classifier").parents[1]
+
+
+def test_the_default_place_is_named_after_step_and_form(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    link = run / "artifacts" / "onnx"
+    package = smelt.package(link)
+    assert (tmp_path / "onnx-standalone" / "infer.py").is_file()
+    assert "Accuracy" in (package.folder / "README.md").read_text()
+    shutil.rmtree(package.folder)
+    assert (
+        str(smelt.package(link.resolve()).folder) == "onnx-standalone"
+    )  # the store's folder: its step is found
+
+
+def test_a_copied_artifact_is_packaged_without_scores(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run / "artifacts" / "onnx", "copied")
+    package = smelt.package("copied", "standalone", "out/p")
+    assert "without its run are not known" in (package.folder / "README.md").read_text()
+    again = smelt.package(package.folder)  # a package is an artifact
+    assert str(again.folder) == "p-standalone"
+
+
+def test_a_folder_with_a_key_for_a_name_gets_a_short_one(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = (run / "artifacts" / "onnx").resolve()
+    shutil.copytree(source, source.name)
+    assert str(smelt.package(source.name).folder) == f"{source.name[:12]}-standalone"
+
+
+def test_a_torch_artifact_names_what_can_be_packaged(run, tmp_path):
+    with raises_code("unsupported-format", InputError) as caught:
+        smelt.package(run / "artifacts" / "model", out=tmp_path / "p")
+    assert all(value in str(caught.value) for value in ("torch", "onnx (artifacts/onnx)"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_where_artifacts_are_are_refused(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    link = copy / "artifacts" / "onnx"
+    with raises_code("inside-artifact", InputError):
+        smelt.package(link, out=link / "p")
+    with raises_code("inside-run", InputError):
+        smelt.package(link, out=copy / "artifacts" / "p")
+    assert smelt.package(link, out=copy / "p").size_bytes > 0
+
+
+def test_a_changed_file_is_not_shipped(run, tmp_path):
+    copy = tmp_path / "a"
+    shutil.copytree(run / "artifacts" / "onnx", copy)
+    (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    with raises_code("changed-file", InputError):
+        smelt.package(copy, out=tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_that_is_not_empty_is_refused_before_work(run, tmp_path):
+    (tmp_path / "mine").touch()
+    with raises_code("folder-not-empty", InputError):
+        smelt.package(run / "artifacts" / "onnx", out=tmp_path)
+
+
+def test_the_line_that_runs_it_is_one_for_a_shell(run, tmp_path):
+    package = smelt.package(run / "artifacts" / "onnx", out=tmp_path / "a b")
+    first, install, second = package_lines(package)
+    assert f"({package.size_bytes:,} bytes)" in first
+    assert "pip install" in install
+    assert second == f"Run it: (cd '{tmp_path / 'a b'}' && python infer.py \"TEXT\")"

@@ -1,0 +1,158 @@
+"""The texts that `smelt predict` is given: words, lines, or rows of a file."""
+
+import gzip
+import io
+import json
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.api.predict import as_examples, read_examples, strip_lines
+from smelt.core.errors import InputError
+from smelt.data.splits import Example
+
+CLASSIFIER, TRANSLATOR = "text-classification", "translation"
+
+
+def rows(path, *values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_a_tab_parts_the_texts_of_a_pair_for_a_classifier_alone():
+    texts = ["a", "a\tb", "a\t"]
+    found = as_examples(texts, CLASSIFIER)
+    assert found == [Example("a"), Example("a", text_pair="b"), Example("a", text_pair="")]
+    assert as_examples(texts, TRANSLATOR) == [Example(text) for text in texts]
+
+
+def test_lines_of_plain_text_are_texts(tmp_path):
+    (tmp_path / "t.txt").write_text("one\n\ntwo\n")
+    assert read_examples(tmp_path / "t.txt", TRANSLATOR, ()) == [Example("one"), Example(""), Example("two")]
+    with gzip.open(tmp_path / "t.txt.gz", "wt") as stream:
+        stream.write("a\tb\n")
+    assert read_examples(tmp_path / "t.txt.gz", CLASSIFIER, ()) == [Example("a", text_pair="b")]
+    with raises_code("no-columns", InputError) as caught:
+        read_examples(tmp_path / "t.txt", TRANSLATOR, ("x",))
+    assert all(value in str(caught.value) for value in ("--column x", "t.txt"))
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "expected"),
+    [
+        (TRANSLATOR, (), "s"),
+        (TRANSLATOR, ("text",), "t"),
+        (TRANSLATOR, ("source=text",), "t"),
+        (TRANSLATOR, ("a=b",), "c"),  # a name with a sign of its own
+        ("language-modeling", (), "t"),
+        (CLASSIFIER, (), "t"),
+        (CLASSIFIER, ("text=source",), "s"),
+    ],
+)
+def test_the_column_is_the_tasks_or_the_one_that_is_named(tmp_path, task, columns, expected):
+    path = rows(tmp_path / "d.jsonl", {"source": "s", "text": "t", "a=b": "c"})
+    assert read_examples(path, task, columns) == [Example(expected)]
+
+
+def test_a_classifier_takes_the_second_text_where_there_is_one(tmp_path):
+    path = rows(
+        tmp_path / "d.jsonl", {"text": "a", "text_b": "b"}, {"text": "c", "text_b": ""}, {"text": "d"}
+    )
+    assert read_examples(path, CLASSIFIER, ()) == [Example("a", text_pair="b"), Example("c"), Example("d")]
+    assert read_examples(path, "language-modeling", ()) == [Example("a"), Example("c"), Example("d")]
+    named = rows(tmp_path / "n.jsonl", {"text": "a", "second": "b"})
+    assert read_examples(named, CLASSIFIER, ("text_pair=second",)) == [Example("a", text_pair="b")]
+
+
+def test_csv_and_parquet_are_read(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "d.csv").write_text('source,n\n"a, b",1\nc,2\n')
+    assert read_examples(tmp_path / "d.csv", TRANSLATOR, ()) == [Example("a, b"), Example("c")]
+    pyarrow.parquet.write_table(pyarrow.table({"source": ["x"]}), tmp_path / "d.parquet")
+    assert read_examples(tmp_path / "d.parquet", TRANSLATOR, ()) == [Example("x")]
+
+
+@pytest.mark.parametrize(
+    ("value", "task", "columns", "code", "named"),
+    [
+        ({"src": "a"}, TRANSLATOR, (), "missing-column", ("'source'", ": src.")),
+        ({"text": "a"}, CLASSIFIER, ("txt",), "missing-column", ("'text'?",)),
+        ({"text": 3}, CLASSIFIER, (), "wrong-column-type", ("'text'", "3")),
+        ({"text": "a", "text_b": 3}, CLASSIFIER, (), "wrong-column-type", ("'text_b'", "3")),
+        ({"text": "\ud800"}, CLASSIFIER, (), "lone-surrogate", ("'text'",)),
+        ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "missing-column", ("'b'",)),
+        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "does-not-fit-task", ("text_pair=b",)),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, code, named):
+    path = rows(tmp_path / "d.jsonl", value)
+    with raises_code(code, InputError) as caught:
+        read_examples(path, task, columns)
+    assert [one for one in named if one not in str(caught.value)] == []
+    if code != "does-not-fit-task":
+        assert (caught.value.file, caught.value.line) == (str(path), 1)
+
+
+def test_no_file_and_a_folder_are_named(tmp_path):
+    with raises_code("missing-file", InputError):
+        read_examples(tmp_path / "nowhere.jsonl", TRANSLATOR, ())
+    with raises_code("not-a-file", InputError) as caught:
+        read_examples(tmp_path, TRANSLATOR, ())
+    assert f"--data {tmp_path}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("d.jsonl", "\n"), ("d.csv", "source\n"), ("d.txt", "")])
+def test_a_file_without_rows_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with raises_code("empty-data", InputError) as caught:
+        read_examples(tmp_path / name, TRANSLATOR, ())
+    assert caught.value.file == str(tmp_path / name)
+
+
+LINES = {
+    "a\nb": ["a", "b"],
+    "a\n\n": ["a", ""],  # an answer for each line, also for an empty one at the end
+    "\n": [""],
+    "a\r\nb\rc\n": ["a", "b", "c"],
+    "a\u2028b\x0cc\x85d\n": ["a\u2028b\x0cc\x85d"],  # ends of lines to str.splitlines alone
+    "\ufeffa\n\ufeffb\n": ["a", "\ufeffb"],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_lines_of_a_file_and_of_standard_input_are_the_same(tmp_path, text):
+    (tmp_path / "t.txt").write_bytes(text.encode())
+    expected = [Example(line) for line in LINES[text]]
+    if expected:
+        assert read_examples(tmp_path / "t.txt", TRANSLATOR, ()) == expected
+    stream = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+    assert strip_lines(stream) == LINES[text]
+
+
+@pytest.mark.parametrize("task", [TRANSLATOR, CLASSIFIER])
+def test_bytes_that_are_no_text_are_refused(task):
+    broken = b"M\xe4rz".decode("utf-8", "surrogateescape")
+    with raises_code("not-utf8", InputError) as caught:
+        as_examples(["a man", broken], task, "standard input, line")
+    assert str(caught.value).startswith("standard input, line 2: ")
+    assert "'M\\udce4rz'" in str(caught.value)
+
+
+def test_two_columns_for_one_text_are_refused(tmp_path):
+    path = rows(tmp_path / "d.jsonl", {"a": "x", "b": "y"})
+    for given in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
+        with raises_code("settings-conflict", InputError) as caught:
+            read_examples(path, CLASSIFIER, given)
+        assert all(f"--column {column}" in str(caught.value) for column in given)
+
+
+def test_an_image_that_is_missing_is_called_one(tmp_path):
+    with raises_code("missing-file", InputError) as caught:
+        as_examples([str(tmp_path / "photo.jpg")], "image-classification")
+    assert str(caught.value).startswith(f"image 1: {tmp_path / 'photo.jpg'}: ")
+    with raises_code("not-a-file", InputError) as caught:
+        as_examples([str(tmp_path)], "image-classification", "photos.txt line")
+    assert str(caught.value).startswith(f"photos.txt line 1: {tmp_path}: ")

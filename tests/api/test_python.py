@@ -1,0 +1,212 @@
+"""The surface in Python: smelt.run and smelt.load do what the command line does."""
+
+import json
+import subprocess
+import sys
+
+import harness
+import numpy as np
+import pytest
+import tiny
+from expected_errors import raises_code
+
+import smelt
+from smelt.pipeline.execute.run_result import summary_lines
+from smelt.pipeline.execute.step_runner import StepRunner
+
+RECIPE = """
+model: m
+task: {task}
+data: {{test: data.jsonl}}
+stages: {stages}
+score: {{latency: false, generation: {{max_new_tokens: 6}}}}
+"""
+
+
+def _home(folder, task, stages):
+    (tiny.write_marian if task == "translation" else tiny.write_bert)(folder / "m")
+    (tiny.write_pairs if task == "translation" else tiny.write_labelled)(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE.format(task=task, stages=stages))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    home = _home(tmp_path_factory.mktemp("translator"), "translation", "[quantize]")
+    return home, smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    home = _home(tmp_path_factory.mktemp("classifier"), "text-classification", "[quantize, onnx]")
+    return home, smelt.run(str(home / "recipe.yaml"), out=str(home / "run"), quiet=True)
+
+
+def _command(*arguments):
+    result = harness.smelt(*arguments, code=0)
+    return result.output.splitlines()
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "3", True, [1], np.int64(0)])
+def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written(limit, translator, tmp_path):
+    home, _ = translator
+    with raises_code("wrong-value", smelt.InputError) as caught:
+        smelt.run(home / "recipe.yaml", out=tmp_path / "run", limit=limit, quiet=True)
+    assert caught.value.setting == "limit"
+    assert repr(limit) in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_report_lies_there_while_the_first_step_works(translator, tmp_path, monkeypatch):
+    """So that a run which is killed in a long training tells what was done."""
+    home, _ = translator
+    whole, seen = StepRunner.run_step, []
+
+    def looked_at(self, *args):
+        seen.append(json.loads((tmp_path / "run" / "report.json").read_text()))
+        return whole(self, *args)
+
+    monkeypatch.setattr(StepRunner, "run_step", looked_at)
+    smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    (report,) = seen
+    assert report["status"] == "interrupted"
+    assert [step["status"] for step in report["steps"]] == ["done", "not-reached"]
+    assert report["steps"][0]["quality"]
+
+
+def test_one_row_is_scored_reported_and_packaged_without_an_interval(translator, tmp_path):
+    home, _ = translator
+    text = RECIPE.format(task="translation", stages="[quantize, onnx]")
+    (home / "one.yaml").write_text(f"{text}gates: {{bleu: {{max_drop: 50, confidence: 0.95}}}}\n")
+    result = smelt.run(home / "one.yaml", out=tmp_path / "run", limit=1, quiet=True)
+    assert result.exit_code == 3
+    step = result.report["steps"][-1]
+    assert step["quality"]["bleu"]["ci95"] is step["against_baseline"]["bleu"]["ci95"] is None
+    assert step["against_baseline"]["bleu"]["p_value"] == 1.0
+    assert step["gates"][0]["cause"] == "too-few-examples"
+    ends = " ".join(summary_lines(result))
+    assert "Ship it" not in ends  # random weights are no better than empty outputs
+    assert step["gates"][0]["reason"] in " ".join(ends.split())
+    made = smelt.package(tmp_path / "run" / "artifacts" / "onnx", out=tmp_path / "package")
+    (line,) = [one for one in (made.folder / "README.md").read_text().splitlines() if "| BLEU" in one]
+    assert "[" not in line
+    assert "None" not in line
+    scored = "\n".join(
+        _command("eval", tmp_path / "run" / "artifacts" / "onnx", "--data", home / "data.jsonl")
+    )
+    assert "n=8" in scored
+    assert "[" in scored
+
+
+def test_run_gives_the_report_that_lies_in_its_folder(translator):
+    home, result = translator
+    assert result.exit_code == 0
+    assert result.report == json.loads((home / "run" / "report.json").read_text())
+    assert [s["status"] for s in result.report["steps"]] == ["done"] * 2
+    assert result.artifact("quantize") == home / "run" / "artifacts" / "quantize"
+    assert repr(result) == f"Result('recipe', 'passed', '{home / 'run'}')"
+    with raises_code("no-artifact", smelt.InputError) as caught:
+        result.artifact("quantise")
+    assert all(name in str(caught.value) for name in ("'quantise'", "'quantize'?"))
+
+
+def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
+    home, _ = classifier
+    result = smelt.run(
+        home / "recipe.yaml",
+        overrides={"seed": 3, "score.quality": ["f1"]},
+        until="quantize",
+        out=tmp_path / "run",
+        store=home / ".store",
+        rebuild="quantize",
+        limit=np.int64(4),
+        quiet=True,
+    )
+    steps = {s["name"]: s for s in result.report["steps"]}
+    assert list(steps) == ["model", "quantize"]
+    assert {n: s["quality"]["f1"]["n"] for n, s in steps.items()} == {"model": 4, "quantize": 4}
+    assert list(steps["model"]["quality"]) == ["f1"]
+    assert result.report["recipe"]["seed"] == 3
+    assert steps["quantize"]["status"] == "done"
+    place = {"out": tmp_path / "r", "store": home / ".store"}
+    again = smelt.run(home / "recipe.yaml", overrides=["seed=3"], until="quantize", **place)
+    assert [s["status"] for s in again.report["steps"]] == ["cached", "cached"]
+    anew = smelt.run(
+        home / "recipe.yaml", rebuild=True, out=tmp_path / "r", store=home / ".store", quiet=True
+    )
+    assert [s["status"] for s in anew.report["steps"]] == ["done"] * 3
+
+
+def test_a_failed_gate_is_a_result_and_a_mistake_is_raised(classifier, tmp_path):
+    home, _ = classifier
+    arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
+    result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)
+    assert (result.exit_code, result.report["status"]) == (3, "gate-failed")
+    with raises_code("unknown-setting", smelt.InputError) as caught:
+        smelt.run(home / "recipe.yaml", overrides={"seeed": 1}, **arguments)
+    assert "'seeed'" in str(caught.value)
+    with raises_code("unreadable-file", smelt.InputError):
+        smelt.run(home / "nowhere.yaml", **arguments)
+
+
+@pytest.mark.parametrize("step", ["model", "quantize"])
+def test_generate_gives_what_predict_prints(translator, step):
+    _, result = translator
+    texts = tiny.SENTENCES[:3]
+    with smelt.load(result.artifact(step), threads=1) as model:
+        assert model.task == "translation"
+        assert model.device == "cpu"
+        assert model.config["model_type"] == "marian"
+        made = model.generate(texts, max_new_tokens=6)
+        assert model.generate([]) == []
+    assert made == _command("predict", result.artifact(step), *texts, "--max-new-tokens", 6)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+def test_predict_gives_labels_and_probabilities(classifier, step):
+    _, result = classifier
+    texts = tiny.SENTENCES[:3]
+    with smelt.load(str(result.artifact(step))) as model:
+        made = model.predict(texts)
+        pair = model.predict([(texts[0], texts[1])])
+        assert model.predict([]) == []
+    assert len(made) == 3
+    assert pair[0].probabilities != made[0].probabilities
+    for found in made:
+        assert set(found.probabilities) == {"LABEL_0", "LABEL_1"}
+        assert sum(found.probabilities.values()) == pytest.approx(1)
+        assert found.probabilities[found.label] == max(found.probabilities.values())
+    lines = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in made]
+    assert lines == _command("predict", result.artifact(step), *texts)
+
+
+def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):
+    with smelt.load(translator[1].artifact("model")) as model:
+        with raises_code("does-not-fit-task", smelt.InputError) as caught:
+            model.predict(["x"])
+        assert all(value in str(caught.value) for value in ("translation", "generate"))
+        with raises_code("unknown-setting", smelt.InputError) as caught:
+            model.generate(["x"], max_new_token=3)
+        assert caught.value.setting == "max_new_token"
+        assert "'max_new_tokens'?" in str(caught.value)
+        with raises_code("not-a-list", smelt.InputError):
+            model.generate("x")
+    with (
+        smelt.load(classifier[1].artifact("onnx")) as model,
+        raises_code("does-not-fit-task", smelt.InputError) as caught,
+    ):
+        model.generate(["x"])
+    assert "predict" in str(caught.value)
+    with raises_code("missing-folder", smelt.InputError):
+        smelt.load(tmp_path / "nowhere")
+    with raises_code("wrong-value", smelt.InputError) as caught:
+        smelt.load(translator[1].artifact("model"), device="gpu")
+    assert caught.value.setting == "device"
+
+
+def test_importing_smelt_is_quick_and_light():
+    code = (
+        "import smelt, sys; print(sorted({'pydantic', 'yaml', 'click', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,192 @@
+"""What a person types: every command on tiny models, and what it says when something is wrong."""
+
+import json
+import subprocess
+import sys
+
+import fake_workers
+import forked_workers
+import harness
+import pytest
+import tiny
+from expected_errors import command_error
+
+from smelt.cli.main import main
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1}
+  - prune: {keep_ratio: 0.5}
+  - quantize: {}
+  - onnx: {}
+score: {latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A finished run of a tiny classifier, with latency."""
+    home = tmp_path_factory.mktemp("classifier")
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 8)
+    (home / "recipe.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        fake_workers.ignore_disturbance(patch)
+        forked_workers.install(patch)
+        result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    return home
+
+
+def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
+    report = json.loads((classifier / "run" / "report.json").read_text())
+    steps = {s["name"]: s for s in report["steps"]}
+    assert steps["onnx"]["runner"] == "onnxruntime"
+    assert steps["onnx"]["quality"]["accuracy"]["n"] == 8
+    assert steps["onnx"]["quality"]["accuracy"]["value"] == steps["quantize"]["quality"]["accuracy"]["value"]
+    assert steps["onnx"]["latency"][0]["speedup"] > 0
+    assert steps["model"]["latency"][0]["speedup"] == 1
+    assert steps["onnx"]["peak_memory_bytes"] > 10e6
+    assert report["frontier"] == []  # random weights are no better than chance
+    assert "quantize" not in report["frontier"]
+    assert {name: s["deployable"] for name, s in steps.items()} == {
+        **dict.fromkeys(steps, True),
+        "quantize": False,
+    }
+    assert steps["onnx"]["latency"][0]["parts"]["model_ms"] > 0
+
+
+def test_a_repeated_run_takes_the_times_from_the_store_too(classifier):
+    before = json.loads((classifier / "run" / "report.json").read_text())
+    assert (
+        harness.smelt("run", classifier / "recipe.yaml", "--out", classifier / "run2", "--quiet").exit_code
+        == 0
+    )
+    after = json.loads((classifier / "run2" / "report.json").read_text())
+    assert [s["latency"] for s in after["steps"]] == [s["latency"] for s in before["steps"]]
+
+
+def test_predict_prints_a_label_with_its_probability(classifier):
+    result = harness.smelt(
+        "predict", classifier / "run" / "artifacts" / "onnx", "the cat sleeps", "a man walks"
+    )
+    lines = result.output.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        label, probability = line.split("\t")
+        assert label in ("LABEL_0", "LABEL_1")
+        assert 0.5 <= float(probability) <= 1
+
+
+def test_eval_gives_the_score_of_the_report(classifier):
+    artifact = classifier / "run" / "artifacts" / "onnx"
+    result = harness.smelt("eval", artifact, "--data", classifier / "data.jsonl", "--json")
+    report = json.loads((classifier / "run" / "report.json").read_text())
+    assert json.loads(result.output)["accuracy"] == report["steps"][-1]["quality"]["accuracy"]
+
+
+def test_report_draws_the_pages_again(classifier):
+    (classifier / "run" / "report.html").unlink()
+    result = harness.smelt("report", classifier / "run")
+    assert "accuracy" in result.output.lower()
+    assert max(map(len, result.output.splitlines()[:8])) <= 80
+    assert (classifier / "run" / "report.html").stat().st_size > 5000
+
+
+def test_stages_lists_all_and_explains_one():
+    listed = harness.smelt("stages").output
+    for word in ("finetune", "distill", "prune", "factorize", "quantize", "onnx", "tensorrt"):
+        assert f"\n{word} " in f"\n{listed}"
+        explained = harness.smelt("stages", word).output
+        assert "settings:" in explained
+        assert "source:" in explained
+        assert max(map(len, explained.splitlines())) <= 110
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["stages", "prun"], "unknown-stage", "'prune'?"),
+        (["run", "quickstrat"], "unknown-recipe", "quickstrat"),
+        (["predict", "nowhere", "x"], "missing-folder", "nowhere"),
+        (["report", "nowhere"], "missing-file", "nowhere"),
+        (["eval", "nowhere", "--data", "x"], "missing-folder", "nowhere"),
+    ],
+)
+def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, code, named):
+    error = command_error(harness.smelt(*arguments, code=2))
+    assert error.code == code
+    assert named in str(error)
+
+
+def test_a_command_that_was_typed_wrong_is_told_the_nearest():
+    assert "'run'?" in harness.smelt("rnu", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("words", "new", "known"),
+    [
+        (("run", "r.yaml", "--fresh"), "--rebuild", True),
+        (("package", "a", "--for", "optimum"), "--format", True),
+        (("run", "r.yaml", "--for", "optimum"), "--format", False),
+    ],
+)
+def test_an_earlier_name_of_an_option_is_answered_with_the_present_one_where_the_command_has_it(
+    words, new, known
+):
+    assert (f"'{new}'" in harness.smelt(*words, code=2).output) == known
+
+
+def test_a_changed_artifact_is_refused(classifier, tmp_path):
+    import shutil
+
+    shutil.copytree(classifier / "run" / "artifacts" / "prune", tmp_path / "a")
+    weights = tmp_path / "a" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert command_error(harness.smelt("predict", tmp_path / "a", "x", code=2)).code == "changed-file"
+
+
+def test_module_runs_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "smelt", "--version"], capture_output=True, text=True, check=True
+    )
+    assert "smelt" in done.stdout or "version" in done.stdout
+
+
+def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
+    listed = harness.smelt("--help").output.split("Commands:")[1].strip().splitlines()
+    assert {line.split()[0] for line in listed} == set(main.commands)
+    assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "named"),
+    [
+        (KeyError("weights"), "unforeseen", "KeyError"),
+        (
+            PermissionError(13, "Permission denied", "a.jsonl"),
+            "permission-denied",
+            "a.jsonl: Permission denied.",
+        ),
+        (RuntimeError("CPUAllocator: can't allocate memory"), "out-of-memory", "CPUAllocator"),
+    ],
+)
+def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, code, named):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("smelt.api.evaluate.evaluate_artifact", fail)
+    artifact = classifier / "run" / "artifacts" / "onnx"
+    result = harness.smelt("eval", artifact, "--data", classifier / "data.jsonl", code=1, expect_bug=True)
+    assert f"error[{code}]: smelt eval: " in result.output
+    assert named in result.output
+    (log,) = tmp_path.glob("smelt-eval-*.log")
+    assert "in fail" in log.read_text()

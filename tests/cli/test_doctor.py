@@ -1,0 +1,68 @@
+from collections.abc import Iterator
+
+import pytest
+
+from smelt.cli.doctor import format_check_results, run_checks
+from smelt.cli.main import doctor
+from smelt.cli.options import CheckResult
+
+
+def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
+    findings = {(f.group, f.name): f for f in run_checks()}
+    assert findings["runtimes", "torch cpu"].ok
+    assert findings["runtimes", "onnxruntime cpu"].ok
+    assert findings["packages", "transformers"].ok
+    for finding in findings.values():
+        if finding.group == "runtimes" and not finding.ok:
+            assert finding.remedy, f"{finding.name} does not say how to get it"
+
+
+def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    from smelt.export.onnx_stage import OnnxSettings
+    from smelt.runtimes.ort_tensorrt_provider import PROVIDERS
+
+    every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)
+    monkeypatch.setattr("smelt.evaluate.environment.version", lambda name: "1.0")  # all is installed
+    findings = run_checks()
+    named = {f.name for f in findings if f.group == "runtimes"}
+    assert named == {
+        "torch cpu",
+        "torch cpu bf16",
+        "torch cuda",
+        "onnxruntime cpu",
+        "onnxruntime cuda",
+        "onnxruntime tensorrt",
+        "onnxruntime tensorrt-rtx",
+        "openvino",
+        "tensorrt",
+    }
+    targets = set(OnnxSettings.model_json_schema()["properties"]["target"]["enum"])
+    assert targets == {*doctor.TARGET_PROVIDERS, *PROVIDERS, "openvino", "tensorrt"}
+    assert "bitsandbytes" in {f.name for f in findings if f.group == "packages"}
+
+
+def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_torch() -> Iterator[CheckResult]:
+        yield CheckResult("runtimes", "torch cpu", True, "")
+        raise OSError("libtorch.so: wrong architecture\nand more lines")
+
+    monkeypatch.setattr(doctor, "try_torch", try_torch)
+    findings = run_checks()
+    assert CheckResult("runtimes", "torch", False, "libtorch.so: wrong architecture") in findings
+    assert any(f.name == "onnxruntime cpu" for f in findings), "the others are still looked at"
+
+
+def test_description_fits_80_columns_and_marks_what_is_missing() -> None:
+    findings = [
+        CheckResult("packages", "torch", True, "2.13.0"),
+        CheckResult("runtimes", "tensorrt", False, "word " * 40, "pip install tensorrt"),
+        CheckResult("machine", "processor", None, "x" * 300),
+    ]
+    lines = format_check_results(findings).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "  + torch  2.13.0" in [line.rstrip() for line in lines]
+    assert any(line.startswith("  - tensorrt") for line in lines)
+    assert any("-> pip install tensorrt" in line for line in lines)

@@ -1,0 +1,122 @@
+"""The command `smelt predict`: words, lines and files in, lines and JSON out."""
+
+import io
+import json
+import subprocess
+import sys
+
+import exported_artifacts
+import harness
+import pytest
+import tiny
+
+import smelt
+from smelt.cli.main import main
+from smelt.cli.predict import _stdin_lines
+
+LONG = " ".join(tiny.SENTENCES * 4)
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    return exported_artifacts.exported_artifact("translator")
+
+
+def _predict(*arguments, code=0, lines=None):
+    return harness.smelt("predict", *arguments, code=code, stdin=lines)
+
+
+@pytest.fixture(scope="module")
+def expected(artifact):
+    with smelt.load(artifact) as model:
+        return model.generate(tiny.SENTENCES, max_new_tokens=5)
+
+
+def test_words_lines_and_files_give_the_same(artifact, expected, tmp_path):
+    most = ("--max-new-tokens", 5)
+    assert _predict(artifact, *tiny.SENTENCES, *most).stdout.splitlines() == expected
+    given = "".join(f"{text}\n" for text in tiny.SENTENCES)
+    assert _predict(artifact, *most, lines=given).stdout.splitlines() == expected
+    (tmp_path / "t.txt").write_text(given)
+    assert _predict(artifact, "--data", tmp_path / "t.txt", *most).stdout.splitlines() == expected
+    (tmp_path / "d.csv").write_text("text\n" + given)
+    found = _predict(artifact, "--data", tmp_path / "d.csv", "--column", "text", *most)
+    assert found.stdout.splitlines() == expected
+    assert found.stderr == ""
+
+
+def test_json_is_a_line_for_each_text(artifact, expected):
+    lines = _predict(artifact, *tiny.SENTENCES, "--json", "--max-new-tokens", 5).stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"text": text, "output": output} for text, output in zip(tiny.SENTENCES, expected, strict=True)
+    ]
+
+
+def test_texts_that_are_cut_are_told_on_standard_error(artifact):
+    found = _predict(artifact, LONG, "a man", "--max-new-tokens", 2)
+    assert found.stderr.startswith("warning: 1 of 2 texts ")
+    assert "(40 tokens)" in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert len(found.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("a man", "--data", "x.csv"), ("texts", "--data")),
+        (("a man", "--column", "text"), ("--column", "--data")),
+        (("--data", "nowhere.csv"), ("error[missing-file]: ", "nowhere.csv")),
+        (("a man", "--seed", "1"), ("--seed", "--sample")),
+        (("a man", "--batch-size", "0"), ("--batch-size",)),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, named):
+    said = _predict(artifact, *arguments, code=2).stderr.rpartition("Error: ")[2]
+    assert [value for value in named if value not in said] == []
+
+
+def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
+    code = (
+        "import sys, json\nfrom smelt.cli.main import main\n"
+        f"sys.argv = ['smelt', 'predict', {str(artifact)!r}, *{tiny.SENTENCES!r}, '--max-new-tokens', '5']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(json.dumps(sorted({'torch', 'transformers', 'scipy', 'datasets'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *lines, heavy = done.stdout.splitlines()
+    assert (lines, json.loads(heavy), done.stderr) == (expected, [], "")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
+    class Typed(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    assert _stdin_lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
+    said = capsys.readouterr()
+    assert ("Ctrl-D" in said.err, said.out) == (terminal, "")
+
+
+@pytest.mark.parametrize(
+    ("errors", "named"),
+    [
+        ("strict", ()),  # of most locales
+        ("surrogateescape", ("line 2: ", "'M\\udce4rz'")),
+    ],
+)
+def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, errors, named):
+    stream = io.TextIOWrapper(io.BytesIO(b"a man\nM\xe4rz\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stream)
+    with pytest.raises(SystemExit) as done:
+        main(["predict", str(artifact)])
+    said = capsys.readouterr().err
+    assert (done.value.code, said.startswith("error[not-utf8]: standard input")) == (2, True)
+    assert [value for value in named if value not in said] == []
+
+
+def test_a_text_that_begins_with_a_dash_is_told_where_to_stand(artifact):
+    result = _predict(artifact, "-5 degrees", code=2)
+    assert "-- TEXT" in " ".join(result.output.split())
+    found = _predict(artifact, "--max-new-tokens", 5, "--", "-5 degrees")
+    assert len(found.stdout.splitlines()) == 1

@@ -1,0 +1,162 @@
+"""What `smelt stages` prints: within 80 columns, in a recipe's words."""
+
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from expected_errors import raises_code
+from pydantic import Field
+
+from smelt.cli.stage_help import _settings_lines, describe_stage, list_stages
+from smelt.core.errors import InputError
+from smelt.core.stage import Settings, StepName
+from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage
+from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight, default_options, supported_targets
+
+
+class _Inner(Settings):
+    """An inner mapping."""
+
+    part: float = Field(default=0.5, description="a part")
+
+
+class _Outer(Settings):
+    """All kinds of settings."""
+
+    name: str
+    teacher: StepName = "model"
+    kinds: list[Literal["heads", "ffn"]] = Field(default=["heads"], description="which")
+    layers: int | list[int] | None = None
+    sure: bool = True
+    inner: _Inner | None = None
+    share: Annotated[float, Field(ge=0)] = 0.1
+
+
+def test_settings_are_told_in_the_words_of_a_recipe() -> None:
+    assert _settings_lines(_Outer, "") == [
+        "name: string (required)",
+        "teacher: string (default model)",
+        'kinds: list of heads | ffn (default ["heads"]) which',
+        "layers: integer | list of integer (default none)",
+        "sure: boolean (default true)",
+        "inner:",
+        "  part: number (default 0.5) a part",
+        "share: number (default 0.1)",
+    ]
+
+
+@pytest.mark.parametrize("word", STAGE_CLASSES)
+def test_each_stage_is_explained_within_80_columns(word: str) -> None:
+    text = describe_stage(word)
+    assert text.startswith(f"{word}: ")
+    for line in text.splitlines():
+        assert len(line) <= 80, line
+    for odd in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
+        assert odd not in text
+
+
+@pytest.mark.parametrize("word", STAGE_CLASSES)
+def test_each_example_is_a_step_of_a_recipe(word: str) -> None:
+    paragraphs = describe_stage(word).split("\n\n")
+    [examples] = [text for text in paragraphs if text.startswith("    - ")]
+    steps = yaml.safe_load(examples)
+    assert word in {key for step in steps for key in step}
+    for step in steps:
+        [(stage, settings)] = [pair for pair in step.items() if pair[0] in STAGE_CLASSES]
+        load_stage(stage).settings_type.model_validate(settings)
+
+
+def rows_of_the_table() -> dict[str, list[str]]:
+    """Return the cells of each scheme, what is wrapped put together again."""
+    head, *lines = describe_stage("quantize").partition("\n  scheme ")[2].partition("\n\n")[0].splitlines()
+    starts = [
+        0,
+        *((f"  scheme {head}").index(word) for word in ("bits", "data", "training", "runtimes", "pays")),
+    ]
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in lines:
+        cells = [line[at:end].strip() for at, end in zip(starts, [*starts[1:], None], strict=True)]
+        if cells[0]:
+            name, found[cells[0]] = cells[0], cells[1:]
+        else:
+            found[name] = [f"{one} {more}".strip() for one, more in zip(found[name], cells[1:], strict=True)]
+    return found
+
+
+def test_the_table_of_schemes_has_a_row_for_each_with_what_it_declares() -> None:
+    rows = rows_of_the_table()
+    assert list(rows) == list(SCHEMES)
+    for name, (bits, data, training, runtimes, pays) in rows.items():
+        scheme = SCHEMES[name]
+        assert bits == f"{bits_per_weight(scheme, default_options(scheme)):.3g}"
+        assert (data != "none") == scheme.requires_calibration
+        assert (training != "none") == scheme.requires_training
+        targets = supported_targets([scheme])
+        assert runtimes.split(", ") == targets if targets else "torch" in runtimes
+        assert pays == scheme.recommended_for
+
+
+def test_below_the_table_stands_with_which_options_tensorrt_runs_4_bits() -> None:
+    text = " ".join(describe_stage("quantize").split())
+    sentence = next(one for one in text.split(". ") if "int4" in one and "accuracy_level" in one)
+    assert all(value in sentence for value in ("64 or 128", "symmetric: positive", "accuracy_level: 0"))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
+    scheme, text = SCHEMES[name], " ".join(describe_stage("quantize").split())
+    assert f"{name}: {scheme.summary}" in text
+    assert scheme.recommended_for
+    told = text.partition(f"{name}: {scheme.summary}")[2].partition(" or later.")[0].partition(". ")[0]
+    assert ("embedding_scheme" in told) == bool(scheme.embedding_scheme)
+    assert (scheme.embedding_scheme or "") in told
+    assert scheme.embedding_scheme or scheme.supports_embeddings
+    assert all(f"needs the package {package} {oldest}" in told for package, oldest in scheme.packages.items())
+    assert ("needs the package" in told) == bool(scheme.packages)
+
+
+def test_the_list_fits_and_names_every_stage() -> None:
+    lines = list_stages().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line and not line.startswith(" ")} >= set(STAGE_CLASSES)
+
+
+def test_an_unknown_stage_names_the_nearest() -> None:
+    with raises_code("unknown-stage", InputError) as caught:
+        describe_stage("prnue")
+    assert "'prune'?" in str(caught.value)
+
+
+def test_a_setting_that_is_a_word_or_a_mapping_is_explained_as_both() -> None:
+    text = describe_stage("onnx")
+    assert "\n  autotune: boolean | mapping (default false) " in text
+    assert "\n    batch_size: integer (default 1) " in text
+
+
+def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
+    text = describe_stage("distill")
+    assert "\n  phases: list of mapping (default none)" in text
+    inside = text[text.index("phases: list") :]
+    assert "\n      sentence_embedding: number (default none) " in inside
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("trim-vocabulary", "default 1"),
+        ("sparsify", "default 0.5 without pattern"),
+        ("factorize", "default 0.95 if no other size is set"),
+        ("drop-layers", "default 0.5"),
+    ],
+)
+def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str, words: str) -> None:
+    assert words in " ".join(describe_stage(stage).split())
+
+
+@pytest.mark.parametrize("name", STAGE_CLASSES)
+def test_no_source_is_told_twice(name: str) -> None:
+    text = describe_stage(name)
+    start = text.index("\nsource: ")
+    told = " ".join(text[start : text.index("\n\n", start)].split()).split("; ")
+    assert len(told) == len(set(told))

@@ -1,0 +1,274 @@
+"""`smelt store`: what is kept, what nobody needs, what is damaged."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import harness
+import pytest
+import tiny
+from concurrent_processes import disable_file_locks
+from expected_errors import command_error
+from expected_errors import raises_code as expected
+
+from smelt.cli.store import find_damaged_files, find_store, find_unused, remove_unused, stored_artifacts
+from smelt.core.errors import InputError
+from smelt.core.store.caches import commit_cached_files
+from smelt.core.store.locks import STALE_AFTER_S, read_owner, write_owner
+from smelt.core.store.store import Store
+from smelt.pipeline.execute.run_folder import cleaning_lock, list_runs, register_run
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+  - factorize: {energy: 0.5, optimize_for: size}
+score: {latency: false}
+"""
+
+
+def _run(home, name, *arguments):
+    result = harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / name, "--quiet", *arguments)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two runs on one store that share the model; the second prunes otherwise and stops there."""
+    home = tmp_path_factory.mktemp("home")
+    tiny.write_bert(home / "m")
+    tiny.write_labelled(home / "data.jsonl", 8)
+    (home / "recipe.yaml").write_text(RECIPE)
+    _run(home, "one")
+    _run(home, "two", "--until", "prune", "--set", "prune.keep_ratio=0.25")
+    return home
+
+
+@pytest.fixture
+def home(finished, tmp_path):
+    shutil.copytree(finished / "runs", tmp_path / "runs", symlinks=True)
+    shutil.rmtree(tmp_path / "runs" / ".store" / "runs")  # its notes name the folders that were copied
+    return tmp_path
+
+
+def test_list_shows_stages_sizes_and_the_runs_that_use_them(home):
+    kept = stored_artifacts(home / "runs" / ".store")
+    assert [entry.stage for entry in kept] == ["model", "prune", "factorize", "prune"]
+    model, prune, factorize, other = kept
+    assert model.used_by == ("one/model", "two/model")
+    assert factorize.used_by == ("one/factorize",)
+    assert (prune.parent, factorize.parent, other.parent) == (model.key, prune.key, model.key)
+    for entry in kept:
+        folder = home / "runs" / ".store" / "artifacts" / entry.key
+        assert entry.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
+    shown = harness.smelt("store", "list", "--store", home / "runs").output
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"{factorize.key[:12]}  factorize" in shown
+    said = json.loads(harness.smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
+    assert [a["key"] for a in said["artifacts"]] == [entry.key for entry in kept]
+
+
+def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):
+    shutil.rmtree(home / "runs" / "two")
+    before = find_unused(home / "runs" / ".store")
+    assert [entry.stage for entry in before.artifacts] == ["prune"]
+    dry = harness.smelt("store", "clean", "--store", home / "runs")
+    assert "Remove with --yes" in dry.output
+    assert len(stored_artifacts(home / "runs" / ".store")) == 4
+    scores = len(list((home / "runs" / ".store" / "scores").iterdir()))
+    done = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
+    assert "Removed 1 artifact" in done.output
+    assert [e.stage for e in stored_artifacts(home / "runs" / ".store")] == ["model", "prune", "factorize"]
+    assert len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 1
+    assert not list((home / "runs" / ".store" / "tmp").iterdir())
+    assert "Nothing to remove" in harness.smelt("store", "clean", "--store", home / "runs").output
+
+
+def test_what_is_left_after_a_clean_is_taken_by_the_next_run(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "h", symlinks=True)
+    shutil.rmtree(tmp_path / "h" / "runs" / "two")
+    remove_unused(tmp_path / "h" / "runs" / ".store")
+    _run(tmp_path / "h", "three")
+    report = json.loads((tmp_path / "h" / "runs" / "three" / "report.json").read_text())
+    assert [s["status"] for s in report["steps"]] == ["cached"] * 3
+
+
+def test_a_run_elsewhere_is_known_by_its_note(home, tmp_path):
+    store = home / "runs" / ".store"
+    shutil.move(home / "runs" / "two", tmp_path / "far")
+    assert len(find_unused(store).artifacts) == 1
+    for link in (tmp_path / "far" / "artifacts").iterdir():
+        target = store / "artifacts" / os.readlink(link).split("/")[-1]
+        link.unlink()
+        link.symlink_to(target)
+    with register_run(store, tmp_path / "far"):
+        assert [run.busy for run in list_runs(store)] == [True, False]  # far, one
+    assert find_unused(store).artifacts == ()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_clean_refuses_while_a_run_of_another_machine_may_work(home, locks, monkeypatch):
+    """Its marker is all that is known of it, and that for an hour after the last sign of life."""
+    if not locks:
+        disable_file_locks(monkeypatch)
+    store, far = home / "runs" / ".store", home / "far"
+    with register_run(store, far):
+        [marker] = (store / "runs").glob("*.owner")
+        record = replace(read_owner(marker), kernel="another", host="node2")
+    descriptor = os.open(marker, os.O_RDWR | os.O_CREAT)
+    write_owner(descriptor, record)
+    os.close(descriptor)
+    shutil.rmtree(home / "runs" / "two")
+    refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
+    assert refused.exit_code == 2
+    assert command_error(refused).code == "store-in-use"
+    assert f"{far}." in str(command_error(refused))
+    os.utime(marker, (time.time() - STALE_AFTER_S - 60,) * 2)
+    assert harness.smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+
+
+def test_clean_sees_a_run_at_work_where_the_file_system_knows_no_locks(home, monkeypatch):
+    disable_file_locks(monkeypatch)
+    store = home / "runs" / ".store"
+    with register_run(store, home / "runs" / "one"):
+        assert [run.busy for run in list_runs(store)] == [True, False]
+        with expected("store-in-use", InputError):
+            remove_unused(store)
+    remove_unused(store)
+
+
+def test_a_run_that_begins_while_the_store_is_cleaned_waits_for_its_end(home):
+    """Else it could take an artifact that is just being removed."""
+    store, began = home / "runs" / ".store", []
+
+    def begin():
+        with register_run(store, home / "far"):
+            began.append(time.monotonic())
+
+    with cleaning_lock(store):
+        other = threading.Thread(target=begin)
+        other.start()
+        time.sleep(0.5)
+        ended = time.monotonic()
+        assert began == []
+    other.join(20)
+    assert began[0] >= ended
+
+
+def test_list_shows_an_artifact_with_a_file_too_many_as_what_it_is(home):
+    store = home / "runs" / ".store"
+    entry = stored_artifacts(store)[0]
+    (store / "artifacts" / entry.key / "extra.json").touch()
+    assert stored_artifacts(store)[0].stage == entry.stage == "model"
+    (store / "artifacts" / entry.key / "config.json").write_text("{}")
+    extra, changed = find_damaged_files(store)
+    assert extra.path == store / "artifacts" / entry.key / "extra.json"
+    assert "manifest.json" in extra.problem
+    assert changed.path == store / "artifacts" / entry.key / "config.json"
+
+
+def test_clean_waits_for_no_run_but_refuses_while_one_works(home):
+    store = home / "runs" / ".store"
+    code = (
+        "import sys, time; from pathlib import Path; from smelt.pipeline.execute.run_folder import register_run\n"
+        f"with register_run(Path({str(store)!r}), Path({str(home / 'runs' / 'one')!r})):\n"
+        "    print('here', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().strip() == "here"
+        shutil.rmtree(home / "runs" / "two")
+        refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
+        assert refused.exit_code == 2
+        assert command_error(refused).code == "store-in-use"
+    finally:
+        process.kill()
+        process.wait()
+    assert harness.smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+
+
+def test_check_names_each_damaged_file(home):
+    assert harness.smelt("store", "check", "--store", home / "runs").exit_code == 0
+    store = home / "runs" / ".store"
+    keys = [entry.key for entry in stored_artifacts(store)]
+    weights = store / "artifacts" / keys[1] / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (store / "artifacts" / keys[2] / "config.json").unlink()
+    with (store / "artifacts" / keys[2] / "structure.json").open("a") as file:
+        file.write(" ")
+    (store / "artifacts" / keys[3] / "manifest.json").write_text("{")
+    manifest = store / "artifacts" / keys[0] / "manifest.json"
+    doubt = '{"code": "made-up", "message": "all is well"}'
+    manifest.write_text(manifest.read_text().replace('"warnings": [', f'"warnings": [{doubt}', 1))
+    score = next((store / "scores").iterdir())
+    score.write_text("{")
+    found = {damage.path: damage.problem for damage in find_damaged_files(store)}
+    assert set(found) == {
+        weights,
+        store / "artifacts" / keys[2] / "config.json",
+        store / "artifacts" / keys[2] / "structure.json",
+        store / "artifacts" / keys[3],
+        manifest,
+        score,
+    }
+    assert found[weights]
+    result = harness.smelt("store", "check", "--store", home / "runs")
+    assert result.exit_code == 1
+    assert f"{weights}: {found[weights]}" in result.output
+    assert [entry.stage for entry in stored_artifacts(store)][-1] == "?" or "?" in {
+        e.stage for e in stored_artifacts(store)
+    }
+
+
+def test_what_is_kept_besides_is_listed_checked_and_goes_with_what_it_is_of(home):
+    root = home / "runs" / ".store"
+    store = Store(root)
+    model = stored_artifacts(root)[0].key
+    for key, of in (("a" * 64, model), ("b" * 64, "f" * 64)):
+        with store.workspace() as space:
+            (space / "out").mkdir()
+            (space / "out" / "values.npy").write_bytes(b"1234")
+            commit_cached_files(store, space / "out", key, f"the logits of {of[0]}", [of])
+    shown = harness.smelt("store", "list", "--store", home / "runs", code=0).output
+    assert f"the logits of {model[0]}" in shown
+    assert "the logits of f" in shown
+    harness.smelt("store", "check", "--store", home / "runs", code=0)
+    (root / "kept" / ("a" * 64) / "values.npy").write_bytes(b"1235")
+    check = harness.smelt("store", "check", "--store", home / "runs", code=1).output
+    assert str(root / "kept" / ("a" * 64) / "values.npy") in check
+    assert "1 folder" in harness.smelt("store", "clean", "--store", home / "runs").output
+    harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=0)
+    left = {path.name for path in (root / "kept").iterdir()}
+    assert "a" * 64 in left
+    assert "b" * 64 not in left
+
+
+def test_no_store_and_wrong_words_are_explained(tmp_path):
+    with expected("missing-store", InputError):
+        find_store(tmp_path)
+    assert harness.smelt("store", "list", "--store", tmp_path).exit_code == 2
+    wrong = harness.smelt("store", "lst")
+    assert wrong.exit_code == 2
+    assert "'list'?" in wrong.output
+
+
+def test_list_is_quick_for_many_artifacts(home):
+    store = home / "runs" / ".store"
+    first = store / "artifacts" / stored_artifacts(store)[0].key
+    manifest = json.loads((first / "manifest.json").read_text())
+    for number in range(300):
+        folder = store / "artifacts" / f"{number:064x}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"key": folder.name, "files": {}}))
+    begin = time.perf_counter()
+    assert len(stored_artifacts(store)) == 304
+    assert time.perf_counter() - begin < 5

@@ -1,0 +1,182 @@
+"""Several teachers as one: means of probabilities by torch, labels that only one of them knows."""
+
+import json
+from types import SimpleNamespace
+
+import harness
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code, raises_setting_codes
+from transformers import BertConfig
+
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
+from smelt.compress.distill.teachers import average_logits, combine_label_logits, make_ensemble
+from smelt.core.errors import InputError
+from smelt.data.examples import read_split
+from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
+from smelt.data.splits import Columns, Example, Split
+
+T = 2.0
+SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "num_evals": 1}
+
+
+def logits(*shape, seed=0):
+    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_mean_is_that_of_probabilities_and_not_of_logits():
+    one, other = logits(4, 7), logits(4, 7, seed=1)
+    expected = ((one / T).softmax(-1) + (other / T).softmax(-1)) / 2
+    found = (average_logits([one, other], T) / T).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    of_logits = ((one + other) / (2 * T)).softmax(-1)
+    assert float((found - of_logits).abs().max()) > 0.05
+
+
+def test_each_teaches_its_labels_and_of_shared_ones_the_mean():
+    one, other = logits(5, 2), logits(5, 3, seed=1)
+    found = (
+        combine_label_logits([one, other], [[0, 1], [1, 2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], T) / T
+    ).sigmoid()
+    p, q = (one / T).softmax(-1), (other / T).sigmoid()
+    expected = torch.stack([p[:, 0], (p[:, 1] + q[:, 0]) / 2, q[:, 1], q[:, 2]], dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_teacher_that_is_sure_gives_finite_logits():
+    sure = torch.tensor([[900.0, -900.0], [-30.0, 30.0]])
+    found = combine_label_logits([sure, sure], [[0, 1], [2, 3]], 4, [SINGLE_LABEL, MULTI_LABEL], 1.0)
+    assert bool(torch.isfinite(found).all())
+    assert float(found[1, 3]) == pytest.approx(30.0, abs=1e-3)  # no float32 says 1 - e^-30
+
+
+class Says:
+    """A classifier that always says the same."""
+
+    def __init__(self, labels, values, kind=SINGLE_LABEL):
+        names = dict(enumerate(labels))
+        self.config = BertConfig(id2label=names, label2id={n: i for i, n in names.items()}, problem_type=kind)
+        self.values = torch.tensor([values])
+
+    def can_generate(self):
+        return False
+
+
+def test_the_same_labels_in_another_order_are_averaged_by_their_names():
+    one, other = Says(["a", "b"], [3.0, 0.0]), Says(["b", "a"], [0.0, 3.0])
+    student = Says(["b", "a"], [0.0, 0.0])
+    made = joined_of([one, other], student)
+    found = made.join([one.values, other.values]).softmax(-1)
+    expected = one.values.softmax(-1).flip(-1)
+    torch.testing.assert_close(found, expected)
+    assert list(made.config.id2label.values()) == ["b", "a"]
+
+
+def joined_of(models, student):
+    import smelt.compress.distill.teachers as module
+
+    class Plain(SimpleNamespace):
+        pass
+
+    before, module.Ensemble = module.Ensemble, lambda models, join, config: Plain(join=join, config=config)
+    try:
+        return make_ensemble(models, ["one", "other"], student, 1.0)
+    finally:
+        module.Ensemble = before
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "code", "named"),
+    [
+        (["a", "b", "c"], MULTI_LABEL, "labels-mismatch", "'d'"),
+        (["a", "b", "c", "d", "e"], MULTI_LABEL, "untaught-labels", "'e'"),
+        (["a", "b", "c", "d"], SINGLE_LABEL, "single-label-student", '["a", "d"]'),
+    ],
+)
+def test_a_student_that_cannot_say_what_they_know_is_refused(labels, kind, code, named):
+    teachers = [Says(["a", "b"], [0.0, 0.0]), Says(["c", "d"], [0.0, 0.0])]
+    with raises_code(code, InputError) as caught:
+        joined_of(teachers, Says(labels, [0.0] * len(labels), kind))
+    assert named in str(caught.value)
+
+
+def classifier(folder, names, seed, **more):
+    made = tiny.write_bert(folder, seed=seed, labels=len(names), **more)
+    config = json.loads((made / "config.json").read_text())
+    config |= {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
+    one = classifier(tmp_path / "one", ["neg", "pos"], 1)
+    other = classifier(tmp_path / "other", ["man", "cat", "dog"], 2)
+    student = classifier(tmp_path / "m", ["cat", "dog", "man", "neg", "pos"], 3, problem_type=MULTI_LABEL)
+    rows = Split("x", tuple(Example(text, label=("pos", "cat")) for text in tiny.SENTENCES * 2))
+    said = SHORT | {"teacher": [{"model": str(one)}, {"model": str(other)}], "temperature": 1.0}
+    settings = DistillSettings.model_validate(
+        said | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "cache_logits": {}}
+    )
+    ctx = harness.run_stage(
+        Distill(), settings, student, tmp_path / "o/out", "text-classification", data=rows
+    )
+    start, *_, end = [found["loss"] for found in ctx.details["training"]["validations"]]
+    assert end < 0.05 * start
+    made = harness.load_output_model(ctx)
+    ids = torch.tensor([[2, 7, 9, 3], [2, 6, 8, 3]])
+    models = [harness.load_output_model(SimpleNamespace(out=folder)) for folder in (one, other)]
+    with torch.no_grad():
+        ours, p, q = made(ids).logits.sigmoid(), *(m(ids).logits.softmax(-1) for m in models)
+    expected = torch.cat([q[:, [1, 2, 0]], p], dim=1)
+    assert float((ours - expected).abs().mean()) < 0.15
+    assert ctx.details["teacher"] == f"{one}, {other}"
+
+
+def test_two_translators_teach_and_each_is_run(tmp_path):
+    rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    source, other = tiny.write_marian(tmp_path / "m"), tiny.write_marian(tmp_path / "other", 1)
+    losses = {}
+    for name, teacher in (
+        ("one", "model"),
+        ("two", ["model", {"model": str(other)}]),
+        ("same", ["model", "model"]),
+    ):
+        settings = DistillSettings.model_validate(
+            SHORT | {"teacher": teacher, "max_steps": 1, "losses": {"logits": 1, "labels": 0}}
+        )
+        ctx = harness.run_stage(Distill(), settings, source, tmp_path / name / "out", data=rows)
+        losses[name] = ctx.details["training"]["validations"][0]["loss"]
+    assert losses["one"] == pytest.approx(0, abs=1e-5)  # the student is its own teacher
+    assert losses["same"] == pytest.approx(0, abs=1e-4)
+    assert losses["two"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "named"),
+    [
+        (
+            {"teacher": ["model", "model"], "losses": {"hidden_states": 1}},
+            "several-teachers",
+            "hidden_states",
+        ),
+        ({"teacher": ["model", "model"], "sequence_level": {}}, "missing-setting", "generator"),
+        ({"teacher": []}, "missing-setting", "teacher"),
+    ],
+)
+def test_what_several_cannot_do_is_refused(said, code, named):
+    with raises_setting_codes(code) as caught:
+        DistillSettings.model_validate(said)
+    assert named in caught.value.errors()[0]["msg"]
+
+
+def test_the_recipe_finds_the_steps_and_the_folders_in_a_list(tmp_path):
+    settings = DistillSettings.model_validate({"teacher": ["tuned", {"model": "b"}]})
+    assert settings.step_references() == {"teacher.0": "tuned"}
+    assert settings.paths() == {("teacher", 1, "model"): "b"}
+    assert settings.resolve_paths(tmp_path).paths() == {("teacher", 1, "model"): str(tmp_path / "b")}
+    assert DistillSettings(teacher="tuned").step_references() == {"teacher": "tuned"}
+    assert DistillSettings.model_validate({"teacher": {"model": "b"}}).paths() == {
+        ("teacher", 0, "model"): "b"
+    }

@@ -1,0 +1,129 @@
+"""`prune` with a budget: met, said, and refused where it leaves nothing."""
+
+import every_family
+import pytest
+from expected_errors import raises_code, raises_setting_codes
+from matrix import matrix_cells
+from transformers import AutoTokenizer
+
+from smelt.compress.model_input import count_stored_parameters
+from smelt.compress.prune import latency_costs
+from smelt.compress.prune.costs import resolve_sequence_length
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model
+
+MEASURES = {
+    "parameters": {"parameters": 0.75},
+    "flops": {"flops": 0.75, "sequence_length": 10},
+    "latency": {"latency": 0.75, "sequence_length": 10, "measure_on": "ort-cpu"},
+}
+
+
+def weights(part):
+    """A second for each weight: products this small take no longer than larger ones."""
+    return sum(
+        product.num_weights
+        for product in (*part.input_layers, *([part.output_layer] if part.output_layer else []))
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "measure"), matrix_cells(["t5", "qwen2", "modernbert", "gpt2", "mpnet"], list(MEASURES))
+)
+def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        latency_costs, "time_parts", lambda parts, on, threads: [weights(part) for part in parts]
+    )
+    source = every_family.model_with_layers(family, 3)
+    settings = PruneSettings(
+        budget=MEASURES[measure], calibration_samples=4, reconstruct=False, multiple_of=4
+    )
+    ctx = every_family.run_stage(Prune(), settings, source, family, tmp_path / "out")
+    said = ctx.details["budget"]
+    assert (said["measure"], said["asked"]) == (measure, 0.75)
+    assert 0.6 < said["left"] <= 0.75
+    assert said["reached"] == pytest.approx(said["left"] * said["before"], rel=1e-3)
+    model, _ = load_model(ctx.out)
+    assert count_stored_parameters(model) < count_stored_parameters(load_model(source)[0])
+    if measure == "parameters":
+        assert said["reached"] == count_stored_parameters(model) == ctx.details["parameters_after"]
+
+
+@pytest.mark.parametrize("importance", ["random", "magnitude", "taylor"])
+def test_units_compete_by_any_importance(importance, tmp_path):
+    what = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
+    settings = PruneSettings(
+        budget={"parameters": 0.8},
+        importance=importance,
+        targets=what,
+        calibration_samples=4,
+        reconstruct=False,
+    )
+    ctx = every_family.run_stage(
+        Prune(), settings, every_family.model_with_layers("bert", 3), "bert", tmp_path / "out"
+    )
+    assert 0.75 < ctx.details["budget"]["left"] <= 0.8
+
+
+def test_heads_alone_cannot_be_the_half_of_a_model(tmp_path):
+    half = {"parameters": 0.5}
+    settings = PruneSettings(budget=half, targets=["heads"], importance="random", reconstruct=False)
+    with raises_code("budget-too-small", InputError) as caught:
+        every_family.run_stage(
+            Prune(), settings, every_family.model_with_layers("bert", 3), "bert", tmp_path / "out"
+        )
+    assert caught.value.setting == "budget.parameters"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "named"),
+    [
+        ({"budget": {}}, "missing-setting", "parameters, flops, latency"),
+        ({"budget": {"parameters": 0.5, "latency": 0.5}}, "settings-conflict", "parameters and latency"),
+        ({"budget": {"parameters": 1.0}}, "less_than", "1"),
+        ({"budget": {"parameters": 0.5, "sequence_length": 9}}, "unused-setting", "sequence_length"),
+        ({"budget": {"flops": 0.5, "measure_on": "torch"}}, "unused-setting", "measure_on"),
+        (
+            {"budget": {"parameters": 0.5}, "keep_ratio": 0.5, "scope": "global"},
+            "settings-conflict",
+            "keep_ratio and scope",
+        ),
+        ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "wrong-importance", "importance"),
+    ],
+)
+def test_what_says_nothing_is_refused(settings, code, named):
+    with raises_setting_codes(code) as caught:
+        PruneSettings.model_validate(settings)
+    assert named in caught.value.errors()[0]["msg"]
+
+
+def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
+    assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "fisher"
+    said = {"budget": {"parameters": 0.5}, "importance": "taylor"}
+    assert PruneSettings.model_validate(said).importance == "taylor"
+    assert PruneSettings.model_validate({}).importance == "taylor"
+
+
+def test_a_recipe_without_a_budget_has_the_key_that_it_had():
+    given = PruneSettings.model_validate({"budget": {"flops": 0.5, "sequence_length": 8}})
+    said = given.to_report()["budget"]
+    assert (said["flops"], said["sequence_length"]) == (0.5, 8)
+    assert PruneSettings.model_validate(given.to_report()) == given
+
+
+@pytest.mark.parametrize("family", ["t5", "bert", "gpt2"])
+def test_a_text_is_as_long_as_those_of_the_data(family, tmp_path):
+    """Counted here by the tokenizer alone; running text has no texts, and takes the default."""
+    source = every_family.model_with_layers(family, 3)
+    settings = PruneSettings(
+        budget={"flops": 0.75}, calibration_samples=4, reconstruct=False, importance="random"
+    )
+    ctx = every_family.run_stage(Prune(), settings, source, family, tmp_path / "out")
+    expected = resolve_sequence_length(load_model(source)[0], None)
+    if family != "gpt2":
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        texts = [text for e in ctx.data["train"].examples for text in (e.text, *e.references)]
+        expected = round(sum(len(tokenizer(text).input_ids) for text in texts) / len(texts))
+        assert 3 < expected < 30
+    assert ctx.details["budget"]["sequence_length"] == expected

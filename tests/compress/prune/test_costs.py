@@ -1,0 +1,75 @@
+"""What units are said to cost is what the model has less without them, counted by torch."""
+
+import every_family
+import pytest
+import torch
+from expected_errors import raises_code
+from matrix import matrix_cells
+from torch.utils.flop_counter import FlopCounterMode
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.model_input import count_stored_parameters
+from smelt.compress.prune.costs import flop_costs, parameter_costs, resolve_sequence_length
+from smelt.compress.prune.units import AttentionGroup, cut_heads, cut_neurons, find_groups
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model
+
+FAMILIES = ("marian", "t5", "bert", "gpt2", "llama", "qwen3", "modernbert", "mpnet")
+STAGES = {
+    "none": None,
+    "factorize": (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=5)),
+    "share": (ShareWeights(), ShareWeightsSettings()),
+}
+
+
+def half_of(model):
+    """Cut about half of everything; return how many units each group has left."""
+    attentions, blocks = find_groups(model)
+    kept = {}
+    for group in (*attentions, *blocks):
+        stay = torch.arange(max(1, group.count(model) // 2))
+        (cut_heads if isinstance(group, AttentionGroup) else cut_neurons)(model, [], group, stay)
+        kept[group.name] = len(stay)
+    return kept
+
+
+@torch.no_grad()
+def multiplications(model, tokens):
+    """What torch's counter says of a pass, attention in plain products."""
+    model.set_attn_implementation("eager")
+    ids = torch.ones(1, tokens, dtype=torch.long)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, **more)
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize(("family", "before"), matrix_cells(FAMILIES, list(STAGES)))
+def test_what_a_cut_model_costs_is_what_was_foretold(family, before, tmp_path):
+    folder = every_family.model_with_layers(family, 3)
+    if STAGES[before]:
+        folder = every_family.run_stage(*STAGES[before], folder, family, tmp_path / "before").out
+    model, _ = load_model(folder)
+    groups = [group for kind in find_groups(model) for group in kind]
+    values, work = parameter_costs(model, groups), flop_costs(model, groups, 11)
+    assert values.total == count_stored_parameters(model)
+    assert work.total == multiplications(load_model(folder)[0], 11)
+    kept = half_of(model)
+    for costs, now in ((values, count_stored_parameters(model)), (work, multiplications(model, 11))):
+        assert costs.fixed + sum(
+            float(costs.by_group[n][count]) for n, count in kept.items()
+        ) == pytest.approx(now)
+        assert now < costs.total
+
+
+def test_a_text_is_as_long_as_the_model_has_places():
+    bert, _ = load_model(every_family.model_with_layers("bert", 3))
+    t5, _ = load_model(every_family.model_with_layers("t5", 3))
+    places = bert.config.max_position_embeddings
+    assert (resolve_sequence_length(bert, None), resolve_sequence_length(t5, None)) == (min(128, places), 128)
+    with raises_code("longer-than-model", InputError) as caught:
+        resolve_sequence_length(bert, 9999)
+    assert caught.value.setting == "budget.sequence_length"
+    assert str(places) in str(caught.value)

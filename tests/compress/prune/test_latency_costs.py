@@ -1,0 +1,55 @@
+"""The table of timings: how often a text has each part, with a clock that counts multiplications."""
+
+import every_family
+import harness
+import pytest
+
+from smelt.compress.prune import latency_costs
+from smelt.compress.prune.costs import flop_costs
+from smelt.compress.prune.units import AttentionGroup, find_groups
+from smelt.models.checkpoint import load_model
+
+TOKENS = 12
+
+
+def counted(parts, on, threads):
+    """A second for each multiplication of weights."""
+    assert (on, threads) == ("torch", 3)
+    return [
+        part.tokens * sum(p.weights for p in (*part.input_layers, *([part.last] if part.last else [])))
+        for part in parts
+    ]
+
+
+@pytest.mark.parametrize("family", ["bert", "marian", "llama", "gpt2"])
+def test_a_text_has_each_product_as_often_as_it_is_computed(family, monkeypatch, tmp_path):
+    monkeypatch.setattr(latency_costs, "time_parts", counted)
+    model, _ = load_model(every_family.model_with_layers(family, 3))
+    groups = [group for kind in find_groups(model) for group in kind]
+    steps = {g.name: 1 if isinstance(g, AttentionGroup) else 4 for g in groups}
+    ctx = harness.make_context(tmp_path / "out", threads=3)
+    timed = latency_costs.latency_costs(model, groups, TOKENS, "torch", steps, ctx)
+    whole = flop_costs(model, groups, TOKENS)
+    for group in groups:  # a pass over a text multiplies as often as its steps one by one
+        between = 0
+        if isinstance(group, AttentionGroup):
+            wide = model.get_submodule(group.structure.out).in_features
+            between = 2 * wide * TOKENS * TOKENS
+        assert timed.by_group[group.name][-1] == pytest.approx(
+            1000 * (float(whole.by_group[group.name][-1]) - between)
+        )
+        rising = timed.by_group[group.name]
+        assert (rising.diff() >= 0).all()
+    assert timed.total == pytest.approx(timed.fixed + sum(float(c[-1]) for c in timed.by_group.values()))
+    if model.can_generate():
+        head = model.get_output_embeddings()
+        assert timed.fixed == 1000 * TOKENS * head.weight.numel()
+    assert timed.details["sequence_length"] == TOKENS
+    assert {n for kind in timed.details["timings"] for n in kind["of"]} == {g.name for g in groups}
+
+
+def test_points_are_multiples_and_the_whole():
+    assert latency_costs._unit_counts(1024, 8) == [8, 152, 296, 440, 592, 736, 880, 1024]
+    assert latency_costs._unit_counts(4, 1) == [1, 2, 3, 4]
+    assert latency_costs._unit_counts(30, 8) == [8, 16, 24, 30]
+    assert latency_costs._unit_counts(6, 6) == [6]

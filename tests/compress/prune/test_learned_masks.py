@@ -1,0 +1,195 @@
+"""Masks that are learned: their distribution, the budget, and a cut that changes nothing any more."""
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.learned_masks import LearnedMasks
+from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.prune.masked_parts import INITIAL_LOG_ALPHA, open_probability
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.errors import InputError
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+
+
+def masks_of(family, **settings):
+    model, edits = load_model(every_family.model_with_layers(family, 2))
+    found = LearnedMasks(model, LearnedMasksSettings(multiple_of=1, **settings), edits)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for log_alpha in found.units.values():
+            log_alpha.copy_(torch.randn(len(log_alpha)) * 4)
+    return found, model
+
+
+def test_the_expected_part_is_that_of_the_parameters():
+    """BERT: a head of 8 has 3 x 8 rows of 32 with biases and 8 columns of 32; a neuron 32 + 1 and 32."""
+    masks, model = masks_of("bert")
+    config = model.config
+    head = (
+        config.hidden_size // config.num_attention_heads * (3 * (config.hidden_size + 1) + config.hidden_size)
+    )
+    neuron = 2 * config.hidden_size + 1
+    assert {m.unit_parameters for m in masks.masked} == {head, neuron}
+    with torch.no_grad():
+        for log_alpha, cost in zip(
+            masks.units.values(), [m.unit_parameters for m in masks.masked], strict=True
+        ):
+            log_alpha.fill_(50.0 if cost == head else -50.0)
+    heads, neurons = config.num_attention_heads * head, config.intermediate_size * neuron
+    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(heads / (heads + neurons), abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "llama"])
+def test_the_cut_computes_what_the_masks_did(family):
+    masks, model = masks_of(family)
+    with masks._masked_training():
+        masked = harness.logits(model)
+        with masks.as_stored():
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    whole = sum(p.numel() for p in model.parameters())
+    plain, _ = load_model(every_family.model_with_layers(family, 2))
+    plain.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(harness.logits(plain), masked, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(harness.logits(model), masked, atol=1e-3)
+    stay = [len(masks.kept_units(number)) for number in range(len(masks.masked))]
+    ctx = harness.make_context(every_family.model_with_layers(family, 2))
+    masks.finalize(ctx)
+    torch.testing.assert_close(harness.logits(model), masked, rtol=1e-4, atol=1e-4)
+    assert list(ctx.details["learned_masks"]["units"].values()) == stay
+    assert sum(p.numel() for p in model.parameters()) < whole
+
+
+def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
+    masks, _model = masks_of("bert")
+    with torch.no_grad():
+        masks.units["0"].copy_(torch.tensor([5.0, -9.0, 0.0, -1.6]))
+    # 0.9986 + 0.0006 + 0.8318 + 0.4998: 2.33 of 4
+    assert masks.kept_units(0).tolist() == [0, 2]
+    assert masks.unit_mask(0).tolist() == pytest.approx([1.0, 0.0, 0.5, 0.0])
+    masks.settings = LearnedMasksSettings(multiple_of=8)
+    number = len(masks.masked) - 1
+    assert len(masks.kept_units(number)) % 8 == 0
+    with torch.no_grad():
+        masks.units[str(number)].fill_(-50.0)
+        masks.units["0"].fill_(-50.0)
+    assert len(masks.kept_units(number)) == 8
+    assert len(masks.kept_units(0)) == 1
+
+
+def test_widths_that_end_equal_are_said_in_the_config():
+    masks, model = masks_of("bert", targets=["ffn"])
+    masks.settings = LearnedMasksSettings(targets=["ffn"], multiple_of=8)
+    with torch.no_grad():
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(-50.0)
+    masks.finalize(harness.make_context(every_family.model_with_layers("bert", 2)))
+    assert model.config.intermediate_size == 8
+    assert masks.edits == []
+
+
+def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
+    masks, _ = masks_of("bert", keep_ratio=0.5, warmup=0.5)
+    with torch.no_grad():
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(INITIAL_LOG_ALPHA)
+    found = []
+    for step in (1, 49, 50, 99, 100):
+        masks._before_step(step, 100)
+        found.append(masks._may_be_best(step))
+    assert found == [False, False, False, False, True]
+    assert not masks._may_be_best(0)
+    with torch.no_grad():
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(-1.7)  # open with a chance of 0.47
+    found = []
+    for step in (1, 49, 50, 99):
+        masks._before_step(step, 100)
+        found.append(masks._may_be_best(step))
+    assert found == [False, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    home = tmp_path_factory.mktemp("rows")
+    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
+
+
+def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_path):
+    source = tiny.write_marian(tmp_path / "model", num_layers=1)
+    settings = FinetuneSettings(
+        max_steps=60, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=4,
+        learned_masks={"keep_ratio": 0.5, "warmup": 0.3, "learning_rate": 0.3, "multiple_of": 4},
+    )  # fmt: skip
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
+    assert ctx.details["learned_masks"]["kept"] == pytest.approx(0.5, abs=0.06)
+    assert ctx.details["training"]["kept_step"] >= 30
+    assert "budget" in ctx.details["training"]["train_losses"]
+    model = harness.load_output_model(ctx)
+    before, _ = load_model(source)
+    assert sum(p.numel() for p in model.parameters()) < 0.9 * sum(p.numel() for p in before.parameters())
+    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
+    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
+    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = told[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+
+
+def test_multipliers_rise_while_more_stays_than_is_asked_for():
+    masks, model = masks_of("bert", keep_ratio=0.5, warmup=0.5)
+    with torch.no_grad():
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(INITIAL_LOG_ALPHA)
+    masks._before_step(10, 10)
+    model.train()
+    terms = masks.objective(lambda model, batch: torch.zeros(()))(model, {})
+    terms["budget"].value.backward()
+    below = 0.5 - (1 - float(open_probability(torch.tensor(INITIAL_LOG_ALPHA))))  # sparsity that lacks
+    assert masks.multipliers.grad.tolist() == pytest.approx([-below, below**2], abs=1e-5)
+    (group,) = [g for g in masks.extension().groups if g.maximize]
+    assert group.parameters[0] is masks.multipliers
+    model.eval()
+    assert float(masks.objective(lambda model, batch: torch.zeros(()))(model, {})) == 0.0
+
+
+def test_a_budget_that_few_updates_do_not_reach_is_said(rows, tmp_path):
+    source = tiny.write_marian(tmp_path / "model", num_layers=1)
+    settings = FinetuneSettings(
+        max_steps=2, batch_size=4, precision="fp32", num_evals=0, learned_masks={"keep_ratio": 0.1}
+    )
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
+    (said,) = [one for one in ctx.warnings if one.code == "more-kept-than-asked"]
+    assert all(share in said.message for share in ("100.0%", "10.0%"))
+
+
+def test_codes_are_refused(rows, tmp_path):
+    source = tiny.write_marian(tmp_path / "model", num_layers=1)
+    codes = harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "q", data=rows)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", learned_masks={})
+    with raises_code("behind-quantize", InputError) as caught:
+        harness.run_stage(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
+    short = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=0, lora={"rank": 2})
+    beside = harness.run_stage(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
+    assert "QatLinear" in str(caught.value)
+    with raises_code("behind-quantize", InputError) as caught:
+        harness.run_stage(Finetune(), settings, beside.out, tmp_path / "again", data=rows)
+    assert "LowRankCorrectedLinear" in str(caught.value)
+
+
+def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
+    masks, _model = masks_of("bert", keep_ratio=0.9)
+    with torch.no_grad():
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(-1.7)  # open with a chance of 0.47
+    ctx = harness.make_context(tmp_path / "out")
+    masks.finalize(ctx)
+    (said,) = ctx.warnings
+    assert said.code == "fewer-kept-than-asked"
+    assert "90.0%" in said.message

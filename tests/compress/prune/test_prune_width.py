@@ -1,0 +1,140 @@
+"""The stage with what: [width]: which channels go, what it says, and what it refuses."""
+
+import json
+
+import every_family
+import harness
+import pytest
+import torch
+from expected_errors import raises_setting_codes
+
+from smelt.compress.prune.settings import PruneSettings, check_units, fixed_width_error
+from smelt.compress.prune.stage import Prune
+from smelt.core.messages import message_codes
+from smelt.data.splits import SENTENCE_SIMILARITY, Example, Split
+from smelt.models.checkpoint import load_model
+from smelt.models.hidden_width import hidden_width
+from smelt.models.structure import read_edits
+
+
+def run(out, family="bert", **settings):
+    said = PruneSettings.model_validate({"targets": ["width"], "calibration_samples": 8, **settings})
+    return every_family.run_stage(Prune(), said, every_family.model_with_layers(family, 2), family, out)
+
+
+@pytest.mark.parametrize("importance", ["activation", "taylor", "fisher", "magnitude", "random"])
+def test_channels_go_and_the_facts_say_so(importance, tmp_path):
+    ctx = run(tmp_path / "out", importance=importance, keep_ratio=0.75)
+    model, _ = load_model(ctx.out)
+    assert ctx.details["width_before"] == 32
+    assert ctx.details["width_after"] == hidden_width(model) == 24
+    assert ctx.details["parameters_after"] == sum(p.numel() for p in model.parameters())
+    assert ctx.details["parameters_after"] < 0.8 * ctx.details["parameters_before"]
+    assert ctx.details["reconstruction_error"]
+    [edit] = read_edits(ctx.out)
+    assert json.loads((ctx.out / "config.json").read_text())["hidden_size"] == 32
+    assert len(edit["keep"]) == 24
+
+
+def test_what_norms_make_largest_stays(tmp_path):
+    """Channels that every norm scales to nothing go first."""
+    source = every_family.model_with_layers("llama", 2)
+    model, edits = load_model(source)
+    idle = list(range(0, 64, 4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter[idle] *= 1e-3
+    from smelt.models.checkpoint import save_model
+
+    (tmp_path / "idle").mkdir()
+    save_model(model, edits, tmp_path / "idle", source)
+    settings = PruneSettings.model_validate(
+        {"targets": ["width"], "keep_ratio": 0.75, "calibration_samples": 4, "reconstruct": False}
+    )
+    ctx = every_family.run_stage(Prune(), settings, tmp_path / "idle", "llama", tmp_path / "out")
+    left, _ = load_model(ctx.out)
+    stay = [at for at in range(64) if at not in idle]
+    assert torch.equal(left.model.norm.weight, model.model.norm.weight[stay])
+    assert "reconstruction_error" not in ctx.details
+    assert not (ctx.out / "structure.json").exists()
+
+
+def test_keep_that_takes_nothing_warns(tmp_path):
+    ctx = run(tmp_path / "out", keep_ratio=0.9, importance="magnitude")
+    assert message_codes(ctx.warnings) == ["nothing-to-remove"]
+    assert ctx.details["width_after"] == 32
+
+
+def test_keep_below_the_least_that_stays_warns(tmp_path):
+    ctx = run(tmp_path / "out", keep_ratio=0.01, importance="magnitude")
+    assert ctx.warnings[0].code == "minimum-kept"
+    assert ctx.details["width_after"] == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "named"),
+    [
+        ({"targets": ["width", "ffn"]}, "settings-conflict", "width"),
+        ({"targets": ["width"], "budget": {"parameters": 0.5}}, "unused-setting", "budget"),
+        ({"targets": ["width"], "scope": "global"}, "unused-setting", "scope: global"),
+        ({"targets": ["width"], "keep_ratio": {"ffn": 0.5}}, "settings-conflict", "keep_ratio"),
+        ({"targets": ["ffn"], "importance": "activation"}, "wrong-importance", "importance: activation"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, code, named):
+    with raises_setting_codes(code) as caught:
+        PruneSettings.model_validate(settings)
+    assert named in caught.value.errors()[0]["msg"]
+
+
+def test_what_was_said_before_is_stored_as_before():
+    assert PruneSettings().importance == "taylor"
+    assert PruneSettings.model_validate({"targets": ["width"]}).importance == "activation"
+    assert Prune.needs_with(PruneSettings.model_validate({"targets": ["width"]}), ("train",)) == {"train"}
+
+
+def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
+    fixed = fixed_width_error({"model_type": "resnet"}, "image-classification")
+    strange = fixed_width_error({"model_type": "electra"}, "text-classification")
+    assert message_codes([fixed, strange]) == ["does-not-fit-model", "unsupported-family"]
+    assert fixed_width_error({"model_type": "bert"}, "text-classification") is None
+    split = Split("pairs.jsonl", (Example("a"), Example("b")))
+    settings = PruneSettings.model_validate({"targets": ["width"]})
+    [found] = Prune.check_rows(settings, SENTENCE_SIMILARITY, {"train": split})
+    assert (found.setting, found.code) == ("targets", "fixed-width")
+    [lack] = check_units(["width"], {"model_type": "resnet"})
+    assert (lack.setting, lack.code) == ("targets", "does-not-fit-model")
+    assert "[channels]" in lack.message
+
+
+def test_the_plan_goes_on_with_the_width_that_is_left():
+    """So that a distillation by cosine, which needs equal widths, is refused before anything runs."""
+    settings = PruneSettings.model_validate({"targets": ["width"], "keep_ratio": 0.7})
+    mistakes, after = Prune.check_model(settings, {"model_type": "bert", "hidden_size": 768})
+    assert not mistakes
+    assert after == {"model_type": "bert", "hidden_size": 536}
+    assert (
+        Prune.check_model(PruneSettings(), {"model_type": "bert", "hidden_size": 768})[1]["hidden_size"]
+        == 768
+    )
+
+
+def test_channels_go_from_codes_too(tmp_path):
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from smelt.quantization.layers import is_quantized
+
+    coded = every_family.run_stage(
+        Quantize(), QuantizeSettings(), every_family.model_with_layers("bert", 2), "bert", tmp_path / "coded"
+    ).out
+    settings = PruneSettings.model_validate(
+        {"targets": ["width"], "calibration_samples": 4, "reconstruct": False}
+    )
+    ctx = every_family.run_stage(Prune(), settings, coded, "bert", tmp_path / "out")
+    assert ctx.details["codes_kept"] == 1  # a scale for each row is no group that could be cut
+    model = harness.load_output_model(ctx)
+    assert (
+        model.get_input_embeddings().matrix.width == ctx.details["width_after"] < ctx.details["width_before"]
+    )
+    before = [type(m) for m in load_model(coded)[0].modules() if is_quantized(m)]
+    assert [type(m) for m in model.modules() if is_quantized(m)] == before

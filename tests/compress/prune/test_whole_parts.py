@@ -1,0 +1,250 @@
+"""Masks of whole attentions and feed-forward parts, against CoFi's equation and the parts that really go."""
+
+import math
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+import usability_checks
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code, raises_setting_codes
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.learned_masks import LearnedMasks
+from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.train.settings import check_training, provided_by_training
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.families.registry import FAMILIES
+from smelt.models.skip_sublayer import skip_sublayer
+
+KINDS = ("attention", "cross-attention", "ffn")
+
+
+def kinds_of(family):
+    return KINDS if FAMILIES[family].architecture == "seq2seq" else KINDS[::2]
+
+
+def masks_of(family, **settings):
+    model, edits = load_model(every_family.model_with_layers(family, 3))
+    said = {"multiple_of": 1, "parts": kinds_of(family)} | settings
+    found = LearnedMasks(model, LearnedMasksSettings(**said), edits)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for log_alpha in [*found.units.values(), *found.parts.values()]:
+            log_alpha.copy_(torch.randn(len(log_alpha)) * 4)
+    return found, model, edits
+
+
+def close(masks, *gone):
+    """Close the parts of these names (`encoder_layers 0 attention`), and leave all others half open."""
+    with torch.no_grad():
+        for number, log_alpha in masks.parts.items():
+            (place,) = masks.masked[int(number)].positions
+            log_alpha.fill_(-3.0 if f"{place.stack} {place.name}" in gone else 0.5)
+
+
+def cdf_qz(x, loga):
+    """The reference code (CoFiPruning, models/l0_module.py), as it stands there."""
+    xn = (x - -0.1) / (1.1 - -0.1)
+    logits = math.log(xn) - math.log(1 - xn)
+    return torch.sigmoid(logits * (2.0 / 3.0) - loga).clamp(min=1e-6, max=1 - 1e-6)
+
+
+def test_the_expected_size_is_that_of_the_reference():
+    """get_num_parameters_and_constraint of l0_module.py, on an encoder whose products have no biases."""
+    masks, model, _ = masks_of("modernbert")
+    config, layers = model.config, 3
+    by_kind = {"heads": [], "ffn": []}
+    for number, masked in enumerate(masks.masked):
+        kind = "ffn" if masked.positions[0].kind == "ffn" else "heads"
+        by_kind[kind].append((masks.units[str(number)], masks.parts[str(number)]))
+    (head_loga, headlayer_loga), (int_loga, intlayer_loga) = (
+        (torch.stack([u for u, _ in found]), torch.cat([p for _, p in found])) for found in by_kind.values()
+    )
+    hidden, heads, neurons = config.hidden_size, config.num_attention_heads, config.intermediate_size
+    params_per_head_layer = hidden * hidden * 4
+    params_per_head = params_per_head_layer // heads
+    params_per_intermediate_dim = 3 * hidden  # of the gate too, which BERT has not
+    prunable_model_size = (params_per_head_layer + params_per_intermediate_dim * neurons) * layers
+
+    all_head_score = (1 - cdf_qz(0, headlayer_loga)).view(-1, 1)
+    head_score = (1 - cdf_qz(0, head_loga)) * all_head_score
+    num_parameters = torch.sum(head_score) * params_per_head
+    intlayer_score = (1 - cdf_qz(0, intlayer_loga)).unsqueeze(-1)
+    int_score = (1 - cdf_qz(0, int_loga)) * intlayer_score
+    num_parameters += torch.sum(int_score) * params_per_intermediate_dim
+
+    wanted = float(num_parameters.detach() / prunable_model_size)
+    assert 0.1 < wanted < 0.6
+    assert float(masks.expected_keep_ratio().detach()) == pytest.approx(wanted, abs=1e-5)
+    masks.expected_keep_ratio().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in masks.parts.values())
+
+
+def test_of_a_kind_as_many_stay_as_are_expected_to():
+    """The count of _deterministic_z of l0_module.py, over the layers: size - round(size - sum(1 - cdf))."""
+    masks, _, _ = masks_of("llama")
+    alphas = {"attention": (-1.0, 3.0, -0.4), "ffn": (-1.5, -1.6, -1.4)}
+    with torch.no_grad():
+        for number, log_alpha in masks.parts.items():
+            (place,) = masks.masked[int(number)].positions
+            log_alpha.fill_(alphas[place.kind][place.block.index])
+    counts = {}
+    for kind, values in alphas.items():
+        expected_num_zeros = 3 - float((1 - cdf_qz(0, torch.tensor(values))).sum())
+        counts[kind] = 3 - round(expected_num_zeros)
+    assert counts == {"attention": 2, "ffn": 2}
+    names = [masked.positions[0].name for masked in masks.masked]
+    gone = {name for name, stays in zip(names, masks.kept_parts(), strict=True) if not stays}
+    assert gone == {"0 attention", "1 ffn"}
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_the_cut_computes_what_the_masks_did(family, tmp_path):
+    masks, model, edits = masks_of(family)
+    assert not all(masks.kept_parts())
+    with masks._masked_training():
+        masked = harness.logits(model)
+        with masks.as_stored():
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    plain, _ = load_model(every_family.model_with_layers(family, 3))
+    before = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    plain.load_state_dict(weights, strict=False)
+    near = {"rtol": 1e-4, "atol": 1e-4 * float(masked.abs().max())}
+    torch.testing.assert_close(harness.logits(plain), masked, **near)
+    left, source = masks.final_keep_ratio(), every_family.model_with_layers(family, 3)
+    ctx = harness.make_context(tmp_path / "out")
+    masks.finalize(ctx)
+    torch.testing.assert_close(harness.logits(model), masked, **near)
+    details = ctx.details["learned_masks"]
+    gone = sum(map(len, details["dropped_parts"].values()))
+    assert gone == masks.kept_parts().count(False) == sum(edit["op"] == "skip" for edit in edits)
+    assert details["kept"] == pytest.approx(left, abs=1e-4)
+    save_model(model, edits, tmp_path / "out", source)
+    again, _ = load_model(tmp_path / "out")
+    torch.testing.assert_close(harness.logits(again), masked, **near)
+
+
+def test_parts_alone_go_whole_and_others_are_as_they_were():
+    masks, model, edits = masks_of("t5", targets=[], parts=["attention", "cross-attention"])
+    assert not masks.units
+    close(masks, "encoder_layers 0 attention", "decoder_layers 2 cross-attention")
+    with torch.no_grad():
+        for log_alpha in masks.parts.values():
+            if float(log_alpha) > 0:
+                log_alpha.fill_(50.0)  # 1 to the last bit
+    left = 1 - 2 / 9  # attentions are equally large
+    assert masks.final_keep_ratio() == pytest.approx(left)
+    plain, _ = load_model(every_family.model_with_layers("t5", 3))
+    for place, number in (("encoder.block.0", 0), ("decoder.block.2", 1)):
+        skip_sublayer(plain, place, number)
+    masks.finalize(harness.make_context(every_family.model_with_layers("t5", 3)))
+    assert torch.equal(harness.logits(model), harness.logits(plain))
+    assert [edit["op"] for edit in edits] == ["skip", "skip"]
+
+
+def test_of_each_kind_one_stays_in_each_stack(tmp_path):
+    masks, model, _ = masks_of("t5")
+    with torch.no_grad():
+        for number, log_alpha in masks.parts.items():
+            log_alpha.fill_(-9.0 + 0.01 * int(number))
+    ctx = harness.make_context(tmp_path / "out")
+    masks.finalize(ctx)
+    gone = ctx.details["learned_masks"]["dropped_parts"]
+    assert {stack: len(parts) for stack, parts in gone.items()} == {"encoder_layers": 4, "decoder_layers": 6}
+    assert not any(name.startswith("2 ") for parts in gone.values() for name in parts)  # the largest alphas
+    assert torch.isfinite(harness.logits(model)).all()
+
+
+def test_drawn_masks_of_parts_are_those_of_the_training_alone():
+    masks, model, _ = masks_of("llama")
+    close(masks)
+    inputs = torch.randint(5, 20, (2, 9))
+    with masks._masked_training():
+        assert torch.equal(harness.logits(model), harness.logits(model))
+        model.train()
+        torch.manual_seed(0)
+        one, other = (model(inputs).logits for _ in range(2))
+        assert not torch.equal(one, other)
+        one.square().sum().backward()
+        assert any(float(log_alpha.grad.abs()) > 0 for log_alpha in masks.parts.values())
+
+
+def test_weights_are_not_kept_while_what_would_be_cut_is_above_the_budget():
+    masks, _, _ = masks_of("llama", targets=[], keep_ratio=0.6, warmup=0.1)
+    with torch.no_grad():
+        for log_alpha in masks.parts.values():
+            log_alpha.fill_(-1.4)  # open with a chance of 0.55: of three 1.65, and so two
+    masks._before_step(50, 100)
+    assert (
+        float(masks.expected_keep_ratio().detach()) < 0.6 < masks.final_keep_ratio() == pytest.approx(2 / 3)
+    )
+    assert not masks._may_be_best(50)
+    close(masks, "layers 0 attention", "layers 1 attention", "layers 0 ffn", "layers 2 ffn")
+    assert masks.final_keep_ratio() < 0.6
+    assert masks._may_be_best(50)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    home = tmp_path_factory.mktemp("rows")
+    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
+
+
+def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
+    source = every_family.model_with_layers("marian", 3)
+    settings = FinetuneSettings(
+        max_steps=120,
+        batch_size=4,
+        learning_rate=3e-3,
+        precision="fp32",
+        num_evals=4,
+        learned_masks={
+            "keep_ratio": 0.5,
+            "warmup": 0.8,
+            "learning_rate": 0.2,
+            "multiple_of": 4,
+            "parts": KINDS,
+        },
+    )
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
+    details = ctx.details["learned_masks"]
+    assert details["kept"] == pytest.approx(0.5, abs=0.06)
+    assert not {"more-kept-than-asked", "fewer-kept-than-asked"} & set(message_codes(ctx.warnings))
+    assert ctx.details["training"]["kept_step"] >= 96
+    assert any(details["dropped_parts"].values())
+    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
+    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
+    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = told[ctx.details["training"]["kept_step"]]
+    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "llama"])
+def test_what_is_left_can_be_exported(family, tmp_path):
+    masks, model, edits = masks_of(family)
+    source, out = every_family.model_with_layers(family, 3), tmp_path / "cut"
+    masks.finalize(harness.make_context(out))
+    save_model(model, edits, out, source)
+    usability_checks.check_export(out, family, tmp_path / "graphs")
+
+
+def test_settings_that_mean_nothing():
+    with raises_setting_codes("missing-setting"):
+        LearnedMasksSettings(targets=[])
+    settings = FinetuneSettings(learned_masks={"targets": [], "parts": ["cross-attention"]})
+    wrong = check_training(settings, {"model_type": "llama"})
+    assert [(one.setting, one.code) for one in wrong] == [("learned_masks.parts", "unknown-part")]
+    assert check_training(settings, {"model_type": "marian"}) == []
+    with raises_code("unknown-part", InputError) as caught:
+        masks_of("llama", parts=["cross-attention"])
+    assert caught.value.setting == "learned_masks.parts"
+    assert provided_by_training(settings) == {"training", "parts"}
+    assert provided_by_training(FinetuneSettings(learned_masks={})) == {"training", "widths"}

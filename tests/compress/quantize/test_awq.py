@@ -1,0 +1,309 @@
+"""AWQ in the stage: a float model that stays what it was, less error than nearest, and graphs that agree."""
+
+import every_family
+import family_models
+import harness
+import onnx
+import pytest
+import tiny
+import torch
+import usability_checks
+from expected_errors import raises_code, raises_setting_codes
+
+from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.compress.calibration.statistics import collect_statistics
+from smelt.compress.quantize.awq import apply_awq
+from smelt.compress.quantize.channel_scales import ScaleTarget
+from smelt.compress.quantize.plan_layers import output_layer, plan_layers
+from smelt.compress.quantize.qat import convert_qat, load_trainable
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.core.stage import stage_needs
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.families.model_blocks import model_attentions
+from smelt.models.layers import LowRankLinear, ScaledLinear
+
+DENSE = "bert.encoder.layer.0.intermediate.dense"
+AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "calibration_samples": 8}
+
+
+def scaled(model, tmp_path, kind=torch.float32, **settings):
+    """Scale `model` by its own batch; return what the stage would tell, and what is left to quantize."""
+    batch = family_models.example_batch(model)
+    rows = CalibrationSamples("made", [batch], 2, batch["input_ids"].numel())
+    ctx = harness.make_context(tmp_path / "out")
+    layers = plan_layers(model, QuantizeSettings(**(AWQ | settings)))
+    return apply_awq(model, layers, rows, False, lambda names: kind, ctx), ctx
+
+
+@pytest.mark.parametrize("family", family_models.NAMES)
+@torch.no_grad()
+def test_the_float_model_computes_what_it_did(family, tmp_path):
+    model = family_models.load(family)
+    batch = family_models.example_batch(model)
+    before = family_models.run_model(model, batch).logits
+    found, ctx = scaled(model, tmp_path)
+    torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    errors = ctx.details["awq_error"].values()
+    assert max(errors) <= 1
+    assert min(errors) < 0.95
+    assert sum(ctx.details["awq_scales_in"].values()) == sum(a > 0 for a in ctx.details["awq_alpha"].values())
+    for layer in found.layers:
+        assert model.get_submodule(layer.name) is layer.module
+    wrapped = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear)}
+    assert wrapped == {edit["module"] for edit in found.edits if edit["op"] == "scale"}
+    if family in ("llama", "mistral", "phi3", "m2m_100", "opt"):  # pre-norm, and a gate or ReLU
+        assert not wrapped
+
+
+@torch.no_grad()
+def test_what_half_precision_rounds_off_factors_and_norms_goes_into_columns(tmp_path):
+    model = family_models.load("bart")
+    batch = family_models.example_batch(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.weight.copy_(module.weight.half())
+    before = family_models.run_model(model, batch).logits
+    scaled(model, tmp_path, kind=torch.float16)
+    factors = [m.factors for m in model.modules() if isinstance(m, ScaledLinear)]
+    assert factors
+    assert all(f.equal(f.half().float()) for f in factors)
+    torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_fed_numbers_that_are_none_is_refused(tmp_path):
+    model = family_models.load("bert")
+    with torch.no_grad():
+        model.get_submodule("bert.encoder.layer.0.output.LayerNorm").weight.fill_(float("nan"))
+    with raises_code("non-finite-activations", InputError) as caught:
+        scaled(model, tmp_path)
+    assert "encoder.layer.1.attention" in str(caught.value)
+
+
+def made(family, out, **settings):
+    source = every_family.model_with_layers(family, 2)
+    return source, every_family.run_stage(
+        Quantize(), QuantizeSettings(**(AWQ | settings)), source, family, out
+    )
+
+
+def products_in(folder):
+    """How many products of codes each graph has."""
+    found = {path.name: onnx.load(path).graph.node for path in folder.glob("*.onnx")}
+    return {name: sum(node.op_type == "MatMulNBits" for node in nodes) for name, nodes in found.items()}
+
+
+@torch.no_grad()
+def errors_of(source, codes, ctx):
+    """The squared error of each product's outputs, on the rows of the stage, by the product's name."""
+    plain, _ = load_model(source)
+    names = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
+    names = [n for n in names if plain.get_submodule(n) is not plain.get_output_embeddings()]
+    rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
+    outputs = {}
+    with collect_statistics(plain, rows, {n: [plain.get_submodule(n)] for n in names}, ctx) as seen:
+        for name in names:
+            layer = codes.get_submodule(name)
+            inner = layer.linear if isinstance(layer, ScaledLinear) else layer
+            value = inner.matrix.dequantized() * (layer.factors if inner is not layer else 1)
+            off = value - plain.get_submodule(name).weight
+            outputs[name] = float(((off @ seen[name].second_moment.float()) * off).sum())
+    return outputs
+
+
+@pytest.mark.parametrize("clip", ["none", "awq"])
+def test_products_whose_inputs_alone_are_scaled_err_less_than_rounded_to_nearest(clip, tmp_path):
+    """Of products behind factors and between nothing else: their own outputs, computed from the codes."""
+    source, ctx = made("gpt2", tmp_path / "awq", clip=clip)
+    settings = QuantizeSettings(scheme="int4", group_size=16)
+    nearest = every_family.run_stage(Quantize(), settings, source, "gpt2", tmp_path / "nearest")
+    ours, theirs = (
+        errors_of(source, harness.load_output_model(ctx), ctx),
+        errors_of(source, harness.load_output_model(nearest), ctx),
+    )
+    downs = [n for n in ours if n.endswith("mlp.c_proj")]  # GELU in front: a factor, and no rows are changed
+    assert len(downs) == 2
+    assert all(ours[n] <= theirs[n] * 1.001 for n in downs)
+    assert sum(ours[n] for n in downs) < 0.97 * sum(theirs[n] for n in downs)
+    if clip == "none":
+        for name in downs:
+            left = ctx.details["awq_error"][name]
+            assert ours[name] == pytest.approx(left * theirs[name], rel=0.02)
+
+
+def test_gptq_goes_on_from_the_scales_that_awq_found(tmp_path):
+    """The scales are AWQ's, the codes are GPTQ's of the scaled model: less error than of either's start."""
+    source, ctx = made("gpt2", tmp_path / "both", method="awq-gptq", scheme="int2", group_size=32)
+    _, scales = made("gpt2", tmp_path / "awq", scheme="int2", group_size=32)
+    settings = QuantizeSettings(scheme="int2", group_size=32)
+    nearest = every_family.run_stage(Quantize(), settings, source, "gpt2", tmp_path / "nearest")
+    both, alone, plain = (
+        errors_of(source, harness.load_output_model(c), ctx) for c in (ctx, scales, nearest)
+    )
+    assert ctx.details["awq_alpha"] == scales.details["awq_alpha"]
+    downs = [n for n in both if n.endswith("mlp.c_proj")]
+    assert {f"{name}.linear" for name in downs} <= ctx.details["gptq_error"].keys()
+    assert sum(both[n] for n in downs) < 0.7 * sum(alone[n] for n in downs)
+    assert sum(both[n] for n in downs) < 0.7 * sum(plain[n] for n in downs)
+    _, one = made("bert", tmp_path / "one", method="awq-gptq", calibration_samples=1)
+    assert message_codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods say so
+
+
+@pytest.mark.parametrize("family", ["bart", "phi3"])
+@pytest.mark.parametrize("settings", [{"clip": "awq"}, {"method": "awq-gptq"}], ids=str)
+def test_what_it_leaves_is_saved_and_leaves_for_onnx(settings, family, tmp_path):
+    """bart: factors before queries, keys and values together; phi3: packed products, folded without any."""
+    _, ctx = made(family, tmp_path / "awq", **settings)
+    usability_checks.check_save_and_load(ctx.out, tmp_path / "saved")
+    exported = every_family.run_stage(
+        Onnx(), OnnxSettings(generation_graph=False), ctx.out, family, tmp_path / "onnx"
+    )
+    assert exported.details["parity"].keys() == exported.details["graphs"].keys()
+    # a block has four products, of which the first gives queries, keys and values; an encoder makes keys and
+    # values for all blocks of the decoder in one more, a language model has its head
+    found = products_in(tmp_path / "onnx")
+    assert found["encoder_model.onnx" if family == "bart" else "model.onnx"] == 9
+
+
+@pytest.mark.parametrize(("method", "most"), [("awq", 0.01), ("awq-gptq", 0.05)])
+def test_training_goes_on_from_what_the_codes_stand_for(method, most, tmp_path):
+    """The weights of the step before have other scales; so the very codes are decided again.
+
+    Where GPTQ left a group without its largest value, the grid of what is left is another one.
+    """
+    source, ctx = made("bert", tmp_path / "awq", method=method)
+    float_step, step = (
+        Artifact(folder, Manifest(
+            key=key * 64, format="torch", task=ctx.task, stage=stage, settings=settings, seed=0,
+            parent=parent and parent * 64, versions={},
+        ))
+        for folder, key, stage, parent, settings in (
+            (source, "a", "model", None, {}), (ctx.out, "b", "quantize", "a", AWQ | {"method": method}),
+        )
+    )  # fmt: skip
+    later = harness.make_context(
+        tmp_path / "later", ctx.task, ancestors={"model": float_step, "quantize": step}
+    )
+    model, _ = load_trainable(step, later)
+    convert_qat(model, later)
+    assert later.details["latent_weights"] == "codes"
+    assert later.details["codes_changed"] < most
+
+
+def test_settings():
+    settings = QuantizeSettings(**AWQ, clip="awq")
+    assert stage_needs(Quantize, settings, {"train"}) == {"train"}
+    for code, named, given in (
+        ("settings-conflict", ("clip: awq", "method: awq"), {"clip": "awq"}),
+        ("settings-conflict", ("clip: awq", "awq-gptq"), {"method": "awq-gptq", "clip": "awq"}),
+        (
+            "settings-conflict",
+            ("low_rank_correction", "method: awq-gptq"),
+            {"method": "awq-gptq", "low_rank_correction": {"rank": 2}},
+        ),
+        ("settings-conflict", ("method: hqq", "clip: mse"), {"method": "hqq", "clip": "mse"}),
+        ("unused-setting", ("calibration_percentile",), {"calibration_percentile": 99.9}),
+    ):
+        with raises_setting_codes(code) as caught:
+            QuantizeSettings(scheme="int4", **given)
+        assert all(word in caught.value.errors()[0]["msg"] for word in named)
+    assert (
+        QuantizeSettings(scheme="int4", clip="percentile", calibration_percentile=99.9).calibration_percentile
+        == 99.9
+    )
+    assert not QuantizeSettings(scheme="int4", method="hqq").needs_calibration
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq-gptq"])
+def test_weights_that_are_no_numbers_are_refused_before_any_method_looks_at_them(method, tmp_path):
+    """The layer that has them is named, not the one that is fed what comes of them."""
+    model, edits = load_model(every_family.model_with_layers("bert", 2))
+    with torch.no_grad():
+        model.get_submodule(DENSE).weight[0, 0] = float("inf")
+    (tmp_path / "bad").mkdir()
+    save_model(model, edits, tmp_path / "bad", every_family.model_with_layers("bert", 2))
+    settings = QuantizeSettings(**AWQ | {"method": method})
+    with raises_code("non-finite-weights", InputError) as caught:
+        every_family.run_stage(Quantize(), settings, tmp_path / "bad", "bert", tmp_path / "out")
+    assert DENSE in str(caught.value)
+    assert "inf" in str(caught.value)
+
+
+def queries_and_keys(model):
+    """The products that make them, halves of pairs too, by the name that `plan_layers` has for each."""
+    names = [name for one in model_attentions(model) for name in (one.query, one.key)]
+    return {n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n.startswith(tuple(names))}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])  # scales in norms, and in factors before the products
+@pytest.mark.parametrize("pair", [False, True])
+def test_ends_of_ranges_are_cut_off_of_all_products_but_queries_and_keys(family, pair, tmp_path):
+    model = family_models.load(family)
+    torch.manual_seed(0)
+    if pair:
+        name = model_attentions(model)[0].query
+        whole = model.get_submodule(name)
+        model.set_submodule(name, LowRankLinear(whole.in_features, whole.out_features, 9, bias=False))
+    scored = queries_and_keys(model)
+    assert len(scored) == 2 * len(model_attentions(model)) + pair
+    batch = family_models.example_batch(model)
+    rows = CalibrationSamples("made", [batch], 2, batch["input_ids"].numel())
+    layers = plan_layers(model, QuantizeSettings(**AWQ, clip="awq"))
+    found = apply_awq(
+        model, layers, rows, True, lambda names: torch.float32, harness.make_context(tmp_path / "out")
+    )
+    uncut = {
+        n.name.removesuffix(".linear")
+        for n in found.layers
+        if n.multiplies and n.weight_id not in found.codes
+    }
+    assert uncut - {"lm_head", "classifier"} == scored
+
+
+@pytest.mark.parametrize("shared", ["module", "weight"])
+@torch.no_grad()
+def test_a_product_that_stands_in_two_places_takes_the_scales_of_none(shared, tmp_path):
+    model = family_models.load("llama")
+    first, second = (layer.mlp for layer in model.model.layers)
+    if shared == "module":
+        second.up_proj = first.up_proj
+    else:
+        second.up_proj.weight = first.up_proj.weight
+    batch = family_models.example_batch(model)
+    before = family_models.run_model(model, batch).logits
+    scaled(model, tmp_path)
+    torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    assert isinstance(first.down_proj, ScaledLinear)
+    assert isinstance(second.down_proj, ScaledLinear)
+
+
+@torch.no_grad()
+def test_the_output_layer_gets_no_factor_of_its_own(tmp_path):
+    model = family_models.load("bert")
+    found, ctx = scaled(model, tmp_path)
+    head = output_layer(model)
+    names = [layer.name for layer in found.layers if layer.module is head]
+    assert names
+    assert ctx.details["awq_without_scales"] == names
+    assert not any(isinstance(m, ScaledLinear) and m.linear is head for m in model.modules())
+
+
+@torch.no_grad()
+def test_channels_whose_factor_its_type_does_not_hold_are_left_alone():
+    model = family_models.load("bert")
+    layer = next(one for one in plan_layers(model, QuantizeSettings(**AWQ)) if one.name == DENSE)
+    before, scales = layer.module.weight.clone(), torch.full((layer.module.in_features,), 2.0)
+    scales[:2] = torch.tensor([1e-6, 1e9])  # factors of 1e6 and 1e-9, which float16 does not have
+    done = ScaleTarget([layer]).apply(model, scales, lambda names: torch.float16, [])
+    assert done[:3].tolist() == [1, 1, 2]
+    assert model.get_submodule(DENSE).factors[:3].tolist() == [1, 1, 0.5]
+    assert layer.module.weight[:, :3].equal(before[:, :3] * torch.tensor([1, 1, 2]))
+
+
+def test_few_rows_are_said(tmp_path):
+    _, ctx = made("bert", tmp_path / "few", calibration_samples=1)
+    assert message_codes(ctx.warnings).count("few-calibration-tokens") == 1

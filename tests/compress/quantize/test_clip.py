@@ -1,0 +1,101 @@
+"""Grids whose ranges are shrunk where that has the smaller error, against a plain loop."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compress.quantize.awq import mse_grid, percentile_grid
+from smelt.compress.quantize.plan_layers import round_on_grid, scheme_grid
+from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+
+HEAVY = torch.distributions.StudentT(3.0)
+
+
+def drawn(*shape):
+    torch.manual_seed(0)
+    return HEAVY.sample(shape)
+
+
+def test_it_is_the_search_of_gptqs_quantizer():
+    """For p = 1, 0.99, ... 0.21: scale and zero of (p min, p max), sum of |error|^2.4, the least wins."""
+    groups = drawn(3, 2, 32)
+    options = default_options(find_scheme("int4")) | {"group_size": 32, "symmetric": False}
+    found = mse_grid(groups, 64, find_scheme("int4"), options)
+    for row in range(3):
+        for group in range(2):
+            w = groups[row, group].double().numpy()
+            best = (np.inf, 0.0, 0.0)
+            for i in range(80):
+                low, high = min(0.0, w.min() * (1 - i / 100)), max(0.0, w.max() * (1 - i / 100))
+                scale = float(np.float16((high - low) / 15))  # as smelt stores it
+                zero = float(np.clip(np.round(-low / scale), 0, 15))
+                codes = np.clip(np.round(w / scale) + zero, 0, 15)
+                error = (np.abs((codes - zero) * scale - w) ** 2.4).sum()
+                best = min(best, (error, scale, zero))
+            assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
+            assert float(found["zeros"][row, group]) == best[2]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_group_has_a_larger_error_than_with_the_schemes_own_grid(name):
+    scheme, weight = find_scheme(name), drawn(8, 256)
+    options = default_options(scheme)
+
+    def errors(fit):
+        codes = round_on_grid(fit, weight, scheme, options)
+        size = scheme.group_size(256, options)
+        values = scheme.dequantize(codes.q_weight, codes.qparams, options)
+        return (values - weight.unflatten(1, (-1, size))).abs().pow(2.4).sum(dim=-1)
+
+    plain = errors(lambda groups, width, scheme, options: scheme.compute_qparams(groups, width, options))
+    searched = errors(mse_grid)
+    assert bool((searched <= plain * (1 + 1e-6)).all())
+    if name == "int4":  # of heavy tails most groups gain
+        assert float((searched < 0.999 * plain).float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_percentile_is_numpys_and_what_fills_up_the_last_group_does_not_count(name):
+    scheme, weight = find_scheme(name), drawn(4, 200)
+    options = default_options(scheme)
+    size = scheme.group_size(200, options)
+    found = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options)
+    assert len(found.q_weight[0]) == -(-200 // size)
+    for start in range(0, 200, size):
+        part = weight[:, start : start + size]
+        ends = torch.tensor(np.percentile(part.abs().numpy(), 97.0, axis=1))[:, None].float()
+        alone = torch.nn.functional.pad(part.clamp(-ends, ends), (0, size - part.shape[1]))[:, None]
+        wanted = scheme.compute_qparams(alone, part.shape[1], options)["scales"]
+        torch.testing.assert_close(
+            found.qparams["scales"][:, start // size], wanted[:, 0], rtol=1e-3, atol=1e-6
+        )
+
+
+def test_of_a_hundred_percent_nothing_is_cut_off():
+    weight, options = drawn(4, 256), default_options(find_scheme("int4"))
+    plain = round_on_grid(scheme_grid, weight, find_scheme("int4"), options)
+    whole = round_on_grid(partial(percentile_grid, 100.0), weight, find_scheme("int4"), options)
+    assert whole.q_weight.equal(plain.q_weight)
+
+
+def test_one_scale_for_a_matrix_is_shrunk_to_the_least_error_of_all_its_weights():
+    torch.manual_seed(0)
+    weight, scheme, options = torch.randn(40, 400), find_scheme("int8-dynamic"), {"granularity": "tensor"}
+    w, best = weight.double().numpy(), (np.inf, 0.0)
+    for i in range(80):
+        scale = np.abs(w).max() * (1 - i / 100) / 127
+        error = (np.abs(np.clip(np.round(w / scale), -127, 127) * scale - w) ** 2.4).sum()
+        best = min(best, (error, scale))
+    found = round_on_grid(mse_grid, weight, scheme, options).qparams["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
+    assert best[1] < 0.999 * np.abs(w).max() / 127  # else nothing was compared
+
+
+def test_a_percentile_is_that_of_the_whole_matrix_where_it_has_one_scale():
+    weight, scheme, options = drawn(6, 40), find_scheme("int8-dynamic"), {"granularity": "tensor"}
+    found = round_on_grid(partial(percentile_grid, 97.0), weight, scheme, options).qparams["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(np.percentile(weight.abs().numpy(), 97.0) / 127, rel=1e-3)

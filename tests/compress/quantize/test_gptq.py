@@ -1,0 +1,146 @@
+"""GPTQ against its paper's equations with inverses written out; the stage: test_gptq_stage.py."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compress.calibration.statistics import NotInvertibleError, empty_statistics, inverse_cholesky
+from smelt.compress.quantize import gptq as module
+from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest, scheme_grid
+from smelt.quantization.schemes.registry import default_options, find_scheme
+
+SCHEMES = {
+    "int4": {"group_size": 16},
+    "int3": {"group_size": 16},
+    "int2": {"group_size": 32, "symmetric": False},
+    "ternary": {"group_size": 32},
+    "int8-groupwise": {"group_size": 32, "symmetric": False},
+    "int8-dynamic": {},
+    "binary": {"group_size": 32},
+    "bnb-nf4": {},
+}
+
+
+def drawn(inputs=40, tokens=200, outputs=6):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, inputs, generator=draw) @ torch.randn(inputs, inputs, generator=draw)
+    found = empty_statistics(inputs, second=True)
+    found.update(x)
+    return torch.randn(outputs, inputs, generator=draw), x, found
+
+
+def by_the_equations(weight, x, scheme, options):
+    """Column by column, with the inverse of what is left of H each time (equations 2 and 3 of the paper)."""
+    k = weight.shape[1]
+    size = scheme.group_size(k, options)
+    h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
+    dead = np.diag(h) == 0
+    h[dead, dead] = 1
+    h += 0.01 * np.diag(h).mean() * np.eye(k)
+    new, values = weight.double().numpy().copy(), np.zeros(weight.shape)
+    new[:, dead] = 0
+    # grids of groups are those of what is left, as in fasterquant with static_groups
+    grid = round_to_nearest(torch.tensor(new, dtype=torch.float32), scheme, options).qparams
+    for j in range(k):
+        inverse = np.linalg.inv(h[j:, j:])
+        group = {name: t[:, j // size : j // size + 1] for name, t in grid.items()}
+        column = torch.tensor(new[:, j], dtype=torch.float32)[:, None, None]
+        rounded = scheme.dequantize(scheme.quantize(column, group, options), group, options)
+        values[:, j] = rounded[:, 0, 0].double().numpy()
+        new[:, j:] -= np.outer((new[:, j] - values[:, j]) / inverse[0, 0], inverse[:, 0])
+    return values
+
+
+def of(codes, scheme, options, width):
+    return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, :width].double().numpy()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_it_is_what_the_equations_of_the_paper_give(name, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_COLUMNS", 24)  # two blocks; 40 inputs: the last group is filled up
+    weight, x, found = drawn()
+    scheme = find_scheme(name)
+    options = default_options(scheme) | SCHEMES[name]
+    codes = gptq_quantize(weight, found, scheme, options, scheme_grid)
+    wanted = by_the_equations(weight, x, scheme, options)
+    # a weight that lies between two codes may become either in float32
+    assert np.isclose(of(codes, scheme, options, 40), wanted, rtol=1e-5, atol=1e-6).mean() > 0.99
+    assert inverse_cholesky(found)[1] == 0.01
+    nearest = of(round_to_nearest(weight, scheme, options), scheme, options, 40)
+    plain, moment = weight.double().numpy(), (x.double().T @ x.double()).numpy()
+
+    def error(values):
+        return float((((values - plain) @ moment) * (values - plain)).sum())
+
+    assert error(wanted) < 0.95 * error(nearest)
+
+
+def test_an_input_that_is_never_fed_moves_nothing():
+    weight, x, _ = drawn()
+    weight[:, 3] = 50 * weight.abs().max()  # which would leave the rest of its group one step
+    x[:, 3] = 0
+    found = empty_statistics(40, second=True)
+    found.update(x)
+    scheme, options = find_scheme("int4"), default_options(find_scheme("int4")) | {"group_size": 16}
+    codes = gptq_quantize(weight, found, scheme, options, scheme_grid)
+    values = of(codes, scheme, options, 40)
+    assert (values[:, 3] == 0).all()
+    assert np.isclose(values, by_the_equations(weight, x, scheme, options), atol=1e-5).mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["binary", "ternary", "kmeans4", "int4"])
+def test_inputs_that_are_never_fed_cost_the_others_nothing(name):
+    """Half of them: grids that average over all weights are not those of so many zeros."""
+    weight, x, _ = drawn(inputs=128, tokens=400)
+    x[:, ::2] = 0
+    found = empty_statistics(128, second=True)
+    found.update(x)
+    scheme, moment = find_scheme(name), (x.double().T @ x.double()).numpy()
+    options = default_options(scheme)
+
+    def error(codes):
+        off = of(codes, scheme, options, 128) - weight.double().numpy()
+        return float(((off @ moment) * off).sum())
+
+    nearest = error(round_to_nearest(weight, scheme, options))
+    assert error(gptq_quantize(weight, found, scheme, options, scheme_grid)) < 0.9 * nearest
+
+
+def test_the_error_that_is_told_is_a_part_of_nearests_on_its_own_grid():
+    weight, x, _ = drawn()
+    weight[:, 3] = 50 * weight.abs().max()
+    x[:, 3] = 0
+    found = empty_statistics(40, second=True)
+    found.update(x)
+    scheme, options = find_scheme("int4"), default_options(find_scheme("int4")) | {"group_size": 16}
+    layer = torch.nn.Linear(40, len(weight), bias=False)
+    layer.weight.data = weight.clone()
+    work = module.GptqRunner(None, scheme_grid, None)
+    work.quantize([PlannedLayer(layer, "layer", "int4", options, True)], {"layer": found})
+    moment = (x.double().T @ x.double()).numpy()
+
+    def error(values):
+        off = values - weight.double().numpy()
+        return float(((off @ moment) * off).sum())
+
+    nearest = error(of(round_to_nearest(weight, scheme, options), scheme, options, 40))
+    told = error(layer.weight.detach().double().numpy()) / nearest
+    assert work.left["layer"] == pytest.approx(told, rel=1e-3)
+    assert told < 0.05  # nearest has one step for all that lies beside the unfed weight
+
+
+def test_a_moment_that_cannot_be_inverted_is_damped_further():
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moment = x.T @ x
+    moment[0, 1] = moment[1, 0] = 1.08 * float((moment[0, 0] * moment[1, 1]).sqrt())  # no moment at all
+    found = empty_statistics(6, second=True)
+    found.second_moment, found.tokens = moment, 2  # so that H is the moment itself
+    factor, damp = inverse_cholesky(found)
+    assert damp > 0.01
+    damped = moment + damp * moment.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped))
+    with pytest.raises(NotInvertibleError):
+        inverse_cholesky(replace(found, second_moment=moment * torch.nan))

@@ -1,0 +1,315 @@
+"""GPTQ as a part of the stage: blocks in turn, rows at a time, what is told."""
+
+import json
+import shutil
+import weakref
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import tiny
+import torch
+from expected_errors import raises_setting_codes
+from safetensors.torch import load_file, save_file
+
+from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.compress.calibration.statistics import collect_statistics
+from smelt.compress.quantize import gptq as module
+from smelt.compress.quantize.gptq import gptq_quantize
+from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
+from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core.messages import message_codes
+from smelt.core.stage import stage_needs
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+from smelt.quantization.schemes.registry import find_scheme
+
+
+def of(codes, scheme, options, width):
+    return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, :width].double().numpy()
+
+
+def stage(family, out, **settings):
+    source = every_family.model_with_layers(family, 2)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8, **settings)
+    return source, every_family.run_stage(Quantize(), made, source, family, out)
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "gpt2"])
+def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
+    source, ctx = stage(family, tmp_path / "out")
+    model = harness.load_output_model(ctx)
+    plain, _ = load_model(source)
+    names = list(ctx.details["gptq_error"])
+    last = [n for n in names if ".1." in n][-1]  # the last product of the last block
+    # the model as it was when the block was reached: all blocks before it quantized
+    place = last[: last.index(".1.") + 3]
+    with torch.no_grad():
+        for name in names:
+            if not name.startswith(place) and model.get_submodule(name) is not model.get_output_embeddings():
+                plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.dequantized())
+    rows = load_calibration_samples(plain, tiny.as_artifact(source, ctx.task), 8, ctx, "quantize")
+    with collect_statistics(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as found:
+        scheme, matrix = find_scheme("int4"), model.get_submodule(last).matrix
+        weight = plain.get_submodule(last).weight.detach()
+        codes = gptq_quantize(weight, found[last], scheme, matrix.options, scheme_grid)
+    values = of(codes, scheme, matrix.options, weight.shape[1])
+    assert np.isclose(values, matrix.dequantized().double().numpy(), atol=1e-5).mean() > 0.99
+    nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
+    assert not np.isclose(values, nearest, atol=1e-5).all()
+    assert sum(ctx.details["gptq_error"].values()) / len(names) < 0.9
+    linears = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
+    head = plain.get_output_embeddings()
+    tied = head is not None and head.weight is plain.get_input_embeddings().weight
+    assert set(names) == {n for n in linears if not (tied and plain.get_submodule(n) is head)}
+
+
+def test_zeros_that_are_to_stay_stay_and_the_others_make_up_for_them(tmp_path):
+    """SparseGPT's published code, with quantization: masked weights are 0, and their error is passed on."""
+    pattern = SparsifySettings(method="magnitude", pattern="2:4")
+    sparse = every_family.run_stage(
+        Sparsify(), pattern, every_family.model_with_layers("bert", 2), "bert", tmp_path / "s"
+    )
+    before = harness.load_output_model(sparse)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
+    ctx = every_family.run_stage(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    model = harness.load_output_model(ctx)
+    for name in sparse.details["sparsity_by_layer"]:
+        values = model.get_submodule(name).matrix.dequantized()
+        zeros = before.get_submodule(name).weight == 0
+        assert int(zeros.sum()) == zeros.numel() // 2
+        assert not bool(values[zeros].any())
+        assert not torch.equal(values, before.get_submodule(name).weight)
+        assert ctx.details["gptq_error"][name] < 1
+
+
+class Elsewhere:
+    """Statistics on another device: of no use until they are brought to the CPU."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def to(self, device):
+        assert device == "cpu"
+        return self.found
+
+
+def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_cpu(tmp_path, monkeypatch):
+    asked, collector = [], module.StatisticsCollector
+
+    class Far(collector):
+        def __post_init__(self):
+            asked.append(self.device)
+            super().__post_init__()
+
+        @property
+        def update(self):
+            return lambda key, x: self.statistics[key].found.update(x)
+
+    def made(widths, **said):
+        assert said["device"] == "cpu"  # as a default it would be so on a GPU too
+        new = Far(widths, **said)
+        new.statistics = {name: Elsewhere(seen) for name, seen in new.statistics.items()}
+        return new
+
+    monkeypatch.setattr(module, "StatisticsCollector", made)
+    source, ctx = stage("bert", tmp_path / "out")
+    assert asked == ["cpu"] * load_model(source)[0].config.num_hidden_layers
+    assert ctx.details["gptq_error"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("int4", {"group_size": 16, "symmetric": False}),
+        ("ternary", {"group_size": 64}),
+        ("kmeans4", {}),
+        ("int8-dynamic", {}),
+    ],
+)
+def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
+    scheme, options, tmp_path, monkeypatch
+):
+    sizes, inverted = [], []
+    real, invert, source = (
+        module.gptq_quantize,
+        module.inverse_cholesky,
+        every_family.model_with_layers("llama", 2),
+    )
+
+    def run(name):
+        made = QuantizeSettings(scheme=scheme, method="gptq", calibration_samples=8, **options)
+        return every_family.run_stage(Quantize(), made, source, "llama", tmp_path / name)
+
+    def seen(rows, *more):
+        sizes.append(len(rows))
+        return real(rows, *more)
+
+    def once(found):
+        inverted.append(found)
+        return invert(found)
+
+    whole = run("whole")
+    monkeypatch.setattr(module, "_MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
+    monkeypatch.setattr(module, "gptq_quantize", seen)
+    monkeypatch.setattr(module, "inverse_cholesky", once)
+    parts = run("parts")
+    assert max(sizes) == 7
+    assert len(inverted) == len(parts.details["gptq_error"])  # what a layer is fed is inverted once
+    assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
+    a, b = load_file(whole.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_rows_that_share_a_scale_are_decided_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_WEIGHTS_AT_ONCE", 7 * 64)
+    made = QuantizeSettings(granularity="tensor", method="gptq", calibration_samples=8)
+    ctx = every_family.run_stage(
+        Quantize(), made, every_family.model_with_layers("llama", 2), "llama", tmp_path / "out"
+    )
+    stored = load_file(ctx.out / "model.safetensors")
+    scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
+    assert len(scales) > 7
+    assert all(one.unique().numel() == 1 for one in scales)
+
+
+def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, monkeypatch):
+    moments, alive, real = [], [], module.inverse_cholesky
+
+    def counting(found):
+        moments.append(weakref.ref(found.second_moment))
+        alive.append(sum(moment() is not None for moment in moments))
+        return real(found)
+
+    monkeypatch.setattr(module, "inverse_cholesky", counting)
+    stage("llama", tmp_path / "out")
+    assert len(alive) > 10
+    assert set(alive) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_it_decides_on_a_gpu_what_it_decides_on_the_cpu(tmp_path):
+    source, found = every_family.model_with_layers("bert", 2), []
+    data = read_split(
+        str(tiny.write_labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
+    )
+    for device in ("cpu", "cuda"):
+        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)
+        ctx = harness.run_stage(
+            Quantize(), made, source, tmp_path / device, "text-classification", data, device=device
+        )
+        found.append(ctx.details["gptq_error"])
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def test_a_matrix_that_is_looked_up_too_is_rounded_to_nearest(tmp_path):
+    source, ctx = stage("gpt2", tmp_path / "out")
+    model, plain = harness.load_output_model(ctx), load_model(source)[0]
+    matrix, weight = model.get_output_embeddings().matrix, plain.get_output_embeddings().weight.detach()
+    assert matrix is model.get_input_embeddings().matrix
+    codes = round_to_nearest(weight, matrix.scheme, matrix.options)
+    wanted = of(codes, matrix.scheme, matrix.options, weight.shape[1])
+    np.testing.assert_allclose(matrix.dequantized().double().numpy(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_tokens_of_the_other_side_are_no_tokens_of_a_layer(method, tmp_path):
+    """An encoder-decoder whose rows have more tokens than any layer inputs, and either side fewer."""
+    ctx = every_family.run_stage(
+        Quantize(), QuantizeSettings(scheme="int4", group_size=16, method=method, calibration_samples=4),
+        every_family.model_with_layers("marian", 1), "marian", tmp_path / "out",
+    )  # fmt: skip
+    tokens = ctx.details["calibration"]["tokens"]
+    (said,) = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
+    few, inputs = (int(word) for word in said.replace(",", "").split() if word.isdigit())
+    assert few < inputs <= tokens
+
+
+def test_few_rows_are_said(tmp_path):
+    made = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=1)
+    ctx = every_family.run_stage(
+        Quantize(), made, every_family.model_with_layers("bert", 1), "bert", tmp_path / "out"
+    )
+    assert "few-calibration-tokens" in message_codes(ctx.warnings)
+    assert "dead_inputs" not in ctx.details
+
+
+def test_inputs_that_no_row_feeds_are_counted(tmp_path):
+    """Behind a ReLU: neurons that no row wakes; their columns become 0."""
+    folder = every_family.model_with_layers("bart", 1)
+    shutil.copytree(folder, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    config = json.loads((tmp_path / "m" / "config.json").read_text()) | {"activation_function": "relu"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    tensors["model.encoder.layers.0.fc1.bias"][[1, 5]] = -1e4
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    made = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=8)
+    ctx = every_family.run_stage(Quantize(), made, tmp_path / "m", "bart", tmp_path / "out")
+    told = ctx.details["dead_inputs"]["model.encoder.layers.0.fc2"]
+    values = harness.load_output_model(ctx).model.encoder.layers[0].fc2.matrix.dequantized()
+    unfed = (values == 0).all(dim=0)
+    assert told == int(unfed.sum())
+    assert bool(unfed[[1, 5]].all())
+
+
+def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
+    plain = QuantizeSettings(scheme="int4")
+    assert stage_needs(Quantize, plain, {"train"}) == frozenset()
+    gptq = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=16)
+    assert gptq.model_dump()["method"] == "gptq"
+    assert stage_needs(Quantize, gptq, {"train"}) == {"train"}
+    assert stage_needs(Quantize, gptq, {"train", "calibration"}) == {"calibration"}
+    with raises_setting_codes("unused-setting") as caught:
+        QuantizeSettings(scheme="int4", method="gptq", sensitivity_samples=4)
+    assert caught.value.errors()[0]["msg"].startswith("Value error, sensitivity_samples")
+    with raises_setting_codes("unused-setting") as caught:
+        QuantizeSettings(scheme="int4", calibration_samples=4)
+    assert caught.value.errors()[0]["msg"].startswith("Value error, calibration_samples")
+
+
+def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
+    """The pair is of all rows: of some alone it would be another one."""
+
+    def run(name):
+        made = QuantizeSettings(
+            scheme="int4",
+            method="gptq",
+            group_size=16,
+            calibration_samples=8,
+            low_rank_correction=LowRankCorrection(rank=2),
+        )
+        return every_family.run_stage(
+            Quantize(), made, every_family.model_with_layers("llama", 1), "llama", tmp_path / name
+        )
+
+    whole = run("whole")
+    monkeypatch.setattr(module, "_MAX_WEIGHTS_AT_ONCE", 7 * 64)
+    parts = run("parts")
+    assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
+    assert parts.details["low_rank_correction"] == whole.details["low_rank_correction"]
+
+
+def test_beside_a_pair_codes_take_what_it_puts_where_weights_are_zero(tmp_path):
+    pattern = SparsifySettings(method="magnitude", pattern="2:4")
+    sparse = every_family.run_stage(
+        Sparsify(), pattern, every_family.model_with_layers("bert", 1), "bert", tmp_path / "s"
+    )
+    before = harness.load_output_model(sparse)
+    beside = LowRankCorrection(rank=4, init="svd")
+    made = QuantizeSettings(
+        scheme="int4", method="gptq", group_size=16, calibration_samples=8, low_rank_correction=beside
+    )
+    ctx = every_family.run_stage(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    model = harness.load_output_model(ctx)
+    for name in sparse.details["sparsity_by_layer"]:
+        layer, zeros = model.get_submodule(name), before.get_submodule(name).weight == 0
+        codes = layer.coded.matrix.dequantized()
+        assert bool(codes[zeros].any())
+        pair = layer.adapter.up.weight @ layer.adapter.down.weight
+        assert bool((codes + pair)[zeros].square().mean() < pair[zeros].square().mean())

@@ -1,0 +1,175 @@
+"""HQQ against the loop of its published code, with the least squares for scale or zero point written out."""
+
+import every_family
+import numpy as np
+import pytest
+import third_party_tools
+import torch
+
+from smelt.compress.quantize.hqq import hqq_grid, shrink, zero_point_shift
+from smelt.compress.quantize.plan_layers import round_on_grid, scheme_grid
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+
+HEAVY = torch.distributions.StudentT(3.0)
+
+
+def drawn(*shape):
+    torch.manual_seed(0)
+    return HEAVY.sample(shape)
+
+
+def test_the_operator_is_that_of_the_published_code():
+    """shrink_lp_op: sign(x) relu(|x| - |x|^(p - 1) / beta)."""
+    x = drawn(50).numpy()
+    wanted = np.sign(x) * np.maximum(np.abs(x) - np.abs(x) ** (0.7 - 1) / 2.0, 0)
+    np.testing.assert_allclose(shrink(torch.tensor(x), 2.0).numpy(), wanted, rtol=1e-5)
+    assert float(shrink(torch.zeros(1), 2.0)) == 0.0
+    assert (wanted != 0).any()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["int4", "int2"])
+@pytest.mark.parametrize("large", [0.02, 40.0])  # as weights are, and where the norm lets errors go
+def test_zero_points_are_those_of_the_published_code_before_they_are_rounded(name, large):
+    """Turn by turn, the scale held, as it holds it."""
+    scheme, groups, there = find_scheme(name), drawn(6, 3, 64) * large, torch.ones(3, 64)
+    options = default_options(scheme) | {"symmetric": False, "group_size": 64}
+    grid = scheme.compute_qparams(groups, 192, options)
+    scales, zeros, theirs = grid["scales"], grid["zeros"].float(), grid["zeros"].float()[..., None]
+    published, beta, let_go = third_party_tools.hqq_module(), 10.0, 0
+    for _ in range(20):
+        now = grid | {"zeros": zeros}
+        values = scheme.dequantize(
+            (groups / scales[..., None] + zeros[..., None]).round().clamp(0, scheme.max_code), now, options
+        )
+        left = shrink(groups - values, beta)
+        let_go += int((left != 0).sum())
+        zeros = zeros + zero_point_shift(groups - left, values / scales[..., None], scales, there)
+        step = published.optimize_weights_proximal_legacy_step
+        theirs = step(groups, 1 / scales[..., None], theirs, [0, scheme.max_code], beta, 0.7, -1)[2]
+        torch.testing.assert_close(zeros, theirs[..., 0], rtol=1e-5, atol=1e-5)
+        beta *= 1.01
+    assert bool(let_go) == (large > 1)
+    assert float((zeros - grid["zeros"]).abs().max()) > (1e-3 if large > 1 else 0.1)
+
+
+def test_two_bits_are_warned_of(tmp_path):
+    def warned(**settings):
+        made = QuantizeSettings(method="hqq", **settings)
+        ctx = every_family.run_stage(
+            Quantize(), made, every_family.model_with_layers("bert", 1), "bert", tmp_path / str(settings)
+        )
+        return [one for one in ctx.warnings if one.code == "hqq-two-bits"]
+
+    assert len(warned(scheme="int2")) == 1
+    assert warned(scheme="int3") == []
+    # one matrix of a mixture, which gets four bits
+    skip = ["*attention*", "*intermediate*", "*pooler*", "*embeddings*", "classifier"]
+    assert (
+        warned(
+            mixed_precision={"target_bits": 8.0}, calibration_samples=4, sensitivity_samples=4, exclude=skip
+        )
+        == []
+    )
+
+
+def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():
+    """int4, symmetric, a group at a time; of all iterations the least mean |error| wins."""
+    groups = drawn(3, 2, 32) * 4  # large enough that the norm lets a part of the error go
+    options = default_options(find_scheme("int4")) | {"group_size": 32}
+    found = hqq_grid(groups, 64, find_scheme("int4"), options)
+    moved = 0
+    for row in range(3):
+        for group in range(2):
+            w = groups[row, group].double().numpy()
+            end = w[np.abs(w).argmax()]
+            scale = start = float(np.float16(end / -8))
+            best, beta = (np.inf, 0.0), 10.0
+            for _ in range(21):
+                codes = np.clip(np.round(w / scale), -8, 7)
+                off = w - codes * scale
+                best = min(best, (np.abs(off).mean(), scale))
+                part = np.sign(off) * np.maximum(np.abs(off) - np.abs(off) ** -0.3 / beta, 0)
+                scale = float(np.float16(((w - part) * codes).sum() / (codes * codes).sum()))
+                beta *= 1.01
+            assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
+            moved += best[1] != start
+    assert moved
+
+
+def test_zero_points_move_as_published_and_stay_integers():
+    """mean(codes - (W - E) / scale), rounded; then the scale that fits best."""
+    groups = drawn(1, 1, 64).abs() * torch.linspace(0.01, 6, 64)  # crowded at one end
+    scheme, options = (
+        find_scheme("int4"),
+        default_options(find_scheme("int4")) | {"group_size": 64, "symmetric": False},
+    )
+    found = hqq_grid(groups, 64, scheme, options)
+    assert found["zeros"].dtype == torch.uint8
+    w, grid = groups[0, 0].double().numpy(), scheme.compute_qparams(groups, 64, options)
+    scale, zero = float(grid["scales"]), float(grid["zeros"])
+    best, beta = (np.inf, 0.0, 0.0), 10.0
+    for _ in range(21):
+        codes = np.clip(np.round(w / scale) + zero, 0, 15)
+        off = w - (codes - zero) * scale
+        best = min(best, (np.abs(off).mean(), scale, zero))
+        target = w - np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
+        zero = float(np.clip(np.round(np.mean(codes - target / scale)), 0, 15))
+        steps = codes - zero
+        scale = float(np.float16((target * steps).sum() / (steps * steps).sum()))
+        beta *= 1.01
+    assert float(found["scales"]) == pytest.approx(best[1], rel=1e-3)
+    assert float(found["zeros"]) == best[2]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_group_has_a_larger_mean_error_than_with_the_schemes_own_grid(name):
+    scheme, weight = find_scheme(name), drawn(8, 200)  # the last group is filled up
+    options = default_options(scheme)
+
+    def errors(fit):
+        codes = round_on_grid(fit, weight, scheme, options)
+        values = scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, :200]
+        return (values - weight).abs().sum(dim=1)
+
+    plain, searched = errors(scheme_grid), errors(hqq_grid)
+    assert bool((searched <= plain * (1 + 1e-5)).all())
+    if name == "int4":
+        assert float(searched.sum()) < 0.99 * float(plain.sum())
+
+
+def test_a_group_of_zeros_stays_one():
+    scheme, options = find_scheme("int4"), default_options(find_scheme("int4"))
+    zeros = torch.zeros(2, 1, 64)
+    found = hqq_grid(zeros, 64, scheme, options)
+    assert scheme.dequantize(scheme.quantize(zeros, found, options), found, options).equal(zeros)
+
+
+def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
+    weight, scheme, options = drawn(6, 40) * 40, find_scheme("int8-dynamic"), {"granularity": "tensor"}
+    w = weight.double().numpy()
+    scale = start = np.abs(w).max() / 127
+    best, beta = (np.inf, 0.0), 10.0
+    for _ in range(21):
+        codes = np.clip(np.round(w / scale), -127, 127)
+        off = w - codes * scale
+        best = min(best, (np.abs(off).sum(), scale))
+        part = np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
+        scale = ((w - part) * codes).sum() / (codes * codes).sum()
+        beta *= 1.01
+    found = round_on_grid(hqq_grid, weight, scheme, options).qparams["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
+    assert best[1] != start
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8-groupwise"])
+def test_scales_are_tried_as_they_are_stored_under_every_width(name):
+    scheme, groups = find_scheme(name), drawn(64, 4, 32)
+    options = default_options(scheme) | {"symmetric": False, "group_size": 32}
+    found, own = hqq_grid(groups, 128, scheme, options), scheme.compute_qparams(groups, 128, options)
+    assert found["scales"].equal(found["scales"].half().float())
+    assert (found["scales"] != own["scales"]).float().mean() > 0.5
+    assert int(found["zeros"].max()) <= scheme.max_code

@@ -1,0 +1,282 @@
+"""Mixed precision as a part of the stage: bits within a budget, or as few as validation allows."""
+
+import itertools
+import json
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code, raises_setting_codes
+
+from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
+from smelt.compress.quantize import mixed_precision
+from smelt.compress.quantize.awq import apply_awq
+from smelt.compress.quantize.mixed_precision import measure_matrix_sensitivities, weight_matrices
+from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.errors import InputError
+from smelt.core.stage import stage_needs
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model, save_model
+from smelt.quantization.layers import is_quantized
+from smelt.quantization.schemes.registry import SCHEMES_BY_BITS
+
+FEW = {
+    "exclude": ["*.layer.1.*", "*.attention.*", "*.pooler.*"],
+    "group_size": 32,
+    "calibration_samples": 4,
+    "sensitivity_samples": 2,
+}
+
+
+def run(out, **settings):
+    source = every_family.model_with_layers("bert", 2)
+    made = QuantizeSettings(**settings)
+    return source, made, every_family.run_stage(Quantize(), made, source, "bert", out)
+
+
+@pytest.mark.parametrize("budget", [3.0, 4.5])
+def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path, budget):
+    source, made, ctx = run(tmp_path / "out", mixed_precision={"target_bits": budget}, **FEW)
+    model, _ = load_model(source)
+    units = weight_matrices(plan_layers(model, made), made, sorted(SCHEMES_BY_BITS))
+    told = ctx.details["mixed_precision"]
+    assert len(units) == 4  # the embedding, two products of the first layer, the classifier
+    total = sum(unit.num_weights for unit in units)
+    best = min(
+        (sum(told["sensitivity"][u.name][str(b)] for u, b in zip(units, picks, strict=True)), picks)
+        for picks in itertools.product(sorted(SCHEMES_BY_BITS), repeat=len(units))
+        if sum(u.costs[b] for u, b in zip(units, picks, strict=True)) <= budget * total
+    )
+    assert told["bits"] == {u.name: b for u, b in zip(units, best[1], strict=True)}
+    assert len(set(told["bits"].values())) > 1
+    assert told["average_bits"] == pytest.approx(ctx.details["bits_per_weight"], abs=2e-3)
+    assert told["average_bits"] <= budget
+    layers = {n: m for n, m in harness.load_output_model(ctx).named_modules() if is_quantized(m)}
+    assert {n: m.matrix.scheme.bits for n, m in layers.items()} == told["bits"]
+    worst = [damage["2"] for damage in told["sensitivity"].values()]
+    assert worst == sorted(worst, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mixed_precision": {"target_bits": 4.5}}, {"scheme": "int4", "exclude": "auto"}], ids=str
+)
+def test_damage_on_next_to_nothing_is_told(tmp_path, settings):
+    few = {"group_size": 32, "calibration_samples": 1, "sensitivity_samples": 1}
+    *_, ctx = run(tmp_path / "out", **few, **settings)
+    (told,) = [one for one in ctx.warnings if one.code == "few-sensitivity-tokens"]
+    assert "8 tokens" in told.message
+
+
+def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
+    source, made, ctx = run(
+        tmp_path / "out", mixed_precision={"target_bits": 4.5, "bit_widths": [2, 8]}, **FEW
+    )
+    model, _ = load_model(source)
+    rows = load_calibration_samples(model, tiny.as_artifact(source, ctx.task), 4, ctx, "quantize").subset(2)
+    whole = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)])
+    name, found = next(iter(ctx.details["mixed_precision"]["sensitivity"].items()))
+    unit = next(u for u in weight_matrices(plan_layers(model, made), made, [2]) if u.name == name)
+    quantize_layers(model, unit.layers_with_bits(2, made), {})
+    off = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)]) - whole
+    assert found["2"] == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "given", [{"mixed_precision": {"target_bits": 4.5}}, {"exclude": "auto", "scheme": "int4"}]
+)
+def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
+    model, edits = load_model(every_family.model_with_layers("bert", 2))
+    with torch.no_grad():
+        model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.fill_(float("nan"))
+    source = tmp_path / "astray"
+    source.mkdir()
+    save_model(model, edits, source, every_family.model_with_layers("bert", 2))
+    made = QuantizeSettings(calibration_samples=2, sensitivity_samples=1, **given)
+    with raises_code("non-finite-outputs", InputError):
+        every_family.run_stage(Quantize(), made, source, "bert", tmp_path / "out")
+
+
+def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
+    source = every_family.model_with_layers("gpt2", 1)
+    made = QuantizeSettings(
+        mixed_precision={"target_bits": 4.0},
+        group_size=32,
+        calibration_samples=2,
+        sensitivity_samples=1,
+        method="gptq",
+        exclude=["*.c_attn"],
+    )
+    ctx = every_family.run_stage(Quantize(), made, source, "gpt2", tmp_path / "out")
+    model = harness.load_output_model(ctx)
+    assert model.get_output_embeddings().matrix is model.get_input_embeddings().matrix
+    assert "lm_head" not in ctx.details["mixed_precision"]["bits"]
+    assert ctx.details["gptq_error"]
+    assert ctx.details["bits_per_weight"] <= 4.0
+
+
+@pytest.mark.parametrize("clip", ["none", "awq"])
+def test_scales_and_ends_of_ranges_are_searched_for_the_chosen_widths(tmp_path, clip):
+    source, made, ctx = run(
+        tmp_path / "out", mixed_precision={"target_bits": 4.5}, method="awq", clip=clip, **FEW
+    )
+    told = ctx.details["mixed_precision"]["bits"]
+    layers = {n: m for n, m in harness.load_output_model(ctx).named_modules() if is_quantized(m)}
+    assert {n.removesuffix(".linear"): m.matrix.scheme.bits for n, m in layers.items()} == told
+    model, _ = load_model(source)
+    rows = load_calibration_samples(
+        model, tiny.as_artifact(source, ctx.task), FEW["calibration_samples"], ctx, "quantize"
+    )
+    units = weight_matrices(plan_layers(model, made), made, ())
+    asked = [layer for unit in units for layer in unit.layers_with_bits(told[unit.name], made)]
+    alone = harness.make_context(tmp_path / "alone")
+    apply_awq(model, asked, rows, False, lambda names: torch.float32, alone)
+    assert ctx.details["awq_alpha"] == alone.details["awq_alpha"]
+    assert ctx.details["awq_error"] == alone.details["awq_error"]
+
+
+def scored_by_bits(artifact, *rows):
+    """A score that falls by what the average lacks of eight bits; the float model has 8."""
+    edits = (
+        json.loads((artifact.path / "structure.json").read_text())["edits"]
+        if (artifact.path / "structure.json").is_file()
+        else []
+    )
+    bits = [WIDTHS_BY_NAME[e["scheme"]] for e in edits if e["op"] == "quantize"]
+    return {"bleu": 8.0 if not bits else sum(bits) / len(bits)}
+
+
+WIDTHS_BY_NAME = {scheme.name: bits for bits, scheme in SCHEMES_BY_BITS.items()}
+
+
+def dropped(out, turned=(), **bits):
+    path = tiny.write_labelled(out / "rows.jsonl")
+    data = read_split(str(path), "text-classification", Columns(), out)
+    made = QuantizeSettings(mixed_precision=bits, **FEW)
+    source = every_family.model_with_layers("bert", 2)
+    return harness.run_stage(
+        Quantize(),
+        made,
+        source,
+        out / "out",
+        "text-classification",
+        data,
+        score=scored_by_bits,
+        negated_metrics=frozenset(turned),
+    )
+
+
+def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
+    ctx = dropped(tmp_path, max_drop=3.0)
+    told = ctx.details["mixed_precision"]
+    picked = list(told["bits"].values())
+    assert sum(picked) / len(picked) >= 5
+    worse = [s for s in told["scores"] if s["bleu"] < 5]
+    assert worse  # fewer bits were tried, and lost more
+    assert all(told["average_bits"] > s["average_bits"] for s in worse)
+    assert (told["metric"], told["score_of_floats"]) == ("bleu", 8.0)
+    assert min(s["average_bits"] for s in told["scores"] if s["bleu"] >= 5) == told["average_bits"]
+
+
+def test_scores_are_told_as_they_are_where_less_is_better(tmp_path):
+    ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
+    told = ctx.details["mixed_precision"]
+    assert {s["bleu"] < 0 for s in told["scores"]} == {True}  # the stand-in is turned round
+    assert told["score_of_floats"] == -8.0
+
+
+def test_what_even_the_widest_codes_lose_is_said(tmp_path):
+    ctx = dropped(tmp_path, max_drop=0.5, bit_widths=[2, 4])
+    told = ctx.details["mixed_precision"]
+    for name, damage in told["sensitivity"].items():
+        assert damage[str(told["bits"][name])] == min(damage.values())
+    (said,) = [one.message for one in ctx.warnings if one.code == "max-drop-exceeded"]
+    assert all(value in said for value in (f"{told['average_bits']:.3g}", "0.5", "bleu"))
+
+
+def test_a_metric_that_nobody_scores_is_refused_before_damage_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        mixed_precision,
+        "measure_matrix_sensitivities",
+        lambda *given: pytest.fail("the long part was done first"),
+    )
+    with raises_code("metric-not-scored", InputError) as caught:
+        dropped(tmp_path, max_drop=0.5, metric="chrf")
+    assert caught.value.setting == "mixed_precision.metric"
+    assert all(metric in str(caught.value) for metric in ("chrf", "bleu"))
+
+
+def test_a_budget_that_padded_groups_cannot_meet_is_refused(tmp_path):
+    with raises_code("budget-too-small", InputError) as caught:
+        run(tmp_path / "out", mixed_precision={"target_bits": 2.2}, **(FEW | {"group_size": 128}))
+    assert caught.value.setting == "mixed_precision.target_bits"
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "named"),
+    [
+        ({"mixed_precision": {}}, "settings-conflict", "target_bits"),
+        ({"mixed_precision": {"target_bits": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
+        ({"mixed_precision": {"target_bits": 1.5}}, "budget-out-of-range", "2.25 to 8.25"),
+        ({"mixed_precision": {"target_bits": 9}}, "budget-out-of-range", "2.25 to 8.25"),
+        ({"mixed_precision": {"target_bits": 0}}, "greater_than", "0"),
+        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4]}}, "too_short", "2"),
+        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 4]}}, "duplicate-value", "bit_widths"),
+        ({"mixed_precision": {"target_bits": 4, "bit_widths": [4, 5]}}, "literal_error", "8"),
+        ({"mixed_precision": {"target_bits": 4, "metric": "bleu"}}, "unused-setting", "metric"),
+        ({"mixed_precision": {"target_bits": 4}, "scheme": "int4"}, "settings-conflict", "scheme"),
+        (
+            {"mixed_precision": {"target_bits": 4}, "embedding_scheme": "int4"},
+            "settings-conflict",
+            "embedding_scheme",
+        ),
+        (
+            {"mixed_precision": {"target_bits": 4}, "smoothquant_alpha": 0.5},
+            "settings-conflict",
+            "smoothquant_alpha",
+        ),
+        ({"mixed_precision": {"target_bits": 4}, "exclude": "auto"}, "settings-conflict", "exclude: auto"),
+        (
+            {"mixed_precision": {"target_bits": 4}, "sensitivity_samples": 0},
+            "too-few-rows",
+            "sensitivity_samples",
+        ),
+        ({"mixed_precision": {"target_bits": 4}, "group_size": 16}, "wrong-value", "16"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, code, named):
+    with raises_setting_codes(code) as caught:
+        QuantizeSettings(**given)
+    assert named in caught.value.errors()[0]["msg"]
+
+
+def test_rows_are_needed_and_validation_for_what_is_scored():
+    budget, drop = (QuantizeSettings(mixed_precision=bits) for bits in ({"target_bits": 4}, {"max_drop": 1}))
+    assert stage_needs(Quantize, budget, {"train"}) == {"train"}
+    assert stage_needs(Quantize, drop, {"train", "calibration"}) == {"calibration", "validation"}
+    assert QuantizeSettings(mixed_precision={"target_bits": 5, "bit_widths": [4, 8]}).used_schemes() == (
+        "int4",
+        "int8-groupwise",
+    )
+
+
+def test_what_is_measured_is_put_back_under_all_of_its_names(tmp_path):
+    source = every_family.model_with_layers("gpt2", 1)
+    model, _ = load_model(source)
+    made = QuantizeSettings(
+        mixed_precision={"target_bits": 4.5}, group_size=32, calibration_samples=2, sensitivity_samples=1
+    )
+    before = dict(model.named_modules(remove_duplicate=False))
+    units = weight_matrices(plan_layers(model, made), made, [2, 4])
+    assert max(len(unit.layers) for unit in units) == 2  # embedding and head
+    ctx = harness.make_context(tmp_path / "out")
+    rows = CalibrationSamples(
+        "made", [{"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9).long()}], 1, 9
+    )
+    measure_matrix_sensitivities(model, units, rows, made, lambda layer: None, ctx)
+    assert dict(model.named_modules(remove_duplicate=False)) == before
+    assert all(unit.sensitivities[2] > unit.sensitivities[4] > 0 for unit in units)

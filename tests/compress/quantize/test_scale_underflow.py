@@ -1,0 +1,90 @@
+"""Weights that float16 scales do not hold: warned of where codes are worse for it, and nowhere else."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+import torch
+from harness import run_stage
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.messages import message_codes
+from smelt.quantization.schemes.registry import SCHEMES, default_options
+
+
+def layer(largest, scheme, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 8, bias=False)
+    linear.weight.data.normal_()
+    linear.weight.data *= largest / linear.weight.data.abs().max()
+    return PlannedLayer(linear.to(dtype), "a", scheme, default_options(SCHEMES[scheme]) | options, True)
+
+
+# the error of nearest codes: of 3e-6 in int8-groupwise all of the weights, of 1e-6 in pow2 none
+@pytest.mark.parametrize(
+    ("scheme", "largest", "warned"),
+    [
+        ("int8-groupwise", 1e-4, False), ("int8-groupwise", 3e-6, True),
+        ("int4", 1e-5, False), ("int4", 1e-7, True), ("int4", 1e-30, True),
+        ("int2", 1e-6, False), ("int2", 1e-8, True),
+        ("kmeans4", 3e-5, False), ("kmeans4", 3e-6, True), ("pow2", 1e-6, False), ("pow2", 1e-8, True),
+        ("ternary", 1e-6, False), ("ternary", 1e-8, True), ("binary", 1e-6, False), ("binary", 1e-8, True),
+        ("int8-dynamic", 1e-9, False), ("bnb-nf4", 1e-9, False),
+    ],
+)  # fmt: skip
+def test_a_layer_is_named_where_its_scales_lose_digits_that_its_codes_have(scheme, largest, warned):
+    layers = [layer(largest, scheme)]
+    told = scale_underflow_warnings(layers, small_weights(layers))
+    assert len(told) == warned
+    assert set(message_codes(told)) <= {"scale-underflow"}
+    assert all(one.message.startswith("a: ") and f" {largest:g}," in one.message for one in told)
+
+
+@pytest.mark.parametrize("stands", [2e-5, 2e-4])
+def test_rows_that_vanish_beside_one_that_stands_are_seen(stands):
+    one = layer(3e-6, "kmeans4")
+    one.module.weight.data[0] = 0
+    one.module.weight.data[0, 0] = stands
+    assert len(scale_underflow_warnings([one], small_weights([one]))) == 1
+
+
+def test_rows_that_vanish_and_are_next_to_nothing_of_the_matrix_are_let_be():
+    one = layer(5e-4, "int4")
+    one.module.weight.data[1:] *= 1e-5
+    assert scale_underflow_warnings([one], small_weights([one])) == []
+
+
+def test_positive_scales_that_became_one_are_no_scales():
+    layers = [layer(1e-9, "int4", symmetric="positive")]
+    assert len(scale_underflow_warnings(layers, small_weights(layers))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_zeros_and_usual_weights_are_not_looked_at(dtype):
+    zeros = layer(1.0, "int4", dtype)
+    zeros.module.weight.data.zero_()
+    assert small_weights([zeros, layer(0.1, "int4", dtype)]) == {}
+    assert list(small_weights([layer(1e-7, "int4", dtype)])) == ["a"]
+
+
+def test_what_is_to_be_left_float_are_all_layers_of_the_matrix(tmp_path):
+    source = shutil.copytree(tiny.write_marian(tmp_path / "model"), tmp_path / "small")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.shared.weight"] *= 1e-8
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    settings = {"scheme": "int4", "group_size": 16}
+    (told,) = (
+        one.message
+        for one in run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "a").warnings
+        if one.code == "scale-underflow"
+    )
+    assert '"lm_head"' in told
+    names = json.loads(told[told.index("[") : told.index("]") + 1])
+    left = run_stage(Quantize(), QuantizeSettings(**settings, exclude=names), source, tmp_path / "b")
+    assert "scale-underflow" not in message_codes(left.warnings)

@@ -1,0 +1,210 @@
+"""Models whose scales are learned while they train: what is stored, exported, refused, and what is gained."""
+
+import copy
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+from torch import nn
+
+from smelt.compress.distill.stage import Distill, DistillSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
+from smelt.compress.quantize.qat import QatLinear, as_converted, load_trainable, qat_layers
+from smelt.compress.quantize.qat_extensions import StepSizeTraining
+from smelt.compress.quantize.qat_settings import QatSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.step_sizes import StepSizes
+from smelt.compress.train.train import train
+from smelt.core.errors import InputError
+from smelt.core.store.caches import StepCheckpoints
+from smelt.data.splits import Example, Split
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
+from smelt.quantization.layers import is_quantized
+
+TASK = "text-classification"
+LSQ = {"qat": {"scales": "lsq", "learning_rate": 0.05}}
+TRAIN = {"max_steps": 4, "learning_rate": 2e-3, "batch_size": 4, "precision": "fp32", "num_evals": 0} | LSQ
+ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
+STATIC = {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0}
+CELLS = [
+    ("bert", STATIC),
+    ("marian", STATIC),
+    ("marian", {"scheme": "int8-dynamic"}),
+    ("t5", {"scheme": "int8-groupwise", "group_size": 32}),
+    ("gpt2", {"scheme": "int4", "symmetric": False}),
+    ("llama", {"scheme": "int3", "group_size": 32}),
+    ("modernbert", {"scheme": "int2", "group_size": 32}),
+    ("bart", {"scheme": "ternary", "group_size": 32}),
+    ("gpt2", {"scheme": "ternary", "granularity": "channel"}),
+]
+
+
+def coded(out, family="bert", **settings):
+    source = every_family.model_with_layers(family, 2)
+    return every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, out).out
+
+
+def scales_of(folder):
+    layers = {name: m for name, m in load_model(folder)[0].named_modules() if is_quantized(m)}
+    return {name: layer.matrix.unpack().qparams["scales"] for name, layer in layers.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), CELLS, ids=lambda v: v if isinstance(v, str) else v["scheme"]
+)
+def test_what_was_learned_is_stored_and_leaves(family, settings, tmp_path):
+    """The graph agrees with the model, layer by layer: the export compares them and fails otherwise."""
+    made = coded(tmp_path / "coded", family, **settings)
+    ctx = every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, family, tmp_path / "out")
+    details = ctx.details["learned_scales"]
+    assert details["mean_change"] > 0.01
+    assert ("ranges" in details) == (settings["scheme"] == "int8-static")
+    before, after = scales_of(made), scales_of(ctx.out)
+    assert all(not after[name].equal(before[name]) for name in before)
+    told = [(folder / "structure.json").read_bytes() for folder in (made, ctx.out)]
+    assert told[0] == told[1]
+    every_family.run_stage(Onnx(), OnnxSettings(generation_graph=False), ctx.out, family, tmp_path / "onnx")
+
+
+def learning(folder, out, task=TASK):
+    ctx = harness.make_context(out, task, ROWS)
+    model, edits = load_trainable(tiny.as_artifact(folder, task), ctx)
+    return model, edits, ctx
+
+
+def test_products_of_one_input_keep_one_range(tmp_path):
+    """Else queries, keys and values would leave as three products."""
+    made = coded(tmp_path / "coded", **STATIC)
+    ctx = every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, "bert", tmp_path / "out")
+
+    def ranges(folder):
+        part = load_model(folder)[0].bert.encoder.layer[0].attention.self
+        return [float(layer.matrix.input_scale) for layer in (part.query, part.key, part.value)]
+
+    before, after = ranges(made), ranges(ctx.out)
+    assert len(set(before)) == len(set(after)) == 1
+    assert before != after
+    # two blocks of five inputs, pooler and classifier; an embedding has none
+    layers = sum(
+        1 for m in load_model(made)[0].modules() if isinstance(m, nn.Module) and hasattr(m, "with_outputs")
+    )
+    assert layers == 14
+    assert ctx.details["learned_scales"]["ranges"] == 2 * 4 + 2
+
+
+def test_a_checkpoint_in_the_middle_is_what_will_be_stored(tmp_path):
+    made = coded(tmp_path / "coded", scheme="int4", group_size=32)
+    model, edits, ctx = learning(made, tmp_path / "out")
+    train(model, tiny.as_artifact(made, TASK), FinetuneSettings(**TRAIN), ctx, edits=edits)
+    ids = torch.randint(5, 30, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model(ids).logits
+        with as_converted(model):
+            stored = copy.deepcopy(model)
+        assert qat_layers(model)
+        assert not qat_layers(stored)
+        for module in stored.modules():
+            if is_quantized(module) and "accuracy_level" in module.matrix.options:
+                module.matrix.options["accuracy_level"] = 0
+        assert ours.allclose(stored(ids).logits, atol=1e-5)
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    """A checkpoint holds the steps; the rest ends as if the training had not been stopped, to the bit."""
+    made = coded(tmp_path / "coded", scheme="int4", group_size=32)
+    settings = FinetuneSettings(**TRAIN | {"checkpoint_interval_minutes": 0})
+    before = StepSizeTraining.finalize
+
+    def run(name, key):
+        more = {"next_checkpoint_folder": StepCheckpoints(tmp_path, key).next_folder}
+        return harness.run_stage(Finetune(), settings, made, tmp_path / name, TASK, ROWS, **more)
+
+    def stop(self, ctx):
+        raise KeyboardInterrupt
+
+    whole = run("whole", "a")
+    monkeypatch.setattr(StepSizeTraining, "finalize", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", "b")
+    monkeypatch.setattr(StepSizeTraining, "finalize", before)
+    again = run("again", "b")
+    assert (again.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
+    assert again.details == whole.details
+
+
+def test_phases_go_on_with_the_steps_of_the_one_before(tmp_path):
+    made = coded(tmp_path / "coded", scheme="int4", group_size=32)
+    phases = [{"losses": {"hidden_states": 1}}, {"losses": {"logits": 1}}]
+    one = harness.run_stage(
+        Distill(), DistillSettings(**TRAIN, phases=phases[:1]), made, tmp_path / "one", TASK, ROWS
+    )
+    two = harness.run_stage(
+        Distill(), DistillSettings(**TRAIN, phases=phases), made, tmp_path / "two", TASK, ROWS
+    )
+    assert two.details["learned_scales"]["mean_change"] > one.details["learned_scales"]["mean_change"]
+
+
+def test_what_has_no_codes_or_no_scales_to_learn_is_refused(tmp_path):
+    model = load_model(every_family.model_with_layers("bert", 1))[0]
+    with raises_code("not-quantized", InputError):
+        StepSizeTraining(model, QatSettings(scales="lsq"), "finetune")
+    made = coded(tmp_path / "coded", scheme="binary", group_size=32, embeddings=False, output_layer=False)
+    with raises_code("scales-not-learned", InputError) as caught:
+        harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
+    assert "binary" in str(caught.value)
+
+
+def test_layers_whose_scales_follow_the_weights_are_named(tmp_path):
+    made = coded(tmp_path / "coded", scheme="binary", group_size=32)  # with a vocabulary of int8
+    ctx = harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
+    (told,) = [one for one in ctx.warnings if one.code == "scales-not-learned"]
+    assert all(value in told.message for value in ("binary", "13 layers"))
+    assert ctx.details["learned_scales"]["matrices"] == 2  # word embedding and classifier
+
+
+@pytest.mark.parametrize("scheme", ["int3", "int2", "ternary"])
+def test_learned_scales_fit_better_than_those_that_follow(scheme):
+    """One layer, inputs of which few count, as many updates: a scale of the weights alone is not the best."""
+
+    def left(learn):
+        torch.manual_seed(0)
+        inputs = torch.randn(256, 64) * torch.logspace(-1.5, 0.5, 64)  # some inputs count far more
+        whole = nn.Linear(64, 16, bias=False)
+        nn.init.normal_(whole.weight, std=0.05)
+        target = inputs @ whole.weight.detach().T
+        home = quantize_module(whole, scheme)
+        latent = QatLinear(home, nn.Parameter(whole.weight.detach().clone()))
+        groups = [{"params": [latent.weight], "lr": 2e-3}]
+        if learn:
+            steps = StepSizes(home.matrix)
+            latent.learn_step_sizes(steps)
+            groups.append({"params": list(steps.parameters()), "lr": 1e-2})
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        for step in range(300):
+            for group in optimizer.param_groups:
+                group.setdefault("first", group["lr"])
+                group["lr"] = group["first"] * (1 - step / 300)
+            optimizer.zero_grad()
+            loss = (latent(inputs) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+        quantize_into(home.matrix, latent.weight, latent.step_sizes.quantizer()) if learn else quantize_into(
+            home.matrix, latent.weight
+        )
+        stored = nn.functional.linear(inputs, home.matrix.dequantize())
+        return float((stored - target).square().mean() / target.square().mean())
+
+    learned, following = left(True), left(False)
+    assert learned < 0.9 * following
+
+
+def test_no_weight_decay_draws_steps_back(tmp_path):
+    made = coded(tmp_path / "coded", **STATIC)
+    model, _ = load_trainable(tiny.as_artifact(made, TASK), harness.make_context(tmp_path / "out", TASK))
+    (group,) = StepSizeTraining(model, QatSettings(scales="lsq"), "finetune").extension().groups
+    assert group.weight_decay == 0

@@ -1,0 +1,201 @@
+"""Ternary layers that become two binary ones compute the same, and go on from there (BinaryBERT)."""
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+from torch.nn import functional as F
+
+from smelt.compress.distill.stage import Distill, DistillSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.quantize.plan_layers import quantized_weight_bits
+from smelt.compress.quantize.qat import as_converted, load_trainable, qat_layers, save_trained
+from smelt.compress.quantize.qat_extensions import (
+    split_before_training,
+    split_ternary_groups,
+    split_ternary_layers,
+)
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.core.artifact import MASTER_WEIGHTS_FILE
+from smelt.core.errors import InputError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
+from smelt.quantization.layers import SplitLinear, layer_scheme
+
+TERNARY = {"scheme": "ternary", "group_size": 32, "accuracy_level": 0}
+TRAIN = {"max_steps": 3, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "num_evals": 0}
+# signs cross zero at rates that move weights as far as half a scale
+SPLIT = TRAIN | {"qat": {"weight_splitting": True}, "learning_rate": 0.1}
+
+
+def published(w):
+    """The rows of `w`, split as binary_model_init.py of BinaryBERT does it (equations 5 to 8), in float64."""
+    ones, twos = np.empty_like(w), np.empty_like(w)
+    for row, (one, two) in zip(w, zip(ones, twos, strict=True), strict=True):
+        inside = np.abs(row) > 0.7 * np.abs(row).mean()
+        a = np.abs(row[inside]).mean()
+        outside, n0 = row[~inside], (~inside).sum()
+        b = (a * len(row) - np.abs(row).sum()) / (2 * n0)
+        one[~inside] = np.where(outside > 0, outside + b, b)
+        two[~inside] = np.where(outside >= 0, -b, outside - b)
+        a11 = np.abs(row[inside]).sum()
+        m = (a11 + np.abs(two[~inside]).sum() - np.abs(one[~inside]).sum()) / (2 * a11)
+        one[inside], two[inside] = m * row[inside], (1 - m) * row[inside]
+    return ones, twos
+
+
+def ternary_of(w):
+    """Threshold 0.7 mean |w|, scale the mean of what lies beyond: codes and scales by rows."""
+    codes = np.sign(w) * (np.abs(w) > 0.7 * np.abs(w).mean(axis=1, keepdims=True))
+    return codes, (np.abs(w) * (codes != 0)).sum(axis=1) / (codes != 0).sum(axis=1)
+
+
+@pytest.mark.parametrize("filled", [0, 12])
+def test_values_are_those_that_were_published(filled):
+    """Also where zeros fill the group up, which are no weights."""
+    w = np.random.default_rng(0).normal(size=(12, 64)) * 0.05
+    w[3, 5] = 0.0
+    codes, scales = ternary_of(w)
+    real = torch.arange(64 + filled)[None] < 64
+    groups = (F.pad(torch.tensor(part), (0, filled))[:, None] for part in (w, codes))
+    parts = split_ternary_groups(*groups, torch.tensor(scales)[:, None], real)
+    assert all(part[..., 64:].eq(0).all() for part in parts)
+    one, two = (part[:, 0, :64].numpy() for part in parts)
+    expected = published(w)
+    assert one == pytest.approx(expected[0], abs=1e-12)
+    assert two == pytest.approx(expected[1], abs=1e-12)
+    assert one + two == pytest.approx(w, abs=1e-15)
+
+    def binary(v):
+        return np.where(v >= 0, 1, -1) * np.abs(v).mean(axis=1, keepdims=True)
+
+    assert binary(one) + binary(two) == pytest.approx(codes * scales[:, None], abs=1e-12)
+
+
+@pytest.mark.parametrize("strange", ["zeros", "equal", "learned", "other signs", "one-sided", "padded"])
+def test_the_sum_is_the_ternary_matrix_whatever_the_weights(strange):
+    """Signs are right also where mean magnitudes cannot be: with half of its scale they add up to it."""
+    rng = torch.Generator().manual_seed(0)
+    w = torch.randn(6, 1, 32, generator=rng, dtype=torch.float64)
+    codes = w.sign() * (w.abs() > 0.6)
+    scales = (w.abs() * (codes != 0)).sum(-1) / (codes != 0).sum(-1)
+    real = torch.ones(1, 32, dtype=torch.bool)
+    if strange == "zeros":
+        w[2], codes[2], scales[2] = 0, 0, 0
+    elif strange == "equal":
+        w, codes, scales = w.sign(), w.sign(), torch.ones(6, 1)
+    elif strange == "learned":
+        scales = scales / 4
+    elif strange == "other signs":
+        codes = -codes
+    elif strange == "one-sided":
+        w = w.abs() * 0.01 + 0.3
+        w[..., 0] = 1
+        codes = (w > 0.9).double()
+    else:
+        real[:, 20:], w[..., 20:], codes[..., 20:] = False, 0, 0
+    one, two = split_ternary_groups(w, codes, scales, real)
+    both = torch.where(one >= 0, 1.0, -1.0) + torch.where(two >= 0, 1.0, -1.0)
+    found = (both * scales[..., None] / 2)[..., real[0]]
+    assert found.equal((codes * scales[..., None])[..., real[0]])
+
+
+def ternary_model(family, out):
+    source = every_family.model_with_layers(family, 2)
+    return every_family.run_stage(Quantize(), QuantizeSettings(**TERNARY), source, family, out).out
+
+
+def trained(family, source, out, **settings):
+    return every_family.run_stage(Finetune(), FinetuneSettings(**TRAIN | settings), source, family, out)
+
+
+@pytest.mark.parametrize("family", ["bert", "marian", "t5", "gpt2", "llama", "modernbert"])
+def test_the_split_model_computes_what_the_ternary_one_did(family, tmp_path):
+    first = trained(family, ternary_model(family, tmp_path / "coded"), tmp_path / "ternary")
+    expected = harness.logits(harness.load_output_model(first))
+    ctx = harness.make_context(tmp_path / "out", first.task)
+    model, edits = load_trainable(tiny.as_artifact(first.out, first.task), ctx)
+    kept = {name: latent.weight.detach().clone() for name, latent in qat_layers(model)}
+    before = {m.quantized.matrix.scheme.name for _, m in qat_layers(model)}
+    edits, count = split_ternary_layers(model, edits)
+    spread = float(expected.std())
+    assert harness.logits(model).allclose(expected, atol=2e-3 * spread)
+    with as_converted(model):
+        assert harness.logits(model).allclose(expected, atol=2e-3 * spread)
+    halves = {name: m for name, m in model.named_modules() if isinstance(m, SplitLinear)}
+    assert len(halves) == count >= 8
+    for name, half in halves.items():  # and what is behind them is what the training before kept
+        assert (half.first.weight + half.second.weight).allclose(kept[name], atol=1e-6)
+    assert before == {"ternary", "int4"}
+    save_trained(model, edits, first.out, FinetuneSettings(), ctx)
+    again, _ = load_model(ctx.out)
+    assert harness.logits(again).allclose(expected, atol=2e-3 * spread)
+    assert {layer_scheme(m) for m in again.modules()} - {None} == {"binary", "int4"}
+
+
+@pytest.mark.parametrize("family", ["bert", "marian", "gpt2"])
+def test_half_the_width_in_three_values_then_all_of_it_in_one_bit(family, tmp_path):
+    """The paper's way: half the heads and neurons, ternary with a teacher, split, binary with the teacher."""
+    whole = every_family.model_with_layers(family, 2)
+    half = PruneSettings(keep_ratio=0.5, importance="magnitude", calibration_samples=4)
+    narrow = every_family.run_stage(Prune(), half, whole, family, tmp_path / "narrow")
+    coded = every_family.run_stage(
+        Quantize(), QuantizeSettings(**TERNARY), narrow.out, family, tmp_path / "coded"
+    )
+    teacher = {"ancestors": {"model": tiny.as_artifact(whole, narrow.task)}}
+
+    def taught(source, name, settings):
+        made = DistillSettings(**settings)
+        return harness.run_stage(
+            Distill(), made, source, tmp_path / name, narrow.task, narrow.data, **teacher
+        )
+
+    ternary = taught(coded.out, "ternary", TRAIN)
+    ctx = taught(ternary.out, "binary", SPLIT)
+    assert ctx.details["latent_weights"] == "kept"
+    assert ctx.details["split_layers"] >= 8
+    assert ctx.details["codes_changed"] > 0
+    assert ctx.details["bits_per_weight"] == quantized_weight_bits(harness.load_output_model(ctx))
+    assert ctx.details["bits_per_weight"] < ternary.details["bits_per_weight"]
+    # a binary model trains on as any other, from its own float weights, and leaves
+    more = trained(family, ctx.out, tmp_path / "more")
+    assert more.details["latent_weights"] == "kept"
+    assert (more.out / MASTER_WEIGHTS_FILE).is_file()
+    every_family.run_stage(Onnx(), OnnxSettings(generation_graph=False), more.out, family, tmp_path / "onnx")
+
+
+def test_a_matrix_that_is_looked_up_stays_ternary(tmp_path):
+    settings = QuantizeSettings(**TERNARY, embedding_scheme="ternary")
+    source = every_family.model_with_layers("marian", 2)
+    made = harness.run_stage(Quantize(), settings, source, tmp_path / "coded")
+    model, edits = load_trainable(tiny.as_artifact(made.out), harness.make_context(tmp_path / "out"))
+    split_ternary_layers(model, edits)
+    assert {n for n, m in qat_layers(model) if m.quantized.matrix.scheme.name == "ternary"} >= {"lm_head"}
+    assert model.lm_head.weight is model.model.shared.weight
+
+
+def test_what_cannot_be_split_is_refused(tmp_path):
+    source = every_family.model_with_layers("bert", 1)
+
+    def refuses(code, **settings):
+        out = tmp_path / code
+        made = harness.run_stage(
+            Quantize(), QuantizeSettings(**settings), source, out, "text-classification"
+        ).out
+        with raises_code(code, InputError) as caught:
+            trained("bert", made, out / "trained", qat={"weight_splitting": True})
+        assert caught.value.setting == "qat.weight_splitting"
+
+    refuses("no-layer-of-scheme", scheme="int4")
+    refuses("wrong-granularity", scheme="ternary", granularity="channel", group_size=32)
+    refuses("has-low-rank-correction", **TERNARY, low_rank_correction={"rank": 2})
+    with raises_code("no-layer-of-scheme", InputError):
+        trained("bert", source, tmp_path / "float", qat={"weight_splitting": True})
+
+
+def test_nothing_is_split_unless_asked():
+    assert split_before_training(None, [1], FinetuneSettings(), None) == [1]

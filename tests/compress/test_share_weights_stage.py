@@ -1,0 +1,192 @@
+"""Sharing on every family: what is shared, what it weighs, what stays apart and why."""
+
+import every_family
+import harness
+import pytest
+import torch
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code, raises_setting_codes
+from safetensors.torch import load_file
+from weight_sharing import assert_first_two_shared, linear_names_by_block, share_weights, three_layer_model
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings, group_layers, share_layers
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.skip_sublayer import skip_sublayer
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(family, tmp_path):
+    source = three_layer_model(family)
+    plain, _ = load_model(source)
+    saved = 0
+    for blocks in linear_names_by_block(plain).values():
+        for first, second, _ in zip(*blocks, strict=True):
+            target = plain.get_submodule(second)
+            target.load_state_dict(plain.get_submodule(first).state_dict())
+            saved += sum(t.numel() * t.element_size() for t in target.state_dict().values())
+    ctx = every_family.run_stage(ShareWeights(), ShareWeightsSettings(), source, family, tmp_path / "out")
+    model, _ = load_model(ctx.out)
+    assert_first_two_shared(model)
+    assert torch.equal(harness.logits(model), harness.logits(plain))
+    before, after = (load_file(f / "model.safetensors") for f in (source, ctx.out))
+    assert sum(t.nbytes for t in before.values()) - sum(t.nbytes for t in after.values()) == saved
+    assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == saved // 4
+    assert ctx.warnings == []
+
+
+def test_gradient_of_shared_layers_is_the_sum_of_both():
+    plain, _ = load_model(three_layer_model("bert"))
+    model, edits = load_model(three_layer_model("bert"))
+    share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], groups=1))
+    ups = [block.feed_forward.up for block in blocks_of(plain)]
+    for name in linear_names_by_block(plain)["layers", "ffn", 0][1:]:
+        for first, other in zip(linear_names_by_block(plain)["layers", "ffn", 0][0], name, strict=True):
+            plain.get_submodule(other).load_state_dict(plain.get_submodule(first).state_dict())
+    for one in (plain, model):
+        one(torch.arange(5, 15)[None]).logits.sum().backward()
+    apart = sum(plain.get_submodule(name).weight.grad for name in ups)
+    torch.testing.assert_close(model.get_submodule(ups[2]).weight.grad, apart)
+
+
+def test_mean_is_the_mean_and_last_the_last():
+    plain, _ = load_model(three_layer_model("bert"))
+    name = "bert.encoder.layer.{}.intermediate.dense"
+    own = [plain.get_submodule(name.format(n)) for n in range(3)]
+    for take, wanted in {
+        "mean": [(own[0].weight + own[1].weight + own[2].weight) / 3, sum(m.bias for m in own) / 3],
+        "last": [own[2].weight, own[2].bias],
+        "first": [own[0].weight, own[0].bias],
+    }.items():
+        model, edits = load_model(three_layer_model("bert"))
+        share_layers(model, edits, ShareWeightsSettings(init_from=take, groups=1))
+        found = model.get_submodule(name.format(1))
+        torch.testing.assert_close(found.weight, wanted[0])
+        torch.testing.assert_close(found.bias, wanted[1])
+
+
+def test_only_what_is_named_is_shared():
+    model, edits = load_model(three_layer_model("marian"))
+    share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], stacks=["encoder_layers"]))
+    assert [e["module"] for e in edits] == ["model.encoder.layers.1.fc1", "model.encoder.layers.1.fc2"]
+    model, edits = load_model(three_layer_model("marian"))
+    share_layers(model, edits, ShareWeightsSettings(targets=["attention"], stacks=["decoder_layers"]))
+    assert len(edits) == 8
+    assert {e["module"].split(".")[4] for e in edits} == {"self_attn", "encoder_attn"}
+    norms = [layer.final_layer_norm for layer in model.model.decoder.layers]
+    assert len(set(norms)) == 3
+
+
+@pytest.mark.parametrize(("layers", "settings", "wanted"), [
+    (6, {}, [[0, 1], [2, 3], [4, 5]]),
+    (7, {"group_size": 3}, [[0, 1, 2], [3, 4, 5], [6]]),
+    (6, {"groups": 2}, [[0, 1, 2], [3, 4, 5]]),
+    (7, {"groups": 3}, [[0, 1, 2], [3, 4], [5, 6]]),
+    (6, {"groups": 1, "exclude_first_and_last": True}, [[0], [1, 2, 3, 4], [5]]),
+    (2, {"exclude_first_and_last": True}, [[0], [1]]),
+    (1, {"groups": 4}, [[0]]),
+    (3, {"groups": 9}, [[0], [1], [2]]),
+])  # fmt: skip
+def test_groups_are_neighbours(layers, settings, wanted):
+    assert group_layers(layers, ShareWeightsSettings(**settings)) == wanted
+
+
+def test_groups_and_every_together_are_refused():
+    with raises_setting_codes("settings-conflict"):
+        ShareWeightsSettings(groups=2, group_size=2)
+
+
+def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
+    model, edits = load_model(three_layer_model("bert"))
+    first = model.bert.encoder.layer[0]
+    first.intermediate.dense, first.output.dense = torch.nn.Linear(32, 40), torch.nn.Linear(40, 32)
+    shared, notes = share_layers(model, edits, ShareWeightsSettings())
+    assert message_codes(notes) == ["shape-mismatch"]
+    for number, size in ((0, "[40, 32]"), (1, "[64, 32]")):
+        assert f"bert.encoder.layer.{number}.intermediate.dense" in notes[0].message
+        assert size in notes[0].message
+    assert {e["module"].split(".")[4] for e in edits} == {"attention"}
+    assert shared == {"layers": [[0, 1]]}
+
+
+def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
+    pairs = every_family.run_stage(
+        Factorize(),
+        FactorizeSettings(method="svd", optimize_for="size", rank=4),
+        three_layer_model("bert"),
+        "bert",
+        tmp_path / "pairs",
+    ).out
+    model, edits = load_model(pairs)
+    known = len(edits)
+    _, notes = share_layers(model, edits, ShareWeightsSettings(init_from="mean"))
+    assert message_codes(notes) == ["already-factorized"] * 2
+    assert len(edits) == known
+    shared = every_family.run_stage(
+        ShareWeights(), ShareWeightsSettings(init_from="last"), pairs, "bert", tmp_path / "shared"
+    ).out
+    again, _ = load_model(shared)
+    assert_first_two_shared(again)
+    assert torch.equal(
+        again.bert.encoder.layer[0].output.dense.up.weight, model.bert.encoder.layer[1].output.dense.up.weight
+    )
+
+
+def test_nothing_to_share_is_said():
+    model, edits = load_model(three_layer_model("bert"))
+    shared, notes = share_layers(model, edits, ShareWeightsSettings(groups=3))
+    assert (shared, edits) == ({"layers": []}, [])
+    assert message_codes(notes) == ["single-layer-groups"]
+    assert "3 layers" in notes[0].message
+
+
+def test_layers_without_a_part_in_common_stay_apart_and_say_so():
+    model, edits = load_model(every_family.model_with_layers("bert", 2))
+    edits += [
+        skip_sublayer(model, "bert.encoder.layer.0", 0),
+        skip_sublayer(model, "bert.encoder.layer.1", 1),
+    ]
+    groups, notes = share_layers(model, edits, ShareWeightsSettings())
+    assert groups == {"layers": [[0, 1]]}
+    assert message_codes(notes) == ["no-part-in-common"]
+    assert "0, 1" in notes[0].message
+    assert not any(edit["op"] == "share" for edit in edits)
+
+
+def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():
+    settings = ShareWeightsSettings(stacks=["decoder_layers"])
+    model, edits = load_model(three_layer_model("bert"))
+    found, after = ShareWeights.check_model(settings, model.config.to_dict())
+    assert [(one.setting, one.code) for one in found] == [("stacks", "unknown-stack")]
+    assert after == model.config.to_dict()
+    with raises_code("unknown-stack", InputError) as caught:
+        share_layers(model, edits, settings)
+    assert caught.value.setting == "stacks"
+
+
+def test_quantized_layers_are_refused(tmp_path):
+    codes = every_family.run_stage(
+        Quantize(), QuantizeSettings(), three_layer_model("bert"), "bert", tmp_path / "codes"
+    ).out
+    with raises_code("behind-quantize", InputError):
+        every_family.run_stage(ShareWeights(), ShareWeightsSettings(), codes, "bert", tmp_path / "shared")
+
+
+def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
+    once = share_weights("bert", tmp_path / "once")
+    twice = every_family.run_stage(
+        ShareWeights(), ShareWeightsSettings(groups=1), once, "bert", tmp_path / "twice"
+    ).out
+    model, _ = load_model(twice)
+    assert (
+        len({model.get_submodule(names[0]) for names in linear_names_by_block(model)["layers", "ffn", 0]})
+        == 1
+    )
+    same = every_family.run_stage(ShareWeights(), ShareWeightsSettings(), once, "bert", tmp_path / "same")
+    assert "already-shared" in message_codes(same.warnings)
+    assert same.details["parameters_after"] == same.details["parameters_before"]

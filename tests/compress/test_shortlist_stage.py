@@ -1,0 +1,168 @@
+"""The stage: what it learns, what it says of it, what stays when others follow."""
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import tiny
+from expected_errors import raises_code
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.shortlist import ShortlistSettings, ShortlistStage, learn_shortlist, shortlist_coverage
+from smelt.core.errors import InputError
+from smelt.core.stage import stage_needs
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example, Split
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.generation.shortlist import SHORTLIST_FILE, make_shortlist, read_shortlist
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.pipeline.plan.load_plan import load_plan
+
+CONFIG = {"vocab_size": 8}
+ROWS = [([4, 5], [5, 4, 0]), ([4, 6], [5, 6, 0]), ([7, 5], [7, 4, 0])]
+
+
+def words(shortlist, source):
+    return sorted({*shortlist.table[source].tolist(), *shortlist.always.tolist()})
+
+
+def test_a_word_brings_its_likeliest_words_and_itself():
+    found = learn_shortlist(
+        ROWS, CONFIG, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
+    )
+    assert found.always.tolist() == [0, 1, 4]  # 0 and 4 come most often; 0 and 1 were told
+    assert words(found, 4) == [0, 1, 4, 5]
+    assert words(found, 6) == [0, 1, 4, 6]
+    assert words(found, 7) == [0, 1, 4, 7]
+    assert words(found, 3) == [0, 1, 3, 4]  # never seen: it may be copied
+
+
+@pytest.mark.parametrize("other", [{"decoder_vocab_size": 9}, {"share_encoder_decoder_embeddings": False}])
+def test_where_numbers_mean_other_words_nothing_is_copied(other):
+    found = learn_shortlist(
+        ROWS, CONFIG | other, [0, 1], ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
+    )
+    assert words(found, 3) == [0, 1, 4]
+    assert words(found, 4) == [0, 1, 4, 5]
+
+
+def test_coverage_is_counted_by_hand():
+    table = np.zeros((8, 1), dtype=np.int64)
+    table[[4, 5], 0] = [5, 6]
+    made = make_shortlist(table, np.array([0, 1]), 8)
+    rows = [([4, 5], [5, 6, 0]), ([4], [5, 7, 7, 0, 0])]
+    # of 3 words all, of 5 words 3; 0, 1, 5, 6 are on the first list, 0, 1, 5 on the second
+    assert shortlist_coverage(made, rows, CONFIG) == {"covered": 0.75, "whole": 0.5, "words": 3.5}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shortlist")
+    source = tiny.write_marian(folder / "model")
+    split = read_split(str(tiny.write_pairs(folder / "rows.jsonl", 20)), "translation", Columns(), folder)
+    return harness.run_stage(
+        ShortlistStage(), ShortlistSettings(frequent_tokens=4), source, folder / "out", data=split
+    )
+
+
+def test_the_model_stays_and_facts_say_what_the_list_covers(made):
+    import torch
+
+    before, _ = load_model(made.out.parent / "model")
+    after, edits = load_model(made.out)
+    assert edits == []
+    assert torch.equal(harness.logits(after), harness.logits(before))
+    config = after.config.to_dict()
+    shortlist = read_shortlist(made.out, config)
+    tokenizer = load_tokenizer(made.out)
+    assert {tokenizer.eos_token_id, tokenizer.unk_token_id} <= set(shortlist.always.tolist())
+    details = made.details
+    assert details["rows"] == 20
+    assert details["always"] == len(shortlist.always)
+    assert details["size_bytes"] == shortlist.table.nbytes + shortlist.always.nbytes
+    # with 20 words for each of a row's tokens nothing that was seen is missing
+    assert details["validation"]["covered"] == 1.0
+    assert details["validation"]["words"] < details["vocabulary"] == 62
+
+
+def test_every_stage_behind_it_keeps_the_list(made, tmp_path):
+    training = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32")
+    folder = made.out
+    for stage, settings in (
+        (Finetune(), training),
+        (Prune(), PruneSettings(keep_ratio=0.5, importance="magnitude")),
+        (Quantize(), QuantizeSettings()),
+        (Onnx(), OnnxSettings(generation_graph=False)),
+    ):
+        folder = every_family.run_stage(stage, settings, folder, "marian", tmp_path / stage.name).out
+        assert (folder / SHORTLIST_FILE).read_bytes() == (made.out / SHORTLIST_FILE).read_bytes(), stage.name
+
+
+def test_it_goes_on_from_codes(made, tmp_path):
+    codes = every_family.run_stage(
+        Quantize(), QuantizeSettings(), made.out.parent / "model", "marian", tmp_path / "q"
+    )
+    again = every_family.run_stage(ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s")
+    assert (again.out / SHORTLIST_FILE).is_file()
+    assert (again.out / "structure.json").read_text() == (codes.out / "structure.json").read_text()
+
+
+def test_what_is_missing_is_said(made, tmp_path):
+    train = Split("made", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES[:2]))
+    other = Split("made", tuple(Example(s, references=(tiny.SENTENCES[5],)) for s in tiny.SENTENCES[6:]))
+    data = {"train": train, "validation": other}
+    settings = ShortlistSettings(candidates_per_token=1, frequent_tokens=2)
+    ctx = harness.run_stage(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
+    covered = ctx.details["validation"]["covered"]
+    assert covered < 0.9
+    few, lacks = ctx.warnings
+    assert (few.code, lacks.code) == ("limited-rows", "tokens-not-covered")
+    assert " 2 " in few.message
+    assert f"{1 - covered:.1%}" in lacks.message
+    blind = harness.run_stage(
+        ShortlistStage(), settings, made.out.parent / "model", tmp_path / "b", data={"train": train}
+    )
+    assert blind.warnings[1].code == "no-validation-data"
+
+
+def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
+    data = made.data
+    source = made.out.parent / "model"
+    some = harness.run_stage(
+        ShortlistStage(), ShortlistSettings(max_train_samples=5), source, tmp_path / "some", data=data
+    )
+    assert some.details["rows"] == 5
+    monkeypatch.setattr("smelt.compress.shortlist._MAX_PAIRS", 1000)
+    few = harness.run_stage(ShortlistStage(), ShortlistSettings(), source, tmp_path / "few", data=data)
+    assert 0 < few.details["rows"] < 20
+    assert few.warnings[0].code == "rows-left-out"
+
+
+def test_learning_says_how_far_it_is():
+    told = []
+    learn_shortlist(
+        ROWS,
+        CONFIG,
+        [0, 1],
+        ShortlistSettings(iterations=3),
+        lambda done, total, what: told.append((done, total)),
+    )
+    assert told == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
+    assert stage_needs(ShortlistStage, ShortlistSettings()) == {"train"}
+    tiny.write_bert(tmp_path / "model")
+    tiny.write_labelled(tmp_path / "data.jsonl")
+    (tmp_path / "recipe.yaml").write_text(
+        "model: model\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
+        "stages:\n  - shortlist: {}\n"
+    )
+    with raises_code("unsupported-task", InputError) as caught:
+        load_plan(tmp_path / "recipe.yaml")
+    assert all(
+        word in str(caught.value)
+        for word in ("shortlist", "text-classification", "summarization, translation")
+    )

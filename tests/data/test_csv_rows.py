@@ -1,0 +1,148 @@
+"""CSV files as people have them."""
+
+import csv
+import gzip
+import threading
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.csv_rows import MAX_FIELD_CHARACTERS, detect_delimiter, read_csv_rows
+
+
+def _file(folder, text, name="a.csv"):
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "delimiter"),
+    [
+        ("text,label\na; b; c,1\n", ","),
+        ("text;label\nHello, world;1\n", ";"),
+        ("text\tlabel\na, b; c\t1\n", "\t"),
+        ('"text; raw",label\na,1\n', ","),
+        ("text; raw,label\na;b,1\n", ","),
+        ('text;label;weight\n"a;b";1;0,5\n', ";"),
+        ("a,b;c;d\n1;2;3\n", ";"),
+        ("id,text;label\n1,x;2\n", ","),  # nothing tells: the comma
+        ("id,text;raw;x\n1,a\n2,b;c\n", ","),
+        ("text;n,m;label\n" + ("a," + "x" * 3000 + ";1;2\n") * 100, ";"),
+        ("text\na; b\n", ","),
+        ("", ","),
+        ("text;label\n" + "x, y;1\n" * 20_000, ";"),
+        ('text;label\n"' + "a\n" * 40_000 + '";1\n', ";"),
+        ("\ufefftext;label\na;1\n", ";"),
+    ],
+)
+def test_delimiter_is_what_parts_the_header(tmp_path, text, delimiter):
+    assert detect_delimiter(_file(tmp_path, text)) == delimiter
+    assert detect_delimiter(_file(tmp_path, text, "a.csv.gz")) == delimiter
+
+
+def test_tsv_may_hold_commas_when_its_header_does(tmp_path):
+    assert detect_delimiter(_file(tmp_path, "text,label\na,1\n", "a.tsv")) == ","
+    assert detect_delimiter(_file(tmp_path, "text\tlabel, raw\na\t1\n", "a.tsv")) == "\t"
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_rows_come_with_their_lines(tmp_path, mark):
+    inside = "" if mark == "\t" else mark  # a line with all of its tabs is a row
+    text = f'text{mark}label\r\n"a{inside}\nb"{mark}1\r\n\r\nc{mark}2'
+    path = _file(tmp_path, text)
+    assert list(read_csv_rows(path)) == [
+        (f"{path}:3", {"text": f"a{inside}\nb", "label": "1"}),
+        (f"{path}:5", {"text": "c", "label": "2"}),
+    ]
+
+
+def test_field_of_many_characters_is_read_and_the_limit_of_others_restored(tmp_path):
+    before = csv.field_size_limit()
+    long = "word " * 60_000
+    path = _file(tmp_path, f"text,label\n{long},1\n")
+    [(_, row)] = read_csv_rows(path)
+    assert row["text"] == long
+    assert csv.field_size_limit() == before
+
+
+def test_threads_that_read_together_do_not_disturb_each_other(tmp_path):
+    before = csv.field_size_limit()
+    long = "x" * 200_000
+    path = _file(tmp_path, "text,label\n" + f"{long},1\n" * 5)
+    short = _file(tmp_path, "text,label\na,1\n", "short.csv")
+    failures = []
+
+    def read(file, rows):
+        try:
+            for _ in range(20):
+                assert len(list(read_csv_rows(file))) == rows
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read, args=args) for args in [(path, 5), (short, 1)] * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert csv.field_size_limit() == before
+
+
+def test_limit_is_restored_when_a_reader_stops_early(tmp_path):
+    before = csv.field_size_limit()
+    rows = read_csv_rows(_file(tmp_path, "text,label\na,1\nb,2\n"))
+    next(rows)
+    assert csv.field_size_limit() == MAX_FIELD_CHARACTERS
+    rows.close()
+    assert csv.field_size_limit() == before
+
+
+def test_quote_that_is_never_closed_is_suspected_when_a_field_is_endless(tmp_path, monkeypatch):
+    monkeypatch.setattr("smelt.data.csv_rows.MAX_FIELD_CHARACTERS", 140_000)
+    path = _file(tmp_path, 'text,label\na,1\n"b,2\n' + "c,3\n" * 60_000)
+    with raises_code("field-too-long", InputError) as caught:
+        list(read_csv_rows(path))
+    assert all(part in str(caught.value) for part in ("a.csv:", "140,000"))
+
+
+def test_row_of_another_length_is_told_with_the_delimiter(tmp_path):
+    path = _file(tmp_path, "text;label\na;1\nb;2;3\n")
+    with raises_code("csv-field-count", InputError) as error:
+        list(read_csv_rows(path))
+    assert (error.value.file, error.value.line) == (str(path), 3)
+    assert "semicolons" in str(error.value)
+
+
+def test_quotes_of_a_tab_separated_text_are_text(tmp_path):
+    lines = [f"hello {n}\thallo {n}" for n in range(120)]
+    lines[40] = '"Hello there\thallo'
+    lines[43] = 'he shouts bye"\ter ruft'
+    lines[50] = '"Yes" he said\t"Ja" sagte er'
+    lines[60] = '"He said ""no"""\tnein'  # as csv writes a text with quotes
+    path = tmp_path / "rows.tsv"
+    path.write_text("source\ttarget\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    rows = [row for _, row in read_csv_rows(path)]
+    assert len(rows) == 120
+    assert rows[40] == {"source": '"Hello there', "target": "hallo"}
+    assert rows[43]["source"] == 'he shouts bye"'
+    assert rows[50] == {"source": '"Yes" he said', "target": '"Ja" sagte er'}
+    assert rows[60]["source"] == 'He said "no"'
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_ALL, csv.QUOTE_MINIMAL])
+def test_what_python_writes_with_tabs_is_read_back(tmp_path, quoting):
+    rows = [["a", "b"], ['one "two"', "x\ty"], ["first\nsecond", "z"], ["plain", '"'], ["", "last"]]
+    path = tmp_path / "rows.tsv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t", quoting=quoting).writerows(rows)
+    assert [list(row.values()) for _, row in read_csv_rows(path)] == rows[1:]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+def test_columns_of_one_name_are_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("text,label,text\na,b,c\n".replace(",", "\t" if name.endswith("tsv") else ","))
+    with raises_code("duplicate-column", InputError):
+        list(read_csv_rows(path))

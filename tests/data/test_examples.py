@@ -1,0 +1,301 @@
+"""Every kind of file is read, and every mistake in one is named with its place."""
+
+import gzip
+import json
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.csv_rows import read_file_rows
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example
+
+ROW = {"source": "a cat", "target": "eine Katze"}
+
+
+def _read(path, task="translation", columns=None):
+    return read_split(path.name, task, columns or Columns(), path.parent)
+
+
+def _write(path, text):
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.tsv", "a.parquet"])
+def test_all_kinds_of_files_give_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    if "jsonl" in name:
+        _write(path, json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n")
+    elif name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW, ROW]), path)
+    else:
+        comma = "\t" if "tsv" in name else ","
+        _write(path, f"source{comma}target\na cat{comma}eine Katze\na cat{comma}eine Katze\n")
+    split = _read(path)
+    assert [(e.text, e.references) for e in split.examples] == [("a cat", ("eine Katze",))] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_columns_inside_of_a_translation_are_read_as_those_of_the_hub_are(tmp_path, name):
+    rows = [{"id": i, "translation": {"en": "a cat", "de": "eine Katze"}} for i in range(2)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
+    split = _read(path, columns=Columns(source="en", target="de"))
+    assert [(e.text, e.references) for e in split.examples] == [("a cat", ("eine Katze",))] * 2
+
+
+def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
+    path = _write(tmp_path / "a.csv", "src,tgt\na,b\n")
+    with raises_code("missing-column", InputError) as raised:
+        _read(path)
+    assert "{source: src, target: tgt}" in str(raised.value)
+    path = _write(tmp_path / "b.csv", "sentence,stars\na,b\n")
+    with raises_code("missing-column", InputError) as raised:
+        _read(path, "text-classification", Columns(text_pair="second"))
+    assert all(f"'{name}'" in str(raised.value) for name in ("text", "label", "second"))
+
+
+def test_all_references_are_kept(tmp_path):
+    path = _write(tmp_path / "a.jsonl", json.dumps({**ROW, "targets": ["eine Katze", "ein Kater"]}))
+    assert _read(path).examples[0].references == ("eine Katze", "ein Kater")
+
+
+def test_columns_are_settings(tmp_path):
+    path = _write(tmp_path / "a.csv", "en,de\na,b\n")
+    assert _read(path, columns=Columns(source="en", target="de")).examples[0].text == "a"
+
+
+def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
+    one = _write(tmp_path / "a.jsonl", json.dumps(ROW))
+    two = _write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n")
+    assert _read(one).fingerprint == _read(two).fingerprint
+    assert (
+        _read(_write(tmp_path / "c.jsonl", json.dumps({**ROW, "source": "x"}))).fingerprint
+        != _read(two).fingerprint
+    )
+
+
+def test_label_may_be_number_or_name(tmp_path):
+    path = _write(tmp_path / "a.jsonl", '{"text": "good", "label": 1}\n{"text": "bad", "label": "neg"}')
+    assert [e.label for e in _read(path, "text-classification").examples] == [1, "neg"]
+
+
+def test_labels_may_be_lists_or_decimal_numbers_too(tmp_path):
+    lines = ['{"text": "a", "label": ["x", 2]}', '{"text": "b", "label": []}', '{"text": "c", "label": 0.5}']
+    split = _read(_write(tmp_path / "a.jsonl", "\n".join(lines)), "text-classification")
+    assert [e.label for e in split.examples] == [("x", 2), (), 0.5]
+    assert len(split.fingerprint) == 64
+
+
+def test_a_second_text_may_be_missing_unless_its_column_was_named(tmp_path):
+    path = _write(tmp_path / "a.csv", "text,text_b,label\na,b,0\na,,1\n")
+    assert [e.text_pair for e in _read(path, "text-classification").examples] == ["b", None]
+    with raises_code("missing-column", InputError) as caught:
+        _read(path, "text-classification", Columns(text_pair="text_c"))
+    assert all(part in str(caught.value) for part in ("a.csv:2:", "'text_c'", "'text_b'"))
+
+
+@pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
+def test_what_is_no_label_is_refused(tmp_path, label):
+    path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
+    with raises_code("wrong-column-type", InputError) as caught:
+        _read(path, "text-classification")
+    assert all(part in str(caught.value) for part in ("a.jsonl:1:", "'label'"))
+
+
+def test_how_truth_is_written_as_a_label_is_said(tmp_path):
+    path = _write(tmp_path / "a.jsonl", '{"text": "a", "label": true}')
+    with raises_code("wrong-column-type", InputError) as raised:
+        _read(path, "text-classification")
+    assert "1 and 0" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "line", "values"),
+    [
+        (
+            "a.jsonl",
+            '{"source": "a", "target": "b"}\n{"source": ',
+            "invalid-json",
+            2,
+            (" 12.",),
+        ),
+        ("a.jsonl", "[1, 2]", "not-an-object", 1, ()),
+        ("a.jsonl", "\n\n", "empty-data", None, ()),
+        ("a.csv", "source,target\n", "empty-data", None, ()),
+        ("a.csv", "source,target\na\n", "csv-field-count", 2, ()),
+        (
+            "a.jsonl",
+            '{"sorce": "a", "target": "b"}',
+            "missing-column",
+            1,
+            ("'source'", "sorce, target", "'sorce'"),
+        ),
+        ("a.jsonl", '{"source": 3, "target": "b"}', "wrong-column-type", 1, ("'source'", "3")),
+        ("a.jsonl", '{"source": "a", "targets": "b"}', "wrong-column-type", 1, ("'targets'",)),
+        ("a.xlsx", "x", "unknown-file-type", None, ("'.xlsx'",)),
+        ("a.parquet", "x", "damaged-file", None, ()),
+    ],
+)
+def test_mistakes_are_named_with_their_place(tmp_path, name, text, code, line, values):
+    path = _write(tmp_path / name, text)
+    with raises_code(code, InputError) as caught:
+        _read(path)
+    assert (caught.value.file, caught.value.line) == (str(path), line)
+    assert all(value in str(caught.value) for value in values)
+
+
+def test_missing_file_names_its_neighbour(tmp_path):
+    (tmp_path / "train.jsonl").write_text("x")
+    with raises_code("missing-file", InputError) as caught:
+        read_split("trian.jsonl", "translation", Columns(), tmp_path)
+    assert "'train.jsonl'" in str(caught.value)
+
+
+def test_broken_gzip_and_wrong_encoding_are_explained(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip")
+    with raises_code("unreadable-file", InputError):
+        _read(tmp_path / "a.jsonl.gz")
+    (tmp_path / "b.jsonl").write_bytes(b'{"source": "\xff"}')
+    with raises_code("not-utf8", InputError) as caught:
+        _read(tmp_path / "b.jsonl")
+    assert " 12" in str(caught.value)
+
+
+def _label_files(folder, labels):
+    """Write the same labels as every kind of file; return the files."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+    _write(folder / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    _write(folder / "a.json", json.dumps(rows))
+    for name, mark in (("a.csv", ","), ("b.csv", ";"), ("a.tsv", "\t")):
+        _write(
+            folder / name, "\n".join([f"text{mark}label", *(f"{r['text']}{mark}{r['label']}" for r in rows)])
+        )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+    return [folder / name for name in ("a.jsonl", "a.json", "a.csv", "b.csv", "a.tsv", "a.parquet")]
+
+
+@pytest.mark.parametrize("labels", [[1, 3, 2], [1.0, 3.0, 2.0]])
+@pytest.mark.parametrize(
+    ("config", "places"), [(["1", "2", "3"], [0, 2, 1]), (["a", "b", "c", "d"], [1, 3, 2]), (None, [0, 2, 1])]
+)
+def test_numbers_as_labels_mean_the_same_in_every_kind_of_file(tmp_path, labels, config, places):
+    from smelt.data.labels import SINGLE_LABEL, class_targets, infer_label_names, infer_problem_type
+
+    for path in _label_files(tmp_path, labels):
+        examples = _read(path, "text-classification").examples
+        found = [e.label for e in examples]
+        assert infer_problem_type(None, found) == SINGLE_LABEL
+        assert class_targets(examples, config or infer_label_names(found, SINGLE_LABEL)) == places, path.name
+
+
+def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
+    from smelt.data.labels import SINGLE_LABEL, class_targets, infer_label_names, infer_problem_type
+
+    for name, text in (
+        ("a.csv", "text,label\na,0\nb,\nc,1\n"),
+        ("a.jsonl", '\n{"text": "a", "label": 0}\n{"text": "b", "label": " "}\n{"text": "c", "label": 1}'),
+    ):
+        split = _read(_write(tmp_path / name, text), "text-classification")
+        found = [e.label for e in split.examples]
+        assert infer_problem_type(None, found) == SINGLE_LABEL
+        assert infer_label_names(found, SINGLE_LABEL) == ["0", "1"]
+        with raises_code("empty-label", InputError) as caught:
+            class_targets(split.examples, ["0", "1"], split.origin)
+        assert (caught.value.file, caught.value.line) == (name, 3)
+
+
+def test_wrong_rows_of_a_file_are_said_together(tmp_path):
+    lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
+    with raises_code("several-mistakes", InputError) as raised:
+        _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
+    kinds = [(one.code, one.line) for one in raised.value.found]
+    assert kinds == [*(("wrong-column-type", line) for line in range(2, 10)), ("invalid-json", 10)]
+    said = str(raised.value).splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in said[:5]] == ["2", "3", "4", "5", "6"]
+    assert said[5].startswith("4 ")
+    assert len(said) == 6
+
+
+def test_rows_know_their_lines_and_are_equal_without(tmp_path):
+    one = _read(_write(tmp_path / "a.jsonl", "\n" + json.dumps(ROW)))
+    two = _read(_write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n"))
+    assert [e.line for e in (*one.examples, *two.examples)] == [2, 2]
+    assert one.examples == (Example("a cat", ("eine Katze",)),)
+    lines = read_split(
+        "b.csv.txt", "language-modeling", Columns(), _write(tmp_path / "b.csv.txt", "a\n\nb").parent
+    )
+    assert [e.line for e in lines.examples] == [1, 2, 3]
+
+
+def test_rows_know_their_numbers_in_the_file_when_they_have_no_lines_of_their_own(tmp_path):
+    import pyarrow.parquet
+
+    rows = [{"source": f"cat {n}", "target": "Katze"} for n in range(4)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for name, lines in (("a.parquet", [None] * 4), ("a.json", [1, None, None, None])):
+        read = _read(tmp_path / name)
+        assert [e.line for e in read.examples] == lines
+        assert [e.row for e in read.select([3, 1]).examples] == [4, 2]
+
+
+def test_whole_floats_are_whole_numbers_with_the_same_fingerprint(tmp_path):
+    floats = _write(tmp_path / "a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": [2.0, "x"]}')
+    whole = _write(tmp_path / "b.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": [2, "x"]}')
+    found = [_read(path, "text-classification") for path in (floats, whole)]
+    assert [repr(e.label) for e in found[0].examples] == ["1", "(2, 'x')"]
+    assert found[0].fingerprint == found[1].fingerprint
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_two_columns_of_one_name_are_refused(tmp_path, name):
+    row = '{"source": "a", "source": "b", "target": "c"}'
+    path = tmp_path / name
+    if name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = [pyarrow.array(["a"])] * 3
+        pyarrow.parquet.write_table(pyarrow.table(columns, names=["source", "source", "target"]), path)
+    else:
+        _write(path, f"[{row}]" if name == "a.json" else row)
+    with raises_code("duplicate-column", InputError):
+        _read(path)
+    with raises_code("duplicate-column", InputError):
+        list(read_file_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("translation", {"source": " ", "target": "x"}),
+        ("summarization", {"source": "", "target": "x"}),
+        ("text-classification", {"text": "\t", "label": 1}),
+        ("sentence-similarity", {"text": ""}),
+    ],
+)
+def test_an_empty_text_is_refused_as_an_empty_target_is(tmp_path, task, row):
+    path = _write(tmp_path / "a.jsonl", json.dumps(row))
+    with raises_code("empty-text", InputError):
+        _read(path, task)
+
+
+def test_a_text_to_be_continued_may_be_empty(tmp_path):
+    path = _write(tmp_path / "a.jsonl", '{"text": ""}\n{"text": "a"}\n')
+    assert [e.text for e in _read(path, "language-modeling").examples] == ["", "a"]

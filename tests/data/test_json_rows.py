@@ -1,0 +1,107 @@
+"""A .json file in every form that is rows, and what is none."""
+
+import gzip
+import json
+import tracemalloc
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.json_rows import read_json_rows
+
+ROWS = [{"text": 'a ] } " \\ ü', "label": 1}, {"text": "b", "label": -2.5, "more": {"x": [1, [2]]}}]
+
+
+def _file(folder, text, name="a.json"):
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ROWS),
+        json.dumps(ROWS, indent=2),
+        json.dumps(ROWS, ensure_ascii=False),
+        "\ufeff \n" + json.dumps(ROWS),
+        json.dumps({"data": ROWS}),
+        json.dumps({"version": "1", "n": 2, "empty": [], "names": ["a"], "data": ROWS}, indent=1),
+        "\n".join(map(json.dumps, ROWS)) + "\n",
+        "".join(json.dumps(row, indent=3) for row in ROWS),
+    ],
+)
+def test_rows_are_found_in_every_form(tmp_path, name, text):
+    assert [row for _, row in read_json_rows(_file(tmp_path, text, name))] == ROWS
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 64])
+def test_a_window_may_end_anywhere(tmp_path, monkeypatch, window):
+    monkeypatch.setattr("smelt.data.json_rows._CHUNK_CHARACTERS", window)
+    rows = [*ROWS, {"t": "\u2028\U0001f600" * 9, "n": 123456789012345, "f": 1.5e-9, "b": None, "c": True}] * 3
+    held = {"n": 1234567890, "t": True, "d": rows}
+    for text in (json.dumps(rows), json.dumps(rows, indent=1, ensure_ascii=False), json.dumps(held)):
+        assert [row for _, row in read_json_rows(_file(tmp_path, text))] == rows
+
+
+def test_each_row_is_said_to_stand_where_it_begins(tmp_path):
+    path = _file(tmp_path, '[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]')
+    assert [where for where, _ in read_json_rows(path)] == [f"{path}:{line}" for line in (2, 4, 5)]
+    pandas = _file(tmp_path, '[{"a": 1},{"a": 2},\n{"a": 3},{"a": 4}]', "pandas.json")
+    found = [f"{pandas}:1", f"{pandas} row 2", f"{pandas}:2", f"{pandas} row 4"]
+    assert [where for where, _ in read_json_rows(pandas)] == found
+    one = _file(tmp_path, '{"text": "a", "targets": ["b", "c"]}', "one.json")
+    assert list(read_json_rows(one)) == [(f"{one}:1", {"text": "a", "targets": ["b", "c"]})]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "line", "read"),
+    [
+        ('[{"a": 1},\n {"a" 2}]', "invalid-json", 2, "'2}]'"),
+        ('[{"a": 1},\n {"a": 2}', "invalid-json", 2, "']'"),
+        ('[{"a": 1} {"a": 2}]', "invalid-json", 1, """']', got '{"a": 2}]'"""),
+        ('[{"a": 1}]\n[2]', "text-after-end", 2, "'[2]'"),
+        ('[{"a": 1},\n 7]', "not-an-object", 2, "'7'"),
+        ("7", "not-an-object", 1, "'7'"),
+        ("[" * 100_000, "nested-too-deep", 1, ""),
+        ('{"a": ' * 100_000, "nested-too-deep", 1, ""),
+        ('{"train": [{"a": 1}], "test": [{"a": 2}]}', "several-row-lists", None, "(train, test)"),
+        ('{"text": ["a", "b"], "label": [0, 1]}', "columns-not-rows", None, ""),
+        ('{"text": {"0": "a"}, "label": {"0": 1}}', "columns-not-rows", None, ""),
+        ('{"a": "' + "x" * 99_999, "invalid-json", 1, "'\"xx"),
+        ("{7: 1}", "invalid-json", 1, "'7'"),
+        ("nonsense", "invalid-json", 1, "'nonsense'"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_said(tmp_path, text, code, line, read):
+    path = _file(tmp_path, text)
+    with raises_code(code, InputError) as caught:
+        list(read_json_rows(path))
+    assert (caught.value.file, caught.value.line) == (str(path), line)
+    assert read in str(caught.value)
+
+
+def test_rows_that_hold_lists_of_objects_are_rows_when_there_are_several(tmp_path):
+    rows = [{"text": "a", "spans": [{"from": 1}]}, {"text": "b", "spans": [{"from": 2}]}]
+    assert [row for _, row in read_json_rows(_file(tmp_path, "\n".join(map(json.dumps, rows))))] == rows
+
+
+def test_an_empty_file_or_list_has_no_rows(tmp_path):
+    for text in ("", " \n", "[]", '{"data": []}'):
+        rows = list(read_json_rows(_file(tmp_path, text)))
+        assert rows == ([] if "data" not in text else [(f"{tmp_path}/a.json:1", {"data": []})])
+
+
+def test_a_large_file_is_not_held_in_memory(tmp_path):
+    row = json.dumps({"text": "word " * 200, "label": 1})
+    path = _file(tmp_path, '{"data": [' + ",\n".join([row] * 20_000) + "]}")
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_json_rows(path)) == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size > 20_000_000
+    assert peak < 2_000_000

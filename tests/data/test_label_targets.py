@@ -1,0 +1,121 @@
+"""The labels of rows as targets, and what is said of those that can be none."""
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.labels import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    check_labels,
+    class_targets,
+    multi_label_targets,
+    regression_targets,
+)
+from smelt.data.splits import Example
+
+
+def rows(*labels):
+    return [Example("a", label=label) for label in labels]
+
+
+def test_classes_are_names_numbers_or_numbers_as_text():
+    assert class_targets(rows("good", 0, "1"), ["bad", "good"]) == [1, 0, 1]
+    # a name wins over the number that it looks like
+    assert class_targets(rows("1", "0"), ["1", "0"]) == [0, 1]
+
+
+def test_sets_are_lists_or_texts_with_bars_and_may_be_empty():
+    names = ["calm", "angry", "glad"]
+    found = multi_label_targets(rows(("glad", "calm"), "angry | glad", "", (), "2", 1), names)
+    assert found == [(0, 2), (1, 2), (), (), (2,), (1,)]
+
+
+def test_numbers_may_be_text():
+    assert regression_targets(rows(1, 0.5, "-2.5e0")) == [1.0, 0.5, -2.5]
+
+
+def test_every_wrong_row_is_counted_and_the_nearest_name_is_said():
+    labels = rows("good", "goood", *["x"] * 7)
+    with raises_code("unknown-label", InputError) as raised:
+        class_targets(labels, ["bad", "good"], "train.csv")
+    parts = ("train.csv: row 2:", "'goood'", "bad, good", "'good'", " 3, 4, 5, 6 ", " 3 more")
+    assert all(part in str(raised.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("label", "problem", "code", "shown"),
+    [
+        (2, SINGLE_LABEL, "unknown-label", " 2 "),
+        (-1, SINGLE_LABEL, "unknown-label", " -1 "),
+        (0.5, SINGLE_LABEL, "unknown-label", " 0.5 "),
+        ("", SINGLE_LABEL, "empty-label", "row 1:"),
+        (" ", REGRESSION, "empty-label", ""),
+        (None, SINGLE_LABEL, "unknown-label", " None "),
+        ("²", SINGLE_LABEL, "unknown-label", "'²'"),
+        (("bad", "good"), SINGLE_LABEL, "several-labels", "['bad', 'good']"),
+        (("bad", "god"), MULTI_LABEL, "unknown-label", "'god'"),
+        (None, MULTI_LABEL, "unknown-label", " None "),
+        ("good", REGRESSION, "non-finite-label", "'good'"),
+        ("nan", REGRESSION, "non-finite-label", "'nan'"),
+        (("1",), REGRESSION, "non-finite-label", "['1']"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(label, problem, code, shown):
+    with raises_code(code, InputError) as caught:
+        check_labels(rows(label), ["bad", "good"], problem)
+    assert shown in str(caught.value)
+
+
+def test_names_in_the_data_and_none_in_the_model_say_how_to_mend_it():
+    with raises_code("unknown-label", InputError) as caught:
+        class_targets(rows("good"), ["LABEL_0", "LABEL_1"])
+    assert "id2label" in str(caught.value)
+
+
+@pytest.mark.parametrize("label", [1, 1.0, "1", "1.0", " 1", "+1"])
+@pytest.mark.parametrize(
+    ("names", "place"),
+    [
+        (["1", "2", "3"], 0),
+        (["3", "2", "1"], 2),
+        (["0", "1"], 1),
+        (["-1", "0", "1"], 2),
+        (["other", "1"], 1),
+        (["1.0", "2.0"], 0),
+        (["bad", "good"], 1),
+        (["LABEL_0", "LABEL_1"], 1),
+        (["1 star", "2 stars"], 1),
+    ],
+)
+def test_a_number_is_the_same_label_however_it_is_written(label, names, place):
+    assert class_targets(rows(label), names) == [place]
+    assert multi_label_targets(rows((label,) if not isinstance(label, float) else (int(label),)), names) == [
+        (place,)
+    ]
+
+
+@pytest.mark.parametrize("label", [0, "0", 4])
+def test_number_is_no_place_when_the_names_are_numbers(label):
+    with raises_code("unknown-label", InputError) as caught:
+        class_targets(rows(label), ["1", "2", "3"])
+    assert "1, 2, 3" in str(caught.value)
+
+
+def test_wrong_labels_are_named_by_their_lines_when_the_file_has_lines():
+    examples = [Example("a", label=label, line=line) for line, label in ((2, "a"), (7, "x"), (9, "y"))]
+    with raises_code("unknown-label", InputError) as caught:
+        class_targets(examples, ["a", "b"], "d.csv")
+    assert "'x'" in str(caught.value)
+    assert (caught.value.file, caught.value.line) == ("d.csv", 7)
+    assert str(caught.value).endswith(" 9.")
+
+
+def test_wrong_labels_are_named_by_their_rows_in_the_file_when_lines_do_not_tell_rows_apart():
+    examples = [Example("a", label="a", line=1, row=1)]
+    examples += [Example("a", label=label, row=row) for row, label in ((5, "x"), (9, "a"), (30, "y"))]
+    with raises_code("unknown-label", InputError) as caught:
+        class_targets(examples, ["a", "b"], "d.json")
+    assert all(part in str(caught.value) for part in ("d.json: row 5:", "'x'"))
+    assert str(caught.value).endswith(" 30.")

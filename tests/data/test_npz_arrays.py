@@ -1,0 +1,181 @@
+"""Arrays are read without unpickling, and what is wrong with a file is known from its headers."""
+
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.npz_arrays import read_npz, read_npz_headers, write_npz
+
+
+def write(path: Path, **values: Any) -> Path:
+    np.savez(path, **values)
+    return path
+
+
+def test_rows_are_those_of_axis_0(tmp_path: Path) -> None:
+    found = read_npz(write(tmp_path / "a.npz", x=np.ones((3, 2)), t=np.array(["a", "b", "c"]), k=np.array(1)))
+    assert found.num_samples == 3
+    assert {name: v.shape for name, v in found.values.items()} == {"x": (3, 2), "t": (3,), "k": ()}
+    assert read_npz_headers(tmp_path / "a.npz")["t"].dtype == "str"
+    assert found.select([2, 0]).values["t"].tolist() == ["c", "a"]
+
+
+def test_equal_rows_have_one_fingerprint_wherever_they_lie(tmp_path: Path) -> None:
+    one, other = (read_npz(write(tmp_path / n, x=np.ones((3, 2)))) for n in ("a.npz", "b.npz"))
+    assert one.fingerprint == other.fingerprint
+    assert one.select([0, 1]).fingerprint != one.fingerprint
+    assert read_npz(write(tmp_path / "c.npz", x=np.ones((2, 3)))).fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "names"),
+    [
+        ({"x": np.ones((3, 2)), "y": np.ones(4)}, "unequal-rows", "x y"),
+        ({"x": np.ones((0, 2))}, "empty-data", ""),
+        ({"x": np.array([{}, {}], dtype=object)}, "pickled-objects", "'x'"),
+        ({}, "missing-array", ""),
+    ],
+)
+def test_files_that_hold_no_rows_are_refused(
+    tmp_path: Path, values: dict[str, Any], code: str, names: str
+) -> None:
+    path = write(tmp_path / "a.npz", **values)
+    with raises_code(code, InputError) as caught:
+        read_npz(path)
+    assert caught.value.file == str(path)
+    assert all(name in str(caught.value) for name in names.split())
+
+
+def test_what_is_no_such_file_is_said(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.npz", x=np.ones((30, 20))).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[:500])
+    for name, code, nearest in (
+        ("cut.npz", "damaged-file", ""),
+        ("b.npz", "missing-file", "'a.npz'"),
+        ("a.csv", "missing-file", ""),
+    ):
+        with raises_code(code, InputError) as caught:
+            read_npz(tmp_path / name)
+        assert caught.value.file == str(tmp_path / name)
+        assert nearest in str(caught.value)
+    (tmp_path / "rows.csv").write_text("x\n1\n")
+    with raises_code("wrong-format", InputError):
+        read_npz(tmp_path / "rows.csv")
+
+
+def test_more_than_the_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.npz", x=np.ones((300, 20)))
+    monkeypatch.setattr("smelt.core.system.available_bytes", lambda: 1000)
+    monkeypatch.setattr(np.lib.format, "read_array", lambda *a, **k: pytest.fail("read"))
+    with raises_code("out-of-memory", InputError):
+        read_npz(path)
+
+
+def header(said: str, length: int | None = None) -> bytes:
+    """What an array begins with, whatever it says of itself."""
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(said) if length is None else length) + said.encode()
+
+
+WHOLE = header("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}\n") + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header("(" * 5000 + "\n"),  # tokenize.TokenError
+        header("-" * 5000 + "1\n"),  # RecursionError
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 8)}\n") + bytes(32),  # TypeError
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (-5, 8)}\n") + bytes(160),
+        b"\x93NUMPY\x09\x00aaaa",
+    ],
+)
+def test_headers_that_are_none_are_our_error(tmp_path: Path, content: bytes) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x.npy", content)
+    with raises_code("damaged-file", InputError):
+        read_npz(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("packed", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_in_what_is_packed_is_our_error(tmp_path: Path, packed: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", packed) as file:
+        file.writestr("x.npy", WHOLE)
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[45:60] = b"\xff" * 15
+    (tmp_path / "a.npz").write_bytes(content)
+    with raises_code("damaged-file", InputError):
+        read_npz(tmp_path / "a.npz")
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x.npy", header(" " * (1 << 20), 3_000_000_000))
+    read: list[int] = []
+    whole = zipfile.ZipExtFile.read
+
+    def counted(stream: Any, n: int | None = -1) -> bytes:
+        found = whole(stream, n)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", counted)
+    with raises_code("damaged-file", InputError):
+        read_npz_headers(tmp_path / "a.npz")
+    assert sum(read) <= 1 << 16
+
+
+def test_a_file_x_beside_an_array_x_is_left_alone(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x.npy", WHOLE)
+        file.writestr("x", b"not an array")
+    assert read_npz(tmp_path / "a.npz").values["x"].shape == (1, 2)
+
+
+def test_the_axis_of_the_rows_is_moved_to_the_front(tmp_path: Path) -> None:
+    values = {
+        "x": np.ones((3, 2)),
+        "state": np.arange(6).reshape(2, 3),
+        "same": np.ones(5),
+        "label": np.ones(7),
+    }
+    axes = {"x": 0, "state": 1, "same": None}
+    found = read_npz(write(tmp_path / "a.npz", **values), axes=axes)
+    assert found.num_samples == 3
+    assert {name: v.shape for name, v in found.values.items()} == {"x": (3, 2), "state": (3, 2), "same": (5,)}
+    some = found.select([2])
+    np.testing.assert_array_equal(some.values["state"], [[2, 5]])
+    assert some.values["same"].shape == (5,)
+    assert set(some.per_sample) == {"x", "state"}
+    assert found.padded_to(5).values["state"][3:].tolist() == [[2, 5], [2, 5]]
+
+
+def test_other_numbers_of_rows_are_told_with_what_to_write(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.npz", x=np.ones((3, 2)), y=np.ones((3, 1)), state=np.ones((1, 3)), k=np.ones(4)
+    )
+    with pytest.raises(InputError) as raised:
+        read_npz(path, axes={"x": 0, "y": 0, "state": 0})
+    assert raised.value.code == "unequal-rows"
+    assert "{axes: {state: 1}}" in str(raised.value)
+    with raises_code("unequal-rows", InputError):
+        read_npz(path, axes={"x": 0, "y": 0, "k": 0})
+
+
+def test_arrays_are_written_whatever_their_names(tmp_path: Path) -> None:
+    values = {"file": np.ones((2, 2)), "ein/gabe:0": np.array(["a", "bc"], dtype=object)}
+    write_npz(tmp_path / "a.npz", values)
+    found = read_npz(tmp_path / "a.npz").values
+    assert found["file"].tolist() == [[1, 1], [1, 1]]
+    assert found["ein/gabe:0"].tolist() == ["a", "bc"]
+
+
+def test_rows_that_hold_the_same_have_one_hash(tmp_path: Path) -> None:
+    found = read_npz(write(tmp_path / "a.npz", x=np.array([[1, 2], [3, 4], [1, 2]]), k=np.array(1)))
+    one, other, again = found.sample_hashes
+    assert one == again != other

@@ -1,0 +1,44 @@
+"""Texts without labels, however they are stored; whatever stands in the labels' column is not read."""
+
+import json
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.examples import read_unlabelled
+from smelt.data.splits import Columns
+
+TASK = "text-classification"
+
+
+def test_plain_text_is_a_text_a_line(tmp_path):
+    (tmp_path / "x.txt").write_text("one\r\n\n  \ntwo words\n", encoding="utf-8")
+    rows = read_unlabelled("x.txt", TASK, Columns(), tmp_path).examples
+    assert [(e.text, e.line, e.label) for e in rows] == [("one", 1, None), ("two words", 4, None)]
+
+
+@pytest.mark.parametrize("columns", [Columns(), Columns(label="label")])
+def test_rows_may_lack_labels_and_those_that_are_there_are_not_read(tmp_path, columns):
+    lines = [{"text": "one"}, {"text": "two", "label": {"no": "label"}}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = read_unlabelled("x.jsonl", TASK, columns, tmp_path).examples
+    assert [(e.text, e.label) for e in rows] == [("one", None), ("two", None)]
+
+
+def test_the_columns_that_the_recipe_names_are_read(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
+    (row,) = read_unlabelled("x.jsonl", TASK, Columns(text="a", text_pair="b"), tmp_path).examples
+    assert (row.text, row.text_pair) == ("one", "two")
+    with raises_code("missing-column", InputError) as caught:
+        read_unlabelled("x.jsonl", TASK, Columns(), tmp_path)
+    assert all(part in str(caught.value) for part in ("x.jsonl:1:", "'text'", "a, b"))
+
+
+def test_a_file_without_texts_and_a_task_without_labels_are_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("\n \n")
+    with raises_code("empty-data", InputError):
+        read_unlabelled("x.txt", TASK, Columns(), tmp_path)
+    with raises_code("unsupported-task", InputError) as caught:
+        read_unlabelled("x.txt", "translation", Columns(), tmp_path)
+    assert "translation" in str(caught.value)

@@ -1,0 +1,34 @@
+"""An embedder's hidden states as an output: pooled by hand they are its vectors."""
+
+import exported_artifacts
+import numpy as np
+import onnx
+import translator_graphs
+from expected_errors import raises_code
+
+from smelt.core.errors import RunError
+from smelt.export.graph_files import read_graph
+from smelt.export.package.optimum_decoders import add_hidden_states_output
+
+
+def test_pooled_hidden_states_are_the_vectors():
+    model = read_graph(exported_artifacts.exported_artifact("embedder") / "model.onnx")
+    add_hidden_states_output(model)
+    onnx.checker.check_model(model)
+    opened = translator_graphs.open_session(model)
+    assert [o.name for o in opened.get_outputs()] == ["sentence_embedding", "last_hidden_state"]
+    mask = translator_graphs.MASK
+    vectors, hidden = opened.run(None, {"input_ids": translator_graphs.IDS, "attention_mask": mask})
+    assert hidden.shape == (*mask.shape, vectors.shape[1])
+    weights = mask / mask.sum(1, keepdims=True)
+    pooled = (weights[..., None] * hidden).sum(1)
+    pooled /= np.linalg.norm(pooled, axis=1, keepdims=True)
+    np.testing.assert_allclose(pooled, vectors, rtol=0, atol=1e-6)
+
+
+def test_a_graph_without_a_norm_is_refused():
+    model = read_graph(exported_artifacts.exported_artifact("embedder") / "model.onnx")
+    for node in model.graph.node:
+        node.op_type = node.op_type.replace("LayerNormalization", "Identity")
+    with raises_code("unsupported-graph", RunError):
+        add_hidden_states_output(model)

@@ -1,0 +1,102 @@
+"""First caches whose shape a tool guessed: they do not change what a graph says."""
+
+import json
+import shutil
+
+import exported_artifacts
+import numpy as np
+import pytest
+import translator_graphs
+from expected_errors import raises_code
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError
+from smelt.export.graph_files import read_graph
+from smelt.export.package.genai import GenaiFormat
+from smelt.export.package.hub_files import accept_any_empty_cache
+from smelt.export.package.optimum import OptimumFormat
+from smelt.export.package.optimum_decoders import optimum_graphs
+from smelt.export.package.transformers_js import TransformersJsFormat
+
+
+def layout(kind):
+    folder = exported_artifacts.exported_artifact(kind)
+    parts = [read_graph(folder / f"{name}.onnx") for name in ("encoder_model", "decoder_with_past_model")]
+    return parts, optimum_graphs(*parts), json.loads((folder / "config.json").read_text())
+
+
+def test_t5_whose_heads_are_narrower_than_its_width_says_takes_what_optimum_makes():
+    parts, made, config = layout("t5")  # 32 wide, 4 heads of 6
+    assert accept_any_empty_cache(made.merged_decoder, config) == 4
+    expected = translator_graphs.run_smelt_graphs(*parts)
+    for heads, width in ((4, 8), (4, 6), (3, 5)):
+        found = translator_graphs.run_merged_graph(made.encoder, made.merged_decoder, heads, width)
+        for wanted, logits in zip(expected, found, strict=True):
+            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+
+
+def test_without_it_onnxruntime_refuses_them():
+    _, made, _ = layout("t5")
+    with pytest.raises(InvalidArgument, check=lambda error: "Got: 8 Expected: 6" in str(error)):
+        translator_graphs.run_merged_graph(made.encoder, made.merged_decoder, 4, 8)
+
+
+def test_caches_of_the_plain_shape_stay_as_they_are():
+    _, made, config = layout("translator")
+    before = made.merged_decoder.SerializeToString()
+    assert accept_any_empty_cache(made.merged_decoder, config) == 0
+    assert made.merged_decoder.SerializeToString() == before
+
+
+def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
+    folder = exported_artifacts.exported_artifact("writer")  # Llama: 4 heads, 2 of keys
+    config = json.loads((folder / "config.json").read_text())
+    model = read_graph(folder / "model.onnx")
+    ids = np.array([[5, 9, 7]])
+    feeds = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(3)[None],
+    }
+    pasts = [i.name for i in model.graph.input if i.name.startswith("past_")]
+
+    def logits(heads):
+        opened = translator_graphs.open_session(model)
+        found = opened.run(["logits"], feeds | {n: np.zeros((1, heads, 0, 16), np.float32) for n in pasts})
+        return found[0]
+
+    expected = logits(2)
+    assert accept_any_empty_cache(model, config) == len(pasts) == 4
+    np.testing.assert_array_equal(logits(2), expected)
+    np.testing.assert_array_equal(logits(4), expected)
+
+
+@pytest.mark.parametrize("form", [OptimumFormat(), TransformersJsFormat()])
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("writer", "num_hidden_layers"), ("translator", "decoder_layers")]
+)
+def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layers, tmp_path):
+    """As of a model whose third layer attends no more: its tool would make a cache for it."""
+    folder = shutil.copytree(exported_artifacts.exported_artifact(kind), tmp_path / "model")
+    form.check(read_artifact(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {layers: config[layers] + 1}))
+    with raises_code("unsupported-structure", InputError) as caught:
+        form.check(read_artifact(folder))
+    assert "2 of 3 " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "tool"),
+    [
+        (OptimumFormat(), "Optimum"),
+        (TransformersJsFormat(), "transformers.js"),
+        (GenaiFormat(), "onnxruntime-genai"),
+    ],
+)
+def test_int8_caches_are_refused_by_tools_that_make_float_ones(form, tool):
+    form.check(read_artifact(exported_artifacts.exported_artifact("writer")))
+    with raises_code("unsupported-kv-cache", InputError) as caught:
+        form.check(read_artifact(exported_artifacts.exported_artifact("int8-caches")))
+    assert tool in str(caught.value)

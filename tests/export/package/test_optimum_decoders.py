@@ -1,0 +1,96 @@
+"""The layouts of a translator's decoder that others know, made of smelt's two graphs: names and numbers."""
+
+import exported_artifacts
+import graph_exports
+import numpy as np
+import onnx
+import pytest
+import translator_graphs
+from expected_errors import raises_code
+
+from smelt.core.errors import RunError
+from smelt.export.graph_files import read_graph
+from smelt.export.package.optimum_decoders import optimum_graphs
+
+FOLDERS = {
+    "marian": lambda: exported_artifacts.exported_artifact("translator"),
+    "t5": lambda: exported_artifacts.exported_artifact("t5"),
+    "bart": lambda: graph_exports.exported_graphs("bart", "fp32").folder,
+    "marian int8": lambda: graph_exports.exported_graphs("marian", "int8").folder,
+    "t5 static": lambda: graph_exports.exported_graphs("t5", "static").folder,
+}
+LAYERS = 2
+
+
+def graphs(kind):
+    return [read_graph(FOLDERS[kind]() / f"{n}.onnx") for n in ("encoder_model", "decoder_with_past_model")]
+
+
+def names(values):
+    return [value.name for value in values]
+
+
+def caches(prefix, kinds=("decoder", "encoder")):
+    return [f"{prefix}.{i}.{k}.{p}" for i in range(LAYERS) for k in kinds for p in ("key", "value")]
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_every_layout_gives_the_logits_of_smelts_graphs(kind):
+    encoder, decoder = graphs(kind)
+    layout = optimum_graphs(encoder, decoder)
+    expected = translator_graphs.run_smelt_graphs(encoder, decoder)
+    for found in (
+        translator_graphs.run_optimum_graphs(layout.encoder, layout.decoder, layout.decoder_with_past),
+        translator_graphs.run_merged_graph(layout.encoder, layout.merged_decoder),
+    ):
+        for wanted, logits in zip(expected, found, strict=True):
+            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+    assert not np.allclose(expected[1], expected[2], atol=1e-3)  # the steps differ, so their caches matter
+
+
+def test_names_and_their_order_are_those_that_optimum_numbers_layers_by():
+    layout = optimum_graphs(*graphs("marian"))
+    assert names(layout.encoder.graph.input) == ["input_ids", "attention_mask"]
+    assert names(layout.encoder.graph.output) == ["last_hidden_state"]
+    states = ["input_ids", "encoder_attention_mask", "encoder_hidden_states"]
+    assert names(layout.decoder.graph.input) == states
+    assert names(layout.decoder.graph.output) == ["logits", *caches("present")]
+    assert names(layout.decoder_with_past.graph.input) == [*states[:2], *caches("past_key_values")]
+    assert names(layout.decoder_with_past.graph.output) == ["logits", *caches("present", ["decoder"])]
+    inputs = [*states[:2], *caches("past_key_values"), states[2], "use_cache_branch"]
+    assert names(layout.merged_decoder.graph.input) == inputs
+    assert names(layout.merged_decoder.graph.output) == ["logits", *caches("present")]
+
+
+def test_what_makes_keys_and_values_leaves_the_encoder_with_its_weights():
+    encoder, decoder = graphs("marian")
+    layout = optimum_graphs(encoder, decoder)
+    assert len(layout.encoder.graph.node) < len(encoder.graph.node)
+    assert len(layout.encoder.graph.initializer) < len(encoder.graph.initializer)
+    for model in (layout.encoder, layout.decoder, layout.decoder_with_past, layout.merged_decoder):
+        onnx.checker.check_model(model)
+        for value in (*model.graph.input, *model.graph.output):
+            assert value.type.tensor_type.shape.dim[0].dim_param in ("batch_size", "")
+
+
+def test_what_was_given_stays_as_it_was():
+    encoder, decoder = graphs("marian")
+    before = [encoder.SerializeToString(), decoder.SerializeToString()]
+    optimum_graphs(encoder, decoder)
+    assert [encoder.SerializeToString(), decoder.SerializeToString()] == before
+
+
+def test_keys_of_more_than_hidden_states_are_refused():
+    encoder, decoder = graphs("marian")
+    graph = encoder.graph
+    key = next(node for node in graph.node if "present.0.encoder.key" in node.output)
+    gathered = onnx.helper.make_node("Gather", ["encoder.embed_tokens.weight", "input_ids"], ["more"], "odd")
+    added = onnx.helper.make_node("Add", ["more", key.input[0]], ["odd.sum"], "sum")
+    key.input[0] = "odd.sum"
+    at = list(graph.node).index(key)
+    nodes = [*graph.node[:at], gathered, added, *graph.node[at:]]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    with raises_code("unsupported-graph", RunError) as caught:
+        optimum_graphs(encoder, decoder)
+    assert "'odd' (Gather)" in str(caught.value)

@@ -1,0 +1,87 @@
+"""Tokenizer files that old and new transformers open: words of the config, and the same ids."""
+
+import json
+import shutil
+
+import exported_artifacts
+import pytest
+import tiny
+from expected_errors import raises_code
+from transformers import AutoTokenizer
+
+from smelt.core.errors import InputError
+from smelt.export.package.hub_files import (
+    copy_tokenizer_files,
+    portable_tokenizer_config,
+    preprocessing_notes,
+    with_prefix,
+)
+from smelt.models.checkpoint import load_tokenizer
+
+KINDS = ("translator", "t5", "classifier", "writer", "embedder", "roberta")
+TEXTS = [*tiny.SENTENCES, "", "UPPER  case?", "</s> a [SEP] b", "caf\u00e9 \u4f60\u597d"]
+
+
+def written(kind, folder):
+    folder.mkdir()
+    copy_tokenizer_files(exported_artifacts.exported_artifact(kind), folder)
+    return json.loads((folder / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_copy_gives_the_same_ids_and_texts(kind, tmp_path):
+    said = written(kind, tmp_path / "out")
+    assert said["tokenizer_class"] in ("PreTrainedTokenizerFast", "MarianTokenizer")
+    assert "backend" not in said
+    source, copied = (
+        load_tokenizer(exported_artifacts.exported_artifact(kind)),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    )
+    assert copied.model_max_length <= source.model_max_length
+    limit = {"truncation": True, "max_length": copied.model_max_length}
+    expected, found = source(TEXTS, **limit), copied(TEXTS, **limit)
+    assert found["input_ids"] == expected["input_ids"]
+    if "token_type_ids" in expected:
+        assert found["token_type_ids"] == expected["token_type_ids"]
+    for skip in (True, False):
+        texts = [
+            one.batch_decode(expected["input_ids"], skip_special_tokens=skip) for one in (source, copied)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_prompts_are_padded_on_the_left_by_a_token_that_is_there(tmp_path):
+    said = written("writer", tmp_path / "out")
+    assert (said["padding_side"], said["pad_token"]) == ("left", said["eos_token"])
+    copied = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert copied(["a", "a a a a"], padding=True)["attention_mask"][0][0] == 0
+
+
+def test_words_of_transformers_5_become_those_that_4_reads():
+    said = {"backend": "tokenizers", "extra_special_tokens": ["<a>", "<b>"], "pad_token": "<pad>"}
+    assert portable_tokenizer_config(said) == {
+        "pad_token": "<pad>",
+        "additional_special_tokens": ["<a>", "<b>"],
+    }
+    assert portable_tokenizer_config({"extra_special_tokens": []}) == {}
+    assert portable_tokenizer_config({"extra_special_tokens": {"image": "<i>"}}) == {
+        "extra_special_tokens": {"image": "<i>"}
+    }
+
+
+def test_what_smelt_does_to_a_text_is_said(tmp_path):
+    (tmp_path / "text.json").write_text('{"prefix": "translate: ", "lower": true}')
+    assert with_prefix(tmp_path, "A Text") == "translate: a text"
+    lower, prefix = preprocessing_notes(tmp_path)
+    assert "lower case" in lower
+    assert "'translate: '" in prefix
+    assert preprocessing_notes(exported_artifacts.exported_artifact("translator")) == ()
+
+
+def test_a_tokenizer_without_its_config_is_refused(tmp_path):
+    source = shutil.copytree(exported_artifacts.exported_artifact("classifier"), tmp_path / "source")
+    (source / "tokenizer_config.json").unlink()
+    (tmp_path / "out").mkdir()
+    with raises_code("missing-file", InputError) as caught:
+        copy_tokenizer_files(source, tmp_path / "out")
+    assert caught.value.file == str(source / "tokenizer_config.json")

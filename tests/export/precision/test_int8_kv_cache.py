@@ -1,0 +1,51 @@
+"""The graph with int8 caches: what becomes of its attentions, and wirings that are refused."""
+
+import exported_artifacts
+from expected_errors import raises_code
+from onnx import TensorProto, helper
+
+from smelt.core.errors import RunError
+from smelt.export.graph_files import read_graph
+from smelt.export.precision.kv_cache import (
+    cached_attentions,
+    has_int8_caches,
+    quantize_kv_cache,
+    rotated_keys,
+)
+
+
+def float_graph():
+    return read_graph(exported_artifacts.exported_artifact("writer") / "model.onnx", values=False)
+
+
+def test_every_cache_is_int8_and_nothing_else_is_changed():
+    before, after = (
+        float_graph(),
+        read_graph(exported_artifacts.exported_artifact("int8-caches") / "model.onnx", values=False),
+    )
+    assert (has_int8_caches(before), has_int8_caches(after)) == (False, True)
+    caches = [
+        v for v in (*after.graph.input, *after.graph.output) if v.name.startswith(("past_", "present."))
+    ]
+    assert len(caches) == 8
+    assert {v.type.tensor_type.elem_type for v in caches} == {TensorProto.INT8}
+    assert [n.op_type for n in before.graph.node] == [n.op_type for n in after.graph.node]
+    for old, new in zip(before.graph.node, after.graph.node, strict=True):
+        assert list(new.input)[: len(old.input)] == list(old.input)
+        assert old.op_type == "GroupQueryAttention" or old == new
+    assert rotated_keys(before) == {"present.0.key", "present.1.key"}
+    gpt2 = read_graph(exported_artifacts.exported_artifact("gpt2") / "model.onnx", values=False)
+    assert rotated_keys(gpt2) == set()  # whose positions are added to the words
+
+
+def test_caches_that_are_not_handed_on_one_for_one_are_refused():
+    crossed = float_graph()
+    nodes = [n for n in crossed.graph.node if n.op_type == "GroupQueryAttention"]
+    nodes[0].input[3], nodes[1].input[3] = nodes[1].input[3], nodes[0].input[3]
+    with raises_code("crossed-caches", RunError):
+        quantize_kv_cache(crossed, {})
+    other = float_graph()
+    kind = helper.make_tensor_value_info("present.2.key", TensorProto.FLOAT, ["batch", 2, "total", 16])
+    other.graph.output.append(kind)
+    with raises_code("unsupported-cache", RunError):
+        list(cached_attentions(other))

@@ -1,0 +1,117 @@
+"""What has no caches that could be int8 is refused in the plan, in words; and so by the stage."""
+
+import json
+import re
+
+import causal
+import graph_exports
+import harness
+import pytest
+import tiny
+from expected_errors import raises_code, raises_setting_codes
+
+from smelt.core.errors import InputError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.precision.kv_cache_support import unsupported_head_dim, unsupported_model, unsupported_task
+
+INT8 = OnnxSettings(kv_cache="int8")
+TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_targets_are_refused(target):
+    with raises_setting_codes("unused-setting"):
+        OnnxSettings(target=target, kv_cache="int8")
+
+
+@pytest.mark.parametrize(("width", "rotary", "fits"), [(8, False, True), (8, True, False), (48, True, True)])
+def test_widths_of_heads_are_the_operator_s(width, rotary, fits):
+    why = unsupported_head_dim(width, rotary)
+    assert (why is None) == fits
+    assert fits or re.findall(r"\d+", why.partition("GroupQueryAttention")[2]) == [
+        "16",
+        "32",
+        "48",
+        str(width),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "fits"),
+    [
+        ({"model_type": "llama", "head_dim": 24, "hidden_size": 64, "num_attention_heads": 4}, False),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, True),
+        ({"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "head_dim": None}, False),
+        ({"model_type": "gpt2", "n_embd": 36, "n_head": 3}, True),  # which the stage looks at
+        ({"model_type": "bert", "hidden_size": 36, "num_attention_heads": 3}, True),  # its task is refused
+        ({"model_type": "unheard of"}, True),
+    ],
+)
+def test_a_config_says_how_wide_heads_are(config, fits):
+    assert (unsupported_model(config) is None) == fits
+
+
+def plan(folder, stages, task="language-modeling", data="{train: t.txt, test: t.txt}", code=2):
+    (folder / "r.yaml").write_text(f"model: m\ntask: {task}\ndata: {data}\nstages: {stages}\n")
+    return " ".join(harness.smelt("plan", folder / "r.yaml", code=code).output.split())
+
+
+def test_a_plan_takes_it_where_there_are_rows(tmp_path):
+    assert Onnx.needs_with(OnnxSettings(), ["train"]) == frozenset()
+    assert Onnx.needs_with(INT8, ["train"]) == {"train"}
+    assert Onnx.needs_with(INT8, ["train", "calibration"]) == {"calibration"}
+    causal.write_model(tmp_path / "m", "llama")
+    causal.write_lines(tmp_path / "t.txt", 2)
+    plan(tmp_path, "[onnx: {kv_cache: int8}]", code=0)
+    told = plan(tmp_path, "[onnx: {kv_cache: int8}]", data="{test: t.txt}")
+    assert "onnx needs calibration or train data" in told
+    told = plan(tmp_path, "[onnx: {kv_cache: int8, target: tensorrt}]")
+    assert all(value in told for value in ("error[unused-setting]", "tensorrt", "kv_cache: float"))
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"head_dim": 12}))
+    told = plan(tmp_path, "[onnx: {kv_cache: int8}]")
+    assert "stages[0].onnx.kv_cache" in told
+    assert all(value in told for value in (" 12.", "kv_cache: float"))
+
+
+@pytest.mark.parametrize("make", ["marian", "bert"])
+def test_a_plan_refuses_models_without_such_caches(tmp_path, make):
+    getattr(tiny, f"write_{make}")(tmp_path / "m")
+    task = {"marian": "translation", "bert": "text-classification"}[make]
+    rows = (
+        tiny.write_labelled(tmp_path / "d.jsonl", 6)
+        if make == "bert"
+        else tiny.write_pairs(tmp_path / "d.jsonl", 6)
+    )
+    data = f"{{train: {rows.name}, test: {rows.name}}}"
+    told = plan(tmp_path, "[onnx: {kv_cache: int8}]", task, data)
+    assert told.count("kv_cache") >= 1
+    assert "error[unsupported-task]" in told
+    assert all(value in told for value in ("language-modeling", f" {task}."))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "code"),
+    [
+        (
+            "gpt2",
+            {"n_embd": 36, "n_head": 3},
+            "unsupported-cache",
+        ),
+        ("llama", {}, "no-calibration-data"),
+    ],
+)
+def test_the_stage_refuses_what_a_plan_could_not_see(family, config, code, tmp_path):
+    folder = causal.write_model(tmp_path / "m", family, **config)
+    ctx = harness.make_context(tmp_path / "out", "language-modeling")
+    with raises_code(code, InputError):
+        Onnx()(tiny.as_artifact(folder, "language-modeling"), INT8, ctx)
+    assert not list(ctx.out.glob("*.onnx"))
+
+
+def test_the_stage_refuses_other_tasks(tmp_path):
+    source = graph_exports.FAMILIES["bert"][0](tmp_path / "m")
+    ctx = graph_exports.make_context(tmp_path / "out", "text-classification")
+    assert unsupported_task("text-classification")
+    with raises_code("unsupported-task", InputError):
+        Onnx()(tiny.as_artifact(source, "text-classification"), INT8, ctx)

@@ -1,0 +1,309 @@
+"""Which operator a product leaves as. The times are made up, but for one test that takes real ones."""
+
+import re
+
+import every_family
+import graph_exports
+import harness
+import onnx
+import pytest
+import tiny
+from expected_errors import raises_setting_codes
+from matrix import matrix_cells
+
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.core.messages import message_codes
+from smelt.export import autotune
+from smelt.export.autotune import _warn_if_slower, choose_variants, fastest_variant, quantized_layers
+from smelt.export.autotune_settings import AutotuneSettings
+from smelt.export.graphs.export_graph import model_graphs
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.parity import check_parity
+from smelt.export.parity.operator_checks import _match_layer
+from smelt.models.checkpoint import load_model
+from smelt.quantization.schemes.registry import default_options, find_scheme
+
+DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
+
+
+@pytest.mark.parametrize(
+    ("us", "taken"),
+    [
+        ({DYNAMIC: 10.0, BLOCKS: 12.0}, DYNAMIC),
+        ({DYNAMIC: 10.0, BLOCKS: 9.6}, DYNAMIC),  # within the margin
+        ({DYNAMIC: 10.0, BLOCKS: 9.4}, BLOCKS),
+    ],
+)
+def test_another_form_is_taken_where_it_is_clearly_faster(us, taken):
+    assert fastest_variant(us) == taken
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """A folder with a Marian in int8."""
+    folder = tmp_path_factory.mktemp("tune")
+    source = tiny.write_marian(folder / "model")
+    graph_exports.randomize_biases(source)
+    harness.run_stage(Quantize(), QuantizeSettings(), source, folder / "int8")
+    return folder / "int8"
+
+
+def export(folder, out, task="translation", **settings):
+    """Without the graphs of loops, which are put together from the others."""
+    ctx = graph_exports.make_context(out, task)
+    Onnx()(tiny.as_artifact(folder, task), OnnxSettings(**{"generation_graph": False} | settings), ctx)
+    return ctx
+
+
+def few_rows_are_for_blocks(scheme, options, width, outputs, rows, threads):
+    return {DYNAMIC: 2.0 * rows, BLOCKS: rows * (1.0 if rows < 4 else 3.0)}
+
+
+def test_the_layers_that_are_looked_at_are_those_that_the_graphs_multiply_with(coded):
+    made = graph_exports.exported_graphs("marian", "int8")
+    for graph in made.subject.graphs:
+        model = onnx.load(made.folder / f"{graph.name}.onnx")
+        nodes = [node for node in model.graph.node if node.op_type == DYNAMIC]
+        found = {_match_layer(graph.name, model, graph.module, node).layer for node in nodes}
+        assert {linear for _, linear in quantized_layers(graph.module)} == found
+
+
+def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_so(
+    coded, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
+    details = export(coded, tmp_path / "out", autotune=True).details
+    found = {name: graph["operators"] for name, graph in details["graphs"].items()}
+    assert BLOCKS not in found["encoder_model"]
+    assert DYNAMIC not in found["decoder_with_past_model"]
+    layers, length = details["autotune"]["layers"], details["autotune"]["input_tokens"]
+    assert len(layers[DYNAMIC]) == found["encoder_model"][DYNAMIC]
+    assert len(layers[BLOCKS]) == found["decoder_with_past_model"][BLOCKS]
+    assert "decoder_with_past_model: head" in layers[BLOCKS]
+    times = details["autotune"]["microseconds"]
+    assert times["32 x 64, 1 row"] == {DYNAMIC: 2.0, BLOCKS: 1.0, "chosen": BLOCKS}
+    assert times[f"32 x 64, {length} rows"]["chosen"] == DYNAMIC
+    assert (details["autotune"]["batch_size"], details["autotune"]["threads"]) == (1, 1)
+    eight = export(coded, tmp_path / "eight", autotune={"batch_size": 8}, threads=2).details["autotune"]
+    assert set(eight["layers"]) == {DYNAMIC}
+    assert (eight["batch_size"], eight["threads"]) == (8, 2)
+
+
+def test_beams_are_rows_of_a_step(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
+    details = export(coded, tmp_path / "out", autotune={"num_beams": 4}).details
+    assert details["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC]
+    assert BLOCKS not in details["graphs"]["decoder_with_past_model"]["operators"]
+    assert "32 x 64, 4 rows" in details["autotune"]["microseconds"]
+
+
+def test_a_head_with_a_shortlist_stays_what_its_rows_can_be_gathered_from(coded, tmp_path, monkeypatch):
+    from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
+
+    monkeypatch.setattr(autotune, "measure_variants", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
+    settings = ShortlistSettings(frequent_tokens=4)
+    listed = every_family.run_stage(ShortlistStage(), settings, coded, "marian", tmp_path / "listed").out
+    details = export(listed, tmp_path / "out", autotune=True).details
+    assert details["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC] == 1  # the head
+    assert not any("head" in name for names in details["autotune"]["layers"].values() for name in names)
+
+
+def test_operators_chosen_for_another_number_of_threads_are_told_of(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
+    monkeypatch.setattr("smelt.export.autotune.measure_threads", lambda *_: (2, {}))
+    warnings = export(coded, tmp_path / "out", autotune=True, threads="autotune").warnings
+    assert "tuned-for-other-threads" in message_codes(warnings)
+    monkeypatch.setattr("smelt.export.autotune.available_cores", lambda: 2)
+    warnings = export(coded, tmp_path / "more", threads=3).warnings
+    assert "more-threads-than-cores" in message_codes(warnings)
+
+
+def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, tmp_path, monkeypatch):
+    """Without that the two forms differ by what rounding activations does."""
+    monkeypatch.setattr(autotune, "measure_variants", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
+    seen = []
+    real = check_parity.check_exported_graphs
+    monkeypatch.setattr(
+        check_parity, "check_exported_graphs", lambda *found: seen.append(found) or real(*found)
+    )
+    plain = export(coded, tmp_path / "plain")
+    tuned = export(coded, tmp_path / "tuned", autotune=True)
+    (_, before), (_, after) = seen
+    assert (before.tokens == after.tokens).all()
+    own = tuned.details["parity"]["decoder_with_past_model"]["mean"]
+    moved = abs(before.logits - after.logits).mean() / before.logits.std()
+    assert own < moved / 3
+    assert plain.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
+
+
+def test_head_and_embedding_are_one_constant_in_blocks(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "measure_variants", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
+    ctx = export(coded, tmp_path / "out", autotune=True)
+    graph = onnx.load(ctx.out / "decoder_with_past_model.onnx").graph
+    (head,) = [n for n in graph.node if n.op_type == BLOCKS and n.input[1].startswith("head.")]
+    assert [n.op_type for n in graph.node if head.input[1] in n.input] == ["Gather", BLOCKS]
+    rows = next(t.dims[0] for t in graph.initializer if t.name == head.input[1])
+    assert [
+        t.name for t in graph.initializer if len(t.dims) > 1 and rows in t.dims[:2] and t.dims[-1] > 8
+    ] == [head.input[1]]
+
+
+def test_a_model_without_such_layers_gets_a_warning(tmp_path):
+    source = tiny.write_marian(tmp_path / "model")
+    ctx = export(source, tmp_path / "out", autotune=True)
+    assert "nothing-to-tune" in message_codes(ctx.warnings)
+    assert ctx.details["autotune"]["layers"] == {}
+
+
+def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
+    monkeypatch.setattr(autotune, "_MIN_ROUND_SECONDS", 0)
+    monkeypatch.setattr(autotune, "_MAX_BYTES", 5000)
+    autotune.measure_variants.cache_clear()
+    model, _ = load_model(coded)
+    graphs = model_graphs(model)
+    details = choose_variants(graphs, {"encoder_model": 6, "decoder_with_past_model": 1}, threads=1)
+    autotune.measure_variants.cache_clear()
+    assert all(times[DYNAMIC] > 0 < times[BLOCKS] for times in details["microseconds"].values())
+    assert {m.matrix.variant for g in graphs for _, m in quantized_layers(g.module)} <= {DYNAMIC, BLOCKS}
+
+
+def test_tune_is_for_onnx_runtime_on_the_cpu():
+    with raises_setting_codes("unused-setting"):
+        OnnxSettings(target="tensorrt", autotune=True)
+
+
+NBITS = {bits: f"MatMulNBits, {bits} bits" for bits in (2, 4, 8)}
+FORMS = {
+    ("int8-groupwise", 4): (8,),
+    ("int4", 4): (4, 8),
+    ("int3", 4): (4, 8),
+    ("int2", 4): (2, 4, 8),
+    ("ternary", 4): (2, 4, 8),
+    ("binary", 4): (2, 4, 8),
+    ("int4", 0): (4,),
+    ("int2", 0): (4,),
+    ("ternary", 0): (4,),
+    ("binary", 0): (4,),
+}
+
+
+@pytest.mark.parametrize(("scheme", "level"), FORMS)
+def test_codes_leave_in_their_own_bits_and_in_more(scheme, level):
+    found = find_scheme(scheme).operator_variants(
+        default_options(find_scheme(scheme)) | {"accuracy_level": level}
+    )
+    assert found == tuple(NBITS[bits] for bits in FORMS[scheme, level])
+
+
+def as_fast_as(bits):
+    """Of all forms this one is the fastest."""
+
+    def measured(scheme, options, *_):
+        forms = find_scheme(scheme).operator_variants(dict(options))
+        return {form: 1.0 if form == NBITS[bits] else 2.0 for form in forms}
+
+    return measured
+
+
+CODES = [
+    {"scheme": "int2", "group_size": 32, "symmetric": False},
+    {"scheme": "int4", "group_size": 32},
+    {"scheme": "int4", "group_size": 16, "symmetric": False},
+    {"scheme": "ternary", "granularity": "channel", "group_size": 32, "embedding_scheme": "ternary"},
+    {"scheme": "binary", "group_size": 32, "embedding_scheme": "int2"},
+    {"scheme": "int3", "group_size": 32, "symmetric": False, "embedding_scheme": "int3"},
+]
+
+
+@pytest.mark.parametrize(("bits", "settings"), matrix_cells([2, 4, 8], CODES), ids=str)
+def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
+    """The export compares each operator, each constant and the whole graph with torch."""
+    forms = find_scheme(settings["scheme"]).operator_variants(
+        default_options(find_scheme(settings["scheme"]))
+    )
+    if NBITS[bits] not in forms:
+        pytest.skip(f"{settings['scheme']} has more bits")
+    monkeypatch.setattr(autotune, "measure_variants", as_fast_as(bits))
+    source = tiny.write_marian(tmp_path / "model")
+    graph_exports.randomize_biases(source)
+    harness.run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "codes")
+    ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
+    model = onnx.load(ctx.out / "decoder_with_past_model.onnx")
+    widths = {
+        next(a.i for a in node.attribute if a.name == "bits")
+        for node in model.graph.node
+        if node.op_type == BLOCKS
+    }
+    assert bits in widths
+    assert NBITS[bits] in ctx.details["autotune"]["layers"]
+    plain = onnx.load(export(tmp_path / "codes", tmp_path / "plain").out / "decoder_with_past_model.onnx")
+    own, as_it_was = (
+        {t.name: t.dims for t in graph.initializer if t.name.endswith((".codes", ".highs"))}
+        for graph in (model.graph, plain.graph)
+    )
+    assert own == as_it_was  # the file keeps the small codes
+
+
+def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypatch):
+    source = tiny.write_marian(tmp_path / "model")
+    harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "codes")
+    for took, said in ((0.5, True), (1.5, False)):
+        monkeypatch.setattr(
+            autotune,
+            "measure_variants",
+            lambda scheme, *_, took=took: (
+                {DYNAMIC: took} if scheme == "int8-dynamic" else {NBITS[4]: 1.0, NBITS[8]: 1.2}
+            ),
+        )
+        ctx = export(tmp_path / "codes", tmp_path / f"out-{said}", autotune={"batch_size": 8, "num_beams": 2})
+        told = [one.message for one in ctx.warnings if one.code == "slower-than-default"]
+        assert bool(told) is said
+        if said:
+            assert re.findall(r"[\d.]+", told[0])[:2] == ["8", "2"]  # texts and beams
+            assert re.findall(r"2\.00 \D+? (\w+_model) \(", told[0]) == [
+                "encoder_model", "decoder_with_past_model",
+            ]  # fmt: skip
+        shape = next(iter(ctx.details["autotune"]["microseconds"].values()))
+        assert shape.keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
+        assert shape["chosen"] == NBITS[4]
+
+
+def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
+    source = tiny.write_marian(tmp_path / "model")
+    settings = QuantizeSettings(scheme="int4", group_size=32, embedding_scheme="int8-groupwise")
+    harness.run_stage(Quantize(), settings, source, tmp_path / "codes")
+    model, _ = load_model(tmp_path / "codes")
+    monkeypatch.setattr(autotune, "measure_variants", as_fast_as(8))
+    rows = {"encoder_model": 1, "decoder_with_past_model": 1}
+    graphs = model_graphs(model)
+    monkeypatch.setattr(autotune.MeasuredMatrix, "shape", "the same")
+    told = choose_variants(graphs, rows, threads=1)["microseconds"]
+    assert told.keys() == {"the same, int4", "the same, int8-groupwise"}
+    assert told["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
+
+
+def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
+    source = tiny.write_marian(tmp_path / "model")
+    harness.run_stage(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
+    ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
+    assert "nothing-to-tune" in message_codes(ctx.warnings)
+    by_graph = ctx.details["autotune"]["microseconds_by_graph"]
+    assert by_graph.keys() == ctx.details["graphs"].keys()
+    assert all(took["chosen"] > 0 < took["int8-dynamic"] for took in by_graph.values())
+
+
+def test_a_graph_is_said_to_be_slower_where_it_is_so_by_more_than_times_vary(tmp_path):
+    def told(chosen):
+        ctx = harness.make_context(tmp_path / "out")
+        _warn_if_slower(
+            {"decoder": {"chosen": chosen, "int8-dynamic": 100.0}},
+            "decoder",
+            AutotuneSettings(batch_size=1),
+            ctx,
+        )
+        return ctx.warnings
+
+    assert told(104.0) == []
+    (said,) = told(110.0)
+    assert said.code == "slower-than-default"
+    assert {"1.10", "110", "100"} <= set(re.findall(r"[\d.]+", said.message))

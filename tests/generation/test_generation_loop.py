@@ -1,0 +1,173 @@
+"""The loop gives what Hugging Face `generate` gives, token for token; the settings are checked."""
+
+import generation_models
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from smelt.generation.config import GenerationSettings
+from smelt.generation.search import generate
+from smelt.models.checkpoint import load_tokenizer
+from smelt.runtimes.predict_texts import generate_texts, make_batches
+from smelt.runtimes.registry import open_runner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_marian(tmp_path_factory.mktemp("marian"))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"min_length": 6},
+        {"min_new_tokens": 5},
+        {"suppress_tokens": [5, 9]},
+        {"bad_words_ids": [[7], [3, 4], [0]]},
+        {"forced_bos_token_id": 6},
+        {"forced_eos_token_id": None},
+        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+    ],
+)
+def test_greedy_equals_generate_when_the_generation_config_asks_for(folder, extra):
+    with open_runner(tiny.as_artifact(folder)) as runner:
+        runner.generation_config.update(extra)
+        ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
+        ours = generate(runner, batch, GenerationSettings(max_new_tokens=12))
+        for name, value in extra.items():
+            setattr(runner.backend.model.generation_config, name, value)
+        runner.backend.model.generation_config.max_length = None
+        theirs = runner.backend.model.generate(
+            torch.from_numpy(batch.input_ids),
+            attention_mask=torch.from_numpy(batch.attention_mask),
+            num_beams=1,
+            do_sample=False,
+            max_new_tokens=12,
+        )
+    pad = runner.generation_config["pad_token_id"]
+    for own, other in zip(ours, theirs[:, 1:].tolist(), strict=True):
+        length = other.index(0) + 1 if 0 in other else len(other)
+        assert own == other[:length]
+        assert set(other[length:]) <= {pad}
+    assert len({tuple(row) for row in ours}) > 1, "every text gave the same tokens: the test shows nothing"
+
+
+def theirs_of(runner, batch, **wishes):
+    return generation_models.transformers_tokens(runner.backend.model, batch, do_sample=False, **wishes)
+
+
+@pytest.mark.parametrize("kind", generation_models.CAUSAL)
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.5, "min_new_tokens": 3},
+        {"bad_words_ids": [[4], [9, 9], [11, 5]], "forced_eos_token_id": 1},
+    ],
+    ids=["plain", "ngrams", "repetition", "words"],
+)
+def test_greedy_of_a_decoder_only_model_equals_generate_and_sees_the_prompt(kind, wishes):
+    runner = generation_models.CausalRunner(generation_models.make_model(kind))
+    for rows in (1, 4):
+        batch = generation_models.random_batch(rows, seed=rows, left=True)
+        ours = generate(runner, batch, GenerationSettings(max_new_tokens=12, **wishes))
+        assert ours == generation_models.transformers_tokens(
+            runner.backend.model, batch, max_new_tokens=12, do_sample=False, **wishes
+        )
+
+
+def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
+    with open_runner(tiny.as_artifact(folder)) as runner:
+        ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
+        runner.generation_config.update({"max_length": 7, "eos_token_id": 0, "min_new_tokens": 30})
+        assert {len(row) for row in generate(runner, batch, GenerationSettings())} == {6}
+        assert {len(row) for row in generate(runner, batch, GenerationSettings(max_new_tokens=9))} == {9}
+        # beyond the table of 48 positions nothing can be generated
+        assert {
+            len(r) for r in generate(runner, batch, GenerationSettings(max_new_tokens=99, min_length=99))
+        } == {48}
+
+
+def test_batches_of_sampled_texts_do_not_repeat_each_others_draws(folder):
+    with open_runner(tiny.as_artifact(folder)) as runner:
+        wishes = GenerationSettings(do_sample=True, temperature=3.0, max_new_tokens=12)
+        texts = generate_texts(runner, [tiny.SENTENCES[0]] * 4, wishes, batch_size=2)
+    assert len(set(texts)) == 4
+
+
+def test_batches_keep_every_row_and_pad_on_the_right(folder):
+    tokenizer = load_tokenizer(folder)
+    batches = make_batches(tiny.SENTENCES, tokenizer, 4, 40)
+    assert sorted(i for rows, _ in batches for i in rows) == list(range(len(tiny.SENTENCES)))
+    for rows, batch in batches:
+        for at, i in enumerate(rows):
+            ids = tokenizer(tiny.SENTENCES[i])["input_ids"]
+            assert batch.input_ids[at].tolist() == ids + [tokenizer.pad_token_id] * (
+                batch.input_ids.shape[1] - len(ids)
+            )
+            assert batch.attention_mask[at].sum() == len(ids)
+    assert all(np.diff([b.input_ids.shape[1] for _, b in batches]) <= 0)
+
+
+class Scripted:
+    """A runner whose row i says its script's tokens one by one and knows which rows are still asked for."""
+
+    name, version, device, folder = "test", "0", "cpu", None
+    config = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}  # noqa: RUF012
+    generation_config = {}  # noqa: RUF012
+
+    def __init__(self, scripts):
+        self.scripts, self.fed = scripts, []
+
+    def encode(self, batch):
+        return {"rows": list(range(len(self.scripts))), "step": 0}
+
+    def decode_step(self, state, tokens):
+        assert len(tokens) == len(state["rows"])
+        if state["step"]:
+            said = [(self.scripts[i] + [0] * 99)[state["step"] - 1] for i in state["rows"]]
+            assert tokens.tolist() == said
+        self.fed.append(len(tokens))
+        scores = np.zeros((len(tokens), 24), dtype=np.float32)
+        for at, i in enumerate(state["rows"]):
+            scores[at, (self.scripts[i] + [9] * 99)[state["step"]]] = 100.0
+        state["step"] += 1
+        return scores
+
+    def reorder_cache(self, state, rows):
+        return {"rows": [state["rows"][i] for i in rows], "step": state["step"]}
+
+
+ENDS = (4, 1, 9, 2, 2, 6, 9, 3)
+SCRIPTS = [[10 + i, *([5] * (end - 2)), 1] if end > 1 else [1] for i, end in enumerate(ENDS)]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "fed"),
+    [
+        # a quarter of eight has ended after two steps, when three of them have; then of five one, and so on
+        ({}, [8, 8, 5, 4, 3, 3, 2, 2, 2]),
+        ({"do_sample": True, "top_k": 1}, [8] * 9),
+    ],
+    ids=["greedy", "sampling"],
+)
+def test_rows_that_have_ended_leave_the_batch_and_stay_in_the_result(wishes, fed):
+    runner = Scripted(SCRIPTS)
+    batch = generation_models.random_batch(len(ENDS), seed=1)
+    assert generate(runner, batch, GenerationSettings(max_new_tokens=12, **wishes)) == SCRIPTS
+    assert runner.fed == fed
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rules_follow_the_rows_that_are_left(kind):
+    """Prompts are padded on the left by different lengths, and what is padding counts for no rule."""
+    runner = generation_models.CausalRunner(generation_models.make_model(kind))
+    batch = generation_models.random_batch(9, seed=3, left=True)
+    wishes = {"repetition_penalty": 1.7, "max_new_tokens": 14}
+    runner.generation_config["eos_token_id"] = eos = [1, 5, 9, 13]
+    ours = generate(runner, batch, GenerationSettings(**wishes))
+    assert ours == theirs_of(runner, batch, eos_token_id=eos, **wishes)
+    assert len({len(row) for row in ours}) > 3

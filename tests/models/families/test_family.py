@@ -1,0 +1,288 @@
+"""What a family says of its products, scales and config's words is what transformers' models do."""
+
+import family_models
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert.modeling_bert import eager_attention_forward
+
+from smelt.export.graphs.attention import AttentionModule
+from smelt.models.conv1d import replace_conv1d
+from smelt.models.families.model_blocks import blocks_of, model_attentions
+from smelt.models.families.registry import FAMILIES
+
+EXACT = "donot_use_mm_for_euclid_dist"
+
+
+@pytest.fixture(scope="module", params=family_models.NAMES)
+def model(request):
+    return family_models.load(request.param)
+
+
+def family_for(model):
+    return FAMILIES[model.config.model_type]
+
+
+def inputs_and_outputs(model):
+    """First input and output of each module in one run, and the logits."""
+    given, result, handles = {}, {}, []
+    for name, module in model.named_modules():
+
+        def hook(module, args, output, name=name):
+            given[name] = args[0] if args else None
+            result[name] = output
+
+        handles.append(module.register_forward_hook(hook))
+    with torch.no_grad():
+        logits = family_models.run_model(model, family_models.example_batch(model)).logits
+    for handle in handles:
+        handle.remove()
+    return given, result, logits
+
+
+def test_the_middle_of_a_feed_forward_part_is_the_function_that_the_config_names(model):
+    given, result, _ = inputs_and_outputs(model)
+    for block in blocks_of(model):
+        parts = block.feed_forward
+        made = {"up": result[parts.up], "gate": result.get(parts.gate)}
+        if parts.gate == parts.up:
+            first, second = result[parts.up].chunk(2, dim=-1)
+            made = {"gate": first, "up": second} if parts.gate_first else {"up": first, "gate": second}
+        activated = parts.activated_layer if parts.gate else "up"
+        (other,) = {"up", "gate"} - {activated}
+        expected = ACT2FN[getattr(model.config, parts.activation_key)](made[activated])
+        if parts.gate:
+            expected = expected * made[other]
+        assert torch.allclose(given[parts.down], expected, atol=1e-6)
+
+
+def test_a_gated_t5_activates_the_first_of_its_two_inputs():
+    model = family_models.load("t5", gated=True)
+    test_the_middle_of_a_feed_forward_part_is_the_function_that_the_config_names(model)
+    assert blocks_of(model)[0].feed_forward.gate
+
+
+WORDS = [
+    (name, word) for name in family_models.NAMES for word in ("heads_key", "kv_heads_key", "head_dim_key")
+]
+
+
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_the_config_says_heads_keys_and_their_width_for_all_attentions_at_once(name, word):
+    """A model that is made of a config with half of it has products of half of it, in every attention."""
+    more = {"gemma": {"num_key_value_heads": 2}, "qwen2": {"head_dim": 16}}  # what can be halved, and is said
+    model, family = family_models.load(name, **more.get(name, {})), FAMILIES[name]
+    attentions = model_attentions(model)
+    said = {getattr(parts, word) for parts in attentions}
+    if said == {None}:
+        assert word != "heads_key"
+        return
+    config = model.config.to_dict()
+    values = {setting: (config.get(setting) or 16) // 2 for setting in said}
+    with torch.device("meta"):
+        less = type(model)(type(model.config).from_dict(config | values))
+    replace_conv1d(less)
+    for parts in attentions:
+        before, after = (heads(m, parts) for m in (model, less))
+        expected = {
+            # where no word says the width, the same rows are divided among fewer heads
+            "heads_key": (0.5, 0.5 if parts.kv_heads_key is None else 1, 1 if parts.head_dim_key else 2),
+            "kv_heads_key": (1, 0.5, 1),
+            "head_dim_key": (1, 1, 0.5),
+        }[word]
+        assert after == tuple(count * times for count, times in zip(before, expected, strict=True))
+    assert family.hidden_size_key not in values
+
+
+def heads(model, parts):
+    """Queries, keys and width of an attention."""
+    family = FAMILIES[model.config.model_type]
+    found = AttentionModule(model.get_submodule(parts.name), parts, family).heads
+    return found.query_heads, found.kv_heads, found.head_dim
+
+
+def test_the_widths_of_feed_forward_parts_are_what_the_config_says(model):
+    config = model.config.to_dict()
+    values = {
+        b.feed_forward.intermediate_size_key: (config[b.feed_forward.intermediate_size_key] or 8) // 2
+        for b in blocks_of(model)
+    }
+    with torch.device("meta"):
+        less = type(model)(type(model.config).from_dict(config | values))
+    replace_conv1d(less)
+    for block in blocks_of(less):
+        assert (
+            less.get_submodule(block.feed_forward.down).in_features
+            == values[block.feed_forward.intermediate_size_key]
+        )
+
+
+def test_no_token_sees_a_later_one_exactly_where_a_stack_is_causal(model):
+    """Another last token changes the states of those before it in every stack that is not causal."""
+    batch = family_models.example_batch(model)
+    sides = {"encoder_layers": "input_ids", "layers": "input_ids", "decoder_layers": "decoder_input_ids"}
+    for stack in family_for(model).stacks(model.config.to_dict()):
+        word = sides[stack.name]
+        other = batch | {word: batch[word].clone()}
+        other[word][:, -1] += 1
+        before, after = (early_states(model, stack, one) for one in (batch, other))
+        assert torch.allclose(before, after, atol=1e-5) == stack.causal
+
+
+def early_states(model, stack, batch):
+    """What the last block of `stack` gives for all tokens but the last."""
+    found = []
+    hook = model.get_submodule(stack.module_path)[-1].register_forward_hook(lambda m, i, o: found.append(o))
+    with torch.no_grad():
+        family_models.run_model(model, batch)
+    hook.remove()
+    value = found[0][0] if isinstance(found[0], tuple) else found[0]
+    return value[:, :-1]
+
+
+def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interface(model):
+    """Scores times scale, bias and mask make the probabilities that transformers gives: there is no cap."""
+    seen, scales, sizes = {}, {}, {}
+
+    def read(module, query, key, value, attention_mask, scaling=None, position_bias=None, **more):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        # OPT's queries come with their scale, which a rotation is not
+        scales[module] = scale * (query.norm() / sizes[module] if module in sizes else 1)
+        keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        scores = query @ keys.transpose(2, 3) * scale
+        seen[module] = scores + sum(part for part in (position_bias, attention_mask) if part is not None)
+        values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        mask = None if (attention_mask is None and position_bias is None) else seen[module] - scores
+        return eager_attention_forward(module, query, keys, values, mask, scaling=scale)
+
+    batch = family_models.example_batch(model)
+    for parts in model_attentions(model):
+        if parts.packed is None and parts.qk_norms is None:
+            module = model.get_submodule(parts.name)
+            model.get_submodule(parts.query).register_forward_hook(
+                lambda m, i, made, module=module: sizes.update({module: made.norm()})
+            )
+    with torch.no_grad():
+        expected = family_models.run_model(model, batch, output_attentions=True)
+        ALL_ATTENTION_FUNCTIONS.register("smelt_read", read)
+        masks = ALL_MASK_ATTENTION_FUNCTIONS
+        masks.register("smelt_read", masks["eager"])
+        try:
+            model.set_attn_implementation("smelt_read")
+            logits = family_models.run_model(model, batch).logits
+        finally:
+            model.set_attn_implementation("eager")
+            del ALL_ATTENTION_FUNCTIONS._global_mapping["smelt_read"], masks._global_mapping["smelt_read"]
+    attentions = model_attentions(model)
+    assert {model.get_submodule(a.name) for a in attentions if a.uses_attention_interface} == set(seen)
+    assert torch.allclose(logits, expected.logits, atol=1e-4)
+    if not seen:
+        assert not any(a.uses_attention_interface for a in attentions)
+        return
+    if model.config.is_encoder_decoder:
+        cross = iter(expected.cross_attentions)
+        own = iter((*expected.encoder_attentions, *expected.decoder_attentions))
+        probabilities = [next(cross) if parts.cross else next(own) for parts in attentions]
+    else:
+        probabilities = list(expected.attentions)
+    for parts, expected_one in zip(attentions, probabilities, strict=True):
+        module = model.get_submodule(parts.name)
+        assert torch.allclose(seen[module].softmax(-1), expected_one, atol=1e-5)
+        if parts.scale_attribute not in (None, "width"):
+            assert getattr(module, parts.scale_attribute) == pytest.approx(float(scales[module]))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", family_models.NAMES)
+def test_the_embeddings_are_the_tables_times_the_scale_that_the_family_says(name, scaled):
+    family = FAMILIES[name]
+    if scaled and family.logits_bias is None and name != "m2m_100":
+        pytest.skip("the config of the family has no word for a scale")
+    model = family_models.load(name, **({"scale_embedding": True} if scaled else {}))
+    config, batch = model.config.to_dict(), family_models.example_batch(model)
+    scale = family.embedding_scale(config)
+    assert scale != 1.0 or not scaled
+    tables = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    for stack in family.stacks(config):
+        words, *others = stack.stream.embeddings
+        ids = batch["decoder_input_ids" if stack.name == "decoder_layers" else "input_ids"]
+        first = model.get_submodule(stack.module_path)[0]
+        given = []
+        before = model.get_submodule(stack.stream.embedding_norm) if stack.stream.embedding_norm else first
+        hook = before.register_forward_pre_hook(lambda m, args, given=given: given.append(args[0]))
+        with torch.no_grad():
+            family_models.run_model(model, batch)
+        hook.remove()
+        left = given[0] - tables[words][ids] * scale
+        for table in others:  # what is left are rows of the other tables, the same for each text
+            assert tables[table].shape[1] == left.shape[-1]
+        assert torch.allclose(left, left[:1].expand_as(left), atol=1e-4)
+        if not others:
+            assert left.abs().max() < 1e-4
+        elif len(others) == 1:
+            distances = torch.cdist(left[0], tables[others[0]], compute_mode=EXACT).min(dim=1).values
+            assert distances.max() < 1e-3
+
+
+def test_the_outputs_are_the_head_of_the_last_states_times_the_scale_and_the_bias_that_is_said(model):
+    family = family_for(model)
+    if family.architecture == "encoder":
+        pytest.skip("the head of a classifier reads a part of the states, by functions of its own")
+    biases = {
+        name for name, buffer in model.named_buffers() if buffer.shape[-1:] == (model.config.vocab_size,)
+    }
+    assert biases == {family.logits_bias} - {None}
+    if family.logits_bias:
+        with torch.no_grad():
+            bias = model.get_buffer(family.logits_bias)
+            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(4)))
+    given, _, logits = inputs_and_outputs(model)
+    stack = family.stacks(model.config.to_dict())[-1]
+    _, result, _ = inputs_and_outputs(model)
+    last = result[stack.stream.final_norm or stack.module_path + ".1"]
+    last = last[0] if isinstance(last, tuple) else last
+    (head,) = family.head_modules
+    assert torch.allclose(given[head], last * family.output_scale(model.config.to_dict()), atol=1e-5)
+    expected = nn.functional.linear(given[head], model.get_submodule(head).weight)
+    if family.logits_bias:
+        expected = expected + model.get_buffer(family.logits_bias)
+    assert torch.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_states_of_t5_are_scaled_before_an_output_layer_that_is_the_embedding(tied):
+    model = family_models.load("t5", tie_word_embeddings=tied)
+    scale = FAMILIES["t5"].output_scale(model.config.to_dict())
+    assert scale == (32**-0.5 if tied else 1.0)
+    test_the_outputs_are_the_head_of_the_last_states_times_the_scale_and_the_bias_that_is_said(model)
+
+
+def test_layers_that_transformers_keeps_in_float32_are_those_that_the_family_names(model):
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    assert set(family_for(model).float32_suffixes) == kept
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert all(any(name.endswith(end) for name in names) for end in kept)
+
+
+def test_sines_are_computed_where_it_is_said_and_no_file_holds_them(model):
+    family = family_for(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    parameters = dict(model.named_parameters())
+    for stack in family.stacks(model.config.to_dict()):
+        for table in stack.stream.embeddings[1:]:
+            stored = table in parameters and parameters[table].requires_grad and table not in ignored
+            assert stored != family.position_encoding.is_sinusoidal
+
+
+@pytest.mark.parametrize("name", family_models.NAMES)
+def test_lists_of_a_config_with_an_entry_for_each_block_are_those_that_the_family_names(name):
+    family = FAMILIES[name]
+    words = {stack.num_layers_key for stack in family.stacks({})}
+    model = family_models.load(name, **dict.fromkeys(words, 3))
+    config = model.config.to_dict()
+    lists = {word for word, value in config.items() if isinstance(value, list) and len(value) == 3}
+    assert lists == {word for stack in family.stacks(config) for word in stack.per_layer_keys}
+    assert len(blocks_of(model)) == 3 * len(family.stacks(config))

@@ -1,0 +1,169 @@
+"""A model's blocks, their units, the states between them and what no scheme codes, for every family."""
+
+import family_models
+import pytest
+import torch
+from transformers import MarianConfig, MarianMTModel
+
+from smelt.compress.quantize.plan_layers import quantize_model
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.models.families.model_blocks import (
+    blocks_of,
+    hidden_state_locations,
+    model_attentions,
+    output_modules,
+    unquantized_parameters,
+)
+from smelt.models.families.registry import FAMILIES
+
+
+@pytest.fixture(scope="module", params=family_models.NAMES)
+def model(request):
+    return family_models.load(request.param)
+
+
+@pytest.fixture(scope="module", params=family_models.NAMES)
+def traced(request):
+    """A model with its dependency graph. Where queries share keys, the graph breaks at their repetition (it
+    takes `expand` for an operation on each element), so that here every query has a key of its own."""
+    model = family_models.load(request.param)
+    config = model.config.to_dict()
+    attentions = [a for stack in FAMILIES[request.param].stacks(config) for a in stack.attentions]
+    apart = {a.kv_heads_key: config[a.heads_key] for a in attentions if a.kv_heads_key and not a.packed}
+    if apart:
+        model = family_models.load(request.param, **apart)
+    return model, family_models.dependency_graph(model)
+
+
+def rows(model, names):
+    found = {(f"{name}.weight", 0) for name in names}
+    return found | {(f"{name}.bias", 0) for name in names if model.get_submodule(name).bias is not None}
+
+
+def test_neurons_own_what_the_dependency_graph_cuts_together(traced):
+    model, graph = traced
+    for block in blocks_of(model):
+        parts = block.feed_forward
+        ours = rows(model, parts.input_layers) | {(f"{parts.down}.weight", 1)}
+        assert family_models.pruning_group(graph, model, parts.up) == ours
+
+
+def test_heads_own_what_the_dependency_graph_cuts_together(traced):
+    model, graph = traced
+    attentions = model_attentions(model)
+    for parts in attentions:
+        # a bias by distance is added to the scores of all that have it: they lose the same heads, or none
+        together = [
+            a for a in attentions if parts.relative_bias and not parts.cross and related(parts, a)
+        ] or [parts]
+        ours = set()
+        for one in together:
+            ours |= rows(model, one.linear_layers[:-1]) | {(f"{one.out}.weight", 1)}
+            ours |= {(f"{norm}.weight", 0) for norm in one.qk_norms or ()}
+        bias = {n for n, _ in model.named_parameters() if "relative_attention_bias" in n}
+        ours |= {
+            (n, 1)
+            for n in bias
+            if parts.relative_bias and not parts.cross and stack_of(n) in (stack_of(parts.name), None)
+        }
+        assert family_models.pruning_group(graph, model, parts.value) == ours
+
+
+def stack_of(name):
+    """encoder or decoder of T5; None in models of one stack."""
+    first = name.split(".")[0]
+    return first if first in ("encoder", "decoder") else None
+
+
+def related(one, other):
+    return not other.cross and stack_of(one.name) == stack_of(other.name)
+
+
+def test_a_block_sees_as_many_tokens_as_the_family_says(model):
+    family, config = FAMILIES[model.config.model_type], model.config.to_dict()
+    assert [b.window for b in blocks_of(model)] == [family.window(config, b.index) for b in blocks_of(model)]
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"), [("mistral", [6, 6]), ("modernbert", [None, 3]), ("llama", [None] * 2)]
+)
+def test_windows_are_those_of_the_config(name, windows):
+    assert [block.window for block in blocks_of(family_models.load(name))] == windows
+
+
+def read_states(model, batch):
+    """The states of each stack, read by hooks, and what transformers gives."""
+    found, handles = {}, []
+    for state in hidden_state_locations(model):
+
+        def hook(module, given, result, state=state):
+            found[(state.stack, state.index)] = state.extract(given, result)
+
+        handles.append(model.get_submodule(state.module_path).register_forward_hook(hook))
+    with torch.no_grad():
+        result = family_models.run_model(model, batch, output_hidden_states=True)
+    for handle in handles:
+        handle.remove()
+    return found, result
+
+
+def test_hidden_states_are_those_that_transformers_gives(model):
+    found, result = read_states(model, family_models.example_batch(model))
+    seq2seq = model.config.is_encoder_decoder
+    theirs = {
+        "encoder_layers": result.encoder_hidden_states if seq2seq else None,
+        "decoder_layers": result.decoder_hidden_states if seq2seq else None,
+        "layers": None if seq2seq else result.hidden_states,
+    }
+    for stack in FAMILIES[model.config.model_type].stacks(model.config.to_dict()):
+        expected = theirs[stack.name]
+        assert [number for name, number in found if name == stack.name] == list(range(len(expected)))
+        closing = (
+            model.get_submodule(stack.stream.final_norm) if stack.stream.final_norm else torch.nn.Identity()
+        )
+        for number, states in enumerate(expected):
+            ours = found[(stack.name, number)]
+            last = number == len(expected) - 1
+            assert torch.equal(closing(ours) if last else ours, states)
+
+
+def test_states_of_a_block_that_stands_twice_are_read_under_its_first_name():
+    model = family_models.load("llama")
+    layers = model.get_submodule("model.layers")
+    layers[1] = layers[0]
+    assert [(s.index, s.module_path) for s in hidden_state_locations(model)] == [
+        (0, "model.layers.0"),
+        (1, "model.layers.0"),
+        (2, "model.layers.0"),
+    ]
+
+
+def test_what_stays_float_is_what_a_quantized_model_has_left(model):
+    said = unquantized_parameters(model)
+    quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
+    left = [n for n, p in model.named_parameters() if p.is_floating_point() and ".matrix." not in n]
+    assert sorted(said) == sorted(left)
+
+
+def test_both_word_embeddings_of_a_translator_with_two_are_coded():
+    apart = {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
+    config = family_models.load("marian").config
+    model = MarianMTModel(MarianConfig.from_dict(config.to_dict() | apart)).eval()
+    assert model.model.decoder.embed_tokens.weight is not model.model.encoder.embed_tokens.weight
+    test_what_stays_float_is_what_a_quantized_model_has_left(model)
+
+
+def test_the_head_is_known_where_there_is_one(model):
+    family = FAMILIES[model.config.model_type]
+    assert output_modules(model) == family.head_modules
+    del model._modules[family.head_modules[-1].split(".")[0]]
+    assert output_modules(model) == ()
+
+
+def test_a_model_of_an_unknown_family_has_nothing_that_is_known():
+    model = torch.nn.Linear(2, 3)
+    assert (hidden_state_locations(model), output_modules(model), unquantized_parameters(model)) == (
+        [],
+        (),
+        ["weight", "bias"],
+    )

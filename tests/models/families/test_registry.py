@@ -1,0 +1,155 @@
+"""What a family says of its models is what transformers' models are."""
+
+import causal
+import classifiers
+import every_family
+import pytest
+import seq2seq
+import tiny
+from every_family import TEXT_FAMILIES
+from torch import nn
+
+from smelt.core.files import read_json_object
+from smelt.data.splits import TASKS
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of, model_attentions
+from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, family_of, find_family
+from smelt.models.weight_files import weight_tensors
+
+MAKERS = {
+    "marian": tiny.write_marian,
+    "t5": seq2seq.write_t5,
+    "bart": seq2seq.write_bart,
+    "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart"),
+    "bert": tiny.write_bert,
+    "distilbert": classifiers.distilbert,
+    "roberta": classifiers.roberta,
+    **{name: lambda folder, name=name: causal.write_model(folder, name) for name in causal.FAMILIES},
+    **{
+        name: lambda folder, name=name: every_family.write_model(folder, name)
+        for name in every_family.CONFIGS
+    },
+}
+
+
+@pytest.fixture(scope="module", params=sorted(TEXT_FAMILIES))
+def made(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    MAKERS[request.param](folder)
+    model, _ = load_model(folder)
+    return FAMILIES[request.param], model, folder
+
+
+def test_every_family_has_a_task_and_every_task_a_family():
+    assert all(family.name == name and family.tasks for name, family in FAMILIES.items())
+    assert all(FAMILIES_BY_TASK[task] for task in TASKS)
+    assert find_family({"model_type": "mamba"}) is None
+    assert family_of(nn.Linear(1, 1)) is None
+
+
+def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
+    family, model, _ = made
+    config = model.config.to_dict()
+    for stack in family.stacks(config):
+        assert (
+            len(model.get_submodule(stack.module_path))
+            == stack.num_layers(config)
+            == getattr(model.config, stack.num_layers_key)
+        )
+        assert hasattr(model.config, stack.feed_forward.intermediate_size_key)
+
+
+def test_every_linear_layer_of_a_block_is_part_of_its_attention_or_feed_forward(made):
+    _, model, _ = made
+    for block in blocks_of(model):
+        said = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
+        said |= {*block.feed_forward.input_layers, block.feed_forward.down}
+        there = {
+            n for n, m in block.module.named_modules(prefix=block.module_path) if isinstance(m, nn.Linear)
+        }
+        assert said == there
+
+
+def test_heads_and_widths_fill_the_products(made):
+    _, model, _ = made
+    for parts in model_attentions(model):
+        module, out = model.get_submodule(parts.name), model.get_submodule(parts.out)
+        width = getattr(module, parts.head_dim_attribute)
+        assert out.in_features % width == 0
+        if parts.heads_attribute:
+            assert out.in_features == getattr(module, parts.heads_attribute) * width
+        if parts.all_head_size_attribute:
+            assert out.in_features == getattr(module, parts.all_head_size_attribute)
+        if parts.kv_heads_attribute:
+            rows = out.in_features + 2 * getattr(module, parts.kv_heads_attribute) * width
+            assert model.get_submodule(parts.query).out_features == rows
+        for norm in parts.qk_norms or ():
+            assert model.get_submodule(norm).weight.shape == (width,)
+        if (
+            parts.scale_attribute not in (None, "width") and not parts.uses_attention_interface
+        ):  # of the others test_family sees it used
+            assert getattr(module, parts.scale_attribute) == pytest.approx(width**-0.5)
+
+
+def test_neurons_are_rows_of_the_inputs_and_columns_of_down(made):
+    _, model, _ = made
+    for block in blocks_of(model):
+        parts = block.feed_forward
+        count = model.get_submodule(parts.down).in_features
+        rows = {model.get_submodule(name).out_features for name in parts.input_layers}
+        assert rows == {2 * count if parts.gate == parts.up else count}
+
+
+def test_the_word_embedding_has_the_name_and_the_width_that_are_said(made):
+    family, model, folder = made
+    shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding_suffixes)]
+    assert shapes
+    assert all(
+        shape == [model.config.vocab_size, getattr(model.config, family.hidden_size_key)] for shape in shapes
+    )
+
+
+def test_a_block_that_stands_in_two_places_is_there_once(made):
+    _, model, _ = made
+    stack = blocks_of(model)[0].stack
+    layers = model.get_submodule(stack.module_path)
+    layers[1] = layers[0]
+    first, *others = (block for block in blocks_of(model) if block.stack == stack)
+    assert first.aliases == (f"{stack.module_path}.1",)
+    assert [block.index for block in others] == list(range(2, len(layers)))
+
+
+def test_the_config_of_each_model_is_one_that_smelt_follows(made):
+    family, _, folder = made
+    assert family.unsupported_config(read_json_object(folder / "config.json")) == []
+
+
+FACTORS = [1.0] * 8
+REFUSED = {
+    "part of a head, as transformers 4 says it": ("phi3", {"partial_rotary_factor": 0.5}),
+    "part of a head, as transformers 5 says it": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "factors by length": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}},
+    ),
+    "words of another width": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512}),
+    "norms behind their parts": ("opt", {"do_layer_norm_before": False}),
+    "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}),
+    "what comes after": ("gemma", {"use_bidirectional_attention": True}),
+    "scaled positions": ("modernbert", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "scaled positions by kind": (
+        "modernbert",
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "rope_theta": 1e4}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_is_refused_when_smelt_cannot_follow_it(name):
+    family, config = REFUSED[name]
+    assert len(FAMILIES[family].unsupported_config(config)) == 1
+    plain = {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_scaling": None}
+    assert FAMILIES[family].unsupported_config(plain | {"use_bidirectional_attention": False}) == []

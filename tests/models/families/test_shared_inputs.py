@@ -1,0 +1,46 @@
+"""What feeds products, of every family: each product is in one feed, and a maker's rows may be scaled."""
+
+from collections import Counter
+
+import family_models
+import pytest
+import torch
+
+from smelt.models.families.model_blocks import blocks_of, shared_inputs
+
+# where the last product of an attention or a feed-forward part is fed by a product alone; all attentions are
+GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "modernbert"}
+RELU = {"t5", "m2m_100", "opt"}  # the tiny T5 has ReLU, as v1.0 has
+
+
+@pytest.mark.parametrize("family", family_models.NAMES)
+def test_every_product_of_the_blocks_reads_one_input(family):
+    model = family_models.load(family)
+    readers = Counter(name for feed in shared_inputs(model) for name in feed.consumers)
+    parts = [part for block in blocks_of(model) for part in (*block.attentions, block.feed_forward)]
+    assert readers == Counter({name: 1 for part in parts for name in part.linear_layers})
+    made = {name for feed in shared_inputs(model) if feed.producer for name in feed.consumers}
+    outs = {a.out for block in blocks_of(model) for a in block.attentions}
+    downs = {block.feed_forward.down for block in blocks_of(model)}
+    assert made == outs | (downs if family in GATED | RELU else set())
+
+
+@pytest.mark.parametrize("family", family_models.NAMES)
+@torch.no_grad()
+def test_scaled_rows_of_a_maker_and_columns_of_its_reader_change_nothing(family):
+    model = family_models.load(family)
+    batch = family_models.example_batch(model)
+    before = family_models.run_model(model, batch).logits
+    draw = torch.Generator().manual_seed(0)
+    for feed in shared_inputs(model):
+        if feed.producer is None:
+            continue
+        maker, (name,) = model.get_submodule(feed.producer), feed.consumers
+        rows = slice(feed.start, feed.stop)
+        scales = torch.rand(len(maker.weight[rows]), generator=draw) + 0.5
+        maker.weight[rows] /= scales[:, None]
+        if maker.bias is not None:
+            maker.bias[rows] /= scales
+        heads = scales.reshape(-1, 1, feed.head_dim) if feed.repeats > 1 else scales.reshape(1, 1, -1)
+        model.get_submodule(name).weight.mul_(heads.expand(-1, feed.repeats, -1).flatten())
+    torch.testing.assert_close(family_models.run_model(model, batch).logits, before, rtol=1e-4, atol=1e-4)

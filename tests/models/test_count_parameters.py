@@ -1,0 +1,17 @@
+"""Weights are counted as what codes stand for: quantizing changes no count."""
+
+import every_family
+import pytest
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.models.count_parameters import count_parameters
+from smelt.quantization.schemes.registry import SCHEMES
+
+
+@pytest.mark.parametrize("kind", ["t5", "gpt2", "bert"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantizing_changes_no_count(scheme, kind, tmp_path):
+    model = every_family.model_with_layers(kind, 1)
+    made = every_family.run_stage(Quantize(), QuantizeSettings(scheme=scheme), model, kind, tmp_path / "out")
+    assert count_parameters(made.out) == count_parameters(model)

@@ -1,0 +1,204 @@
+"""The axes that carry the hidden states: against torch-pruning's graph, and by making models narrower."""
+
+import family_models
+import pytest
+import torch
+import transformers
+from expected_errors import raises_code
+
+from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer
+from smelt.compress.prune.units import AttentionGroup
+from smelt.core.errors import InputError
+from smelt.models.conv1d import replace_conv1d
+from smelt.models.families.model_blocks import blocks_of, model_attentions
+from smelt.models.families.registry import FAMILIES
+from smelt.models.hidden_width import hidden_axes
+from smelt.models.structure import replace_module
+
+
+@pytest.mark.parametrize("name", family_models.NAMES)
+def test_the_axes_are_those_of_the_dependency_graph(name):
+    model = family_models.load(name)
+    family = FAMILIES[name]
+    dependencies = family_models.dependency_graph(model)
+    ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}
+    # an encoder and its decoder are two graphs, tied by their embeddings, of which it does not know
+    theirs = set().union(
+        *(family_models.pruning_group(dependencies, model, b.feed_forward.down) for b in blocks_of(model))
+    )
+    # sines are added to the states without a gradient, which is what it follows
+    sines = {
+        (table, 1)
+        for stack in family.stacks(model.config.to_dict())
+        for table in stack.stream.embeddings[1:]
+        if family.position_encoding.is_sinusoidal
+    }
+    assert ours - theirs == sines
+    assert theirs - ours == set()
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "mpnet", "modernbert"])
+def test_the_axes_inside_of_a_head_are_those_of_the_dependency_graph(name):
+    model = family_models.load(name)
+    ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "head"}
+    assert ours == family_models.pruning_group(
+        family_models.dependency_graph(model), model, FAMILIES[name].head_modules[0]
+    )
+
+
+def copied(model, factor_of):
+    """Make every second channel of the hidden states a copy of the one before it; nothing gets narrower."""
+    for axis in hidden_axes(model):
+        tensor = factor_of(axis.name)
+        even = tensor.index_select(axis.dim, torch.arange(0, tensor.shape[axis.dim], 2))
+        tensor.copy_(even.repeat_interleave(2, axis.dim))
+
+
+def without_half_of_the_heads(model, state):
+    """Let the later half of all heads give nothing in `model`; take them from the tensors `state`."""
+    for parts in model_attentions(model):
+        unit = AttentionGroup(parts)
+        stay = torch.arange(unit.count(model) // 2)
+        columns = len(stay) * unit.head_dim(model)
+        model.get_submodule(parts.out).weight[:, columns:] = 0
+        for product, rows in unit.row_indices(model, stay).items():
+            for name in (f"{product}.weight", f"{product}.bias"):
+                if name in state:
+                    state[name] = state[name].index_select(0, rows)
+        state[f"{parts.out}.weight"] = state[f"{parts.out}.weight"][:, :columns]
+    for name in state:
+        if name.endswith("mpnet.encoder.relative_attention_bias.weight"):
+            state[name] = state[name][:, : state[name].shape[1] // 2]
+
+
+@pytest.mark.parametrize("name", family_models.NAMES)
+def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_the_width(name):
+    """The model of a config of half the width takes the tensors that are left, and computes the same.
+
+    Copies change no mean and no root of mean squares. What reads them takes each channel once instead of
+    twice, so that its columns are doubled.
+    """
+    wide, family = family_models.load(name), FAMILIES[name]
+    tensors = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
+    said = wide.config.to_dict()
+    axes = hidden_axes(wide)
+    with torch.no_grad():
+        copied(wide, tensors.__getitem__)
+        state = {n: t.clone() for n, t in wide.state_dict().items()}
+        state |= {axis.name: tensors[axis.name].clone() for axis in axes}  # sines that no file holds
+        values = {family.hidden_size_key: said[family.hidden_size_key] // 2}
+        attentions = [attention for stack in family.stacks(said) for attention in stack.attentions]
+        word = attentions[0].head_dim_key
+        if word:
+            values[word] = getattr(
+                wide.get_submodule(model_attentions(wide)[0].name), attentions[0].head_dim_attribute
+            )
+        else:
+            values |= {attention.heads_key: said[attention.heads_key] // 2 for attention in attentions}
+            without_half_of_the_heads(wide, state)
+        if "word_embed_proj_dim" in said:  # OPT's words may have a width of their own
+            values["word_embed_proj_dim"] = values[family.hidden_size_key]
+        config = type(wide.config).from_dict(said | values)
+        config._attn_implementation = "eager"
+        narrow = type(wide)(config).eval()
+        replace_conv1d(narrow)
+        fewer = family.embedding_scale(said) / family.embedding_scale(config.to_dict())
+        head = family.head_modules[0]
+        tied = wide.get_submodule(head).weight is wide.get_input_embeddings().weight
+        logits = (2 if tied else 1) * family.output_scale(said) / family.output_scale(config.to_dict())
+        fill(narrow, wide, state, axes, fewer, tied)
+        batch = family_models.example_batch(wide)
+        expected = family_models.run_model(wide, batch).logits
+        found = family_models.run_model(narrow, batch).logits
+    assert expected.std() > 1e-2
+    torch.testing.assert_close(found * logits / (fewer if tied else 1), expected, rtol=1e-3, atol=1e-3)
+
+
+def fill(narrow, wide, state, axes, fewer, tied):
+    """Give `narrow` the even channels of the tensors `state` of `wide`; words are multiplied with `fewer`."""
+    words = wide.get_input_embeddings().weight
+    of_words = {name for name, p in wide.named_parameters(remove_duplicate=False) if p is words}
+    for axis in axes:
+        if axis.is_input and tied and axis.name in of_words:
+            continue  # the table, which is cut as one
+        times = 2 if axis.is_input else fewer if axis.name in of_words else 1
+        old = state[axis.name]
+        new = old.index_select(axis.dim, torch.arange(0, old.shape[axis.dim], 2)) * times
+        state.update(dict.fromkeys(axis.names, new))
+    places = {**dict(narrow.named_parameters(remove_duplicate=False)), **dict(narrow.named_buffers())}
+    for name, tensor in state.items():
+        assert places[name].shape == tensor.shape, name
+        places[name].copy_(tensor)
+
+
+def test_a_low_rank_pair_reads_in_one_half_and_gives_in_the_other():
+    model = family_models.load("marian")
+    whole = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    for name in ("fc1", "fc2"):
+        layer = model.get_submodule(f"model.encoder.layers.0.{name}")
+        pair = low_rank_layer(layer, 9, ErrorMetric())[0]
+        replace_module(model, f"model.encoder.layers.0.{name}", pair)
+    gone = {("fc1.weight", 1), ("fc2.weight", 0), ("fc2.bias", 0)}
+    new = {("fc1.down.weight", 1), ("fc2.up.weight", 0), ("fc2.up.bias", 0)}
+    at = "model.encoder.layers.0."
+    found = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    assert whole - found == {(at + name, dim) for name, dim in gone}
+    assert found - whole == {(at + name, dim) for name, dim in new}
+
+
+def test_an_axis_of_shared_tensors_is_there_once_with_all_names():
+    model = family_models.load("bert")
+    alone = len(hidden_axes(model))
+    layers = model.bert.encoder.layer
+    layers[1].intermediate = layers[0].intermediate
+    layers[1].output.dense.weight = layers[0].output.dense.weight
+    axes = hidden_axes(model)
+    assert len(axes) == alone - 2
+    both = [axis.names for axis in axes if "bert.encoder.layer.1.output.dense.weight" in axis.names]
+    assert both == [("bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.1.output.dense.weight")]
+
+
+def test_a_word_embedding_that_is_the_output_layer_is_a_table_and_reads():
+    model = family_models.load("gpt2")
+    of_words = [axis for axis in hidden_axes(model) if axis.name == "transformer.wte.weight"]
+    assert [(axis.dim, axis.is_input) for axis in of_words] == [(1, False), (1, True)]
+    assert of_words[0].names == ("transformer.wte.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Marian"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_nobody_reads_any_more_is_as_wide_as_the_others(tied, kind):
+    """transformers makes `shared` for every BART, whether the sides' own are tied to it or not."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=9, d_model=20, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=7, decoder_ffn_dim=7, max_position_embeddings=11,
+        tie_word_embeddings=tied, pad_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}[kind])(
+        config
+    )
+    tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
+    distinct = {model.get_submodule(name).weight for name in tables}
+    assert len(distinct) == (1 if tied else 3)
+    found = {name for axis in hidden_axes(model) if axis.dim == 1 for name in axis.names}
+    assert found >= {f"{name}.weight" for name in tables}
+
+
+def test_a_quantized_layer_has_no_axis_that_could_be_cut():
+    from smelt.compress.quantize.plan_layers import quantize_model
+    from smelt.compress.quantize.settings import QuantizeSettings
+
+    model = family_models.load("bert")
+    quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
+    with raises_code("unsupported-layer", InputError) as caught:
+        hidden_axes(model)
+    assert "QuantizedEmbedding" in str(caught.value)
+
+
+def test_another_family_is_refused_with_those_that_are_known():
+    config = transformers.ElectraConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
+    )
+    with raises_code("unsupported-family", InputError) as caught:
+        hidden_axes(transformers.ElectraModel(config))
+    assert all(part in str(caught.value) for part in ("electra", "marian"))

@@ -1,0 +1,133 @@
+"""Fewer channels compute what the whole model computes whose norms and products see these alone."""
+
+import copy
+import json
+
+import every_family
+import harness
+import images
+import pytest
+import torch
+import transformers
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.prune.channel_scores import hidden_norms
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.edits import apply_edits
+from smelt.models.families.registry import FAMILIES
+from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
+
+SAYABLE = {"t5", "llama", "mistral", "qwen2", "qwen3", "phi3"}
+
+
+def _kept(model):
+    return [channel for channel in range(hidden_width(model)) if channel % 4 != 1]
+
+
+def silenced(model, keep):
+    """Let `model` compute on the channels `keep` alone: norms see no others and give zeros for them.
+
+    Tables give zeros for the others, which is what products read where no norm stands before them.
+    """
+    for norm in hidden_norms(model):
+        small = copy.deepcopy(norm)
+        for name, parameter in norm.named_parameters():
+            setattr(small, name, torch.nn.Parameter(parameter.detach()[keep]))
+        if isinstance(small, torch.nn.LayerNorm):
+            small.normalized_shape = (len(keep),)
+
+        def alone(x, small=small):
+            return torch.zeros_like(x).index_copy(-1, torch.tensor(keep), small(x[..., keep]))
+
+        norm.forward = alone
+    gone = [channel for channel in range(hidden_width(model)) if channel not in keep]
+    for stack in FAMILIES[model.config.model_type].stacks(model.config.to_dict()):
+        for table in stack.stream.embeddings:
+            owner, _, last = table.rpartition(".")
+            with torch.no_grad():
+                getattr(model.get_submodule(owner), last)[:, gone] = 0
+
+
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+def test_it_computes_what_the_whole_model_does_on_these_channels(family, tmp_path):
+    source = every_family.model_with_layers(family, 2)
+    model, edits = load_model(source)
+    keep = _kept(model)
+    edit = prune_hidden_width(model, keep)
+    assert hidden_width(model) == len(keep)
+    whole, _ = load_model(source)
+    silenced(whole, keep)
+    found = harness.logits(model)
+    assert torch.allclose(found, harness.logits(whole), atol=2e-5)
+    edits = write_width_to_config(model, edits, edit)
+    save_model(model, edits, tmp_path, source)
+    again, _ = load_model(tmp_path)
+    assert torch.equal(harness.logits(again), found)
+    if family in SAYABLE:
+        assert not edits
+        config = json.loads((tmp_path / "config.json").read_text())
+        plain = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path).eval()
+        assert torch.equal(harness.logits(plain), found)
+    else:
+        assert edits == [edit]
+
+
+def test_patches_of_images_are_as_wide_as_the_rest(tmp_path):
+    source = images.write_model(tmp_path / "model")
+    model, edits = load_model(source)
+    edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))
+    pixels = torch.randn(2, 3, *[model.config.image_size] * 2)
+    (tmp_path / "out").mkdir()
+    save_model(model, edits, tmp_path / "out", source)
+    plain = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
+    assert plain.config.hidden_size == hidden_width(model) == 24
+    with torch.no_grad():
+        assert torch.equal(plain(pixels).logits, model(pixels).logits)
+
+
+def test_patches_whose_convolution_is_divided_are_as_wide_too(tmp_path):
+    source = images.write_model(tmp_path / "model")
+    rows = images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))
+    settings = FactorizeSettings(method="tucker", keep_ratio=0.5)
+    thin = harness.run_stage(Factorize(), settings, source, tmp_path / "thin", images.TASK, rows).out
+    model, edits = load_model(thin)
+    pixels = torch.randn(2, 3, *[model.config.image_size] * 2)
+    edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))
+    (tmp_path / "out").mkdir()
+    save_model(model, edits, tmp_path / "out", thin)
+    again, _ = load_model(tmp_path / "out")
+    steps = again.vit.embeddings.patch_embeddings.projection.steps
+    assert steps[-1].out_channels == hidden_width(again) == 24
+    with torch.no_grad():
+        assert torch.equal(again(pixels).logits, model(pixels).logits)
+
+
+def test_pairs_and_shared_layers_lose_them_once(tmp_path):
+    source = every_family.model_with_layers("marian", 2)
+    shared = every_family.run_stage(
+        ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
+    ).out
+    thin = every_family.run_stage(
+        Factorize(), FactorizeSettings(targets="embeddings", rank=12), shared, "marian", tmp_path / "thin"
+    ).out
+    model, edits = load_model(thin)
+    edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))
+    (tmp_path / "out").mkdir()
+    save_model(model, edits, tmp_path / "out", thin)
+    again, _ = load_model(tmp_path / "out")
+    layers = again.model.encoder.layers
+    assert layers[0].fc1 is layers[1].fc1
+    assert layers[0].fc1.in_features == again.model.shared.embedding_dim == 24
+    assert torch.equal(harness.logits(again), harness.logits(model))
+
+
+@pytest.mark.parametrize("keep", [[], [1, 0], [0, 0], [0, 64], [-1, 2], [0.5], [True], None, "01"])
+def test_channels_that_there_are_not_are_refused(keep):
+    model, _ = load_model(every_family.model_with_layers("llama", 2))
+    with raises_code("does-not-fit-model", InputError):
+        apply_edits(model, [{"op": "width", "module": "", "keep": keep}])

@@ -1,0 +1,96 @@
+"""smelt's pixels are those of transformers' image processors."""
+
+import json
+
+import images
+import numpy as np
+import pytest
+from expected_errors import raises_code
+from PIL import Image
+
+from smelt.core.errors import InputError
+from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config, read_processor
+
+KINDS = {
+    "vit": ("ViTImageProcessor", {"size": {"height": 20, "width": 24}}),
+    "vit, bicubic": ("ViTImageProcessor", {"size": {"height": 9, "width": 9}, "resample": 3}),
+    "vit, cropped": ("ViTImageProcessor", {"do_center_crop": True, "crop_size": {"height": 40, "width": 12},
+                                           "do_resize": False, "do_normalize": False}),
+    "convnext": ("ConvNextImageProcessor", {"size": {"shortest_edge": 16}, "crop_pct": 0.875}),
+    "convnext, large": ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}}),
+    "bit": ("BitImageProcessor", {"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16},
+                                  "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}),
+}  # fmt: skip
+SIZES = [(33, 20), (20, 33), (16, 16), (7, 5)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_are_those_of_transformers(kind, tmp_path):
+    import transformers
+
+    name, settings = KINDS[kind]
+    theirs = getattr(transformers, f"{name}Pil")(**settings)
+    theirs.save_pretrained(tmp_path)
+    ours = read_processor(tmp_path)
+    for number, size in enumerate(SIZES):
+        image = images.make_image(number, size)
+        expected = theirs(image, return_tensors="np")["pixel_values"][0]
+        found = ours(image)
+        assert found.dtype == np.float32
+        assert found.shape == expected.shape
+        assert ours.shape in (None, found.shape[1:])
+        assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA"])
+def test_other_colours_become_rgb(mode, tmp_path):
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16)))
+    processor, image = read_processor(tmp_path), images.make_image(1, mode=mode)
+    assert np.array_equal(processor(image), processor(image.convert("RGB")))
+
+
+def test_photos_are_turned_as_their_exif_says(tmp_path):
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16)))
+    processor, image = read_processor(tmp_path), images.make_image(1, (20, 10))
+    held = image.transpose(Image.Transpose.ROTATE_90)
+    held.getexif()[0x0112] = 6
+    assert np.array_equal(processor(held), processor(image))
+
+
+UNSUPPORTED = "unsupported-preprocessing"
+
+
+def test_older_files_say_one_number_and_another_class(tmp_path):
+    (tmp_path / PROCESSOR_FILE).write_text(
+        json.dumps({"feature_extractor_type": "ViTFeatureExtractor", "size": 12})
+    )
+    assert read_processor(tmp_path).shape == (12, 12)
+    convnext = {"feature_extractor_type": "ConvNextFeatureExtractor", "size": 224, "crop_pct": 0.875}
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(convnext))
+    found = read_processor(tmp_path)
+    assert (found.edge, found.shape) == (256, (224, 224))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, UNSUPPORTED),
+        ({"size": {"longest_edge": 3}}, "wrong-value"),
+        ({"size": {"height": 0, "width": 4}}, "wrong-value"),
+        ({"image_std": [0, 1, 1]}, "wrong-value"),
+        ({"resample": "cubic"}, "wrong-value"),
+        ({"rescale_factor": -1}, "wrong-value"),
+        ({"do_pad": True}, UNSUPPORTED),
+    ],
+)
+def test_what_is_not_followed_is_refused_by_name(change, code, tmp_path):
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(16) | change))
+    with raises_code(code, InputError) as caught:
+        read_processor(tmp_path)
+    assert caught.value.setting == next(iter(change))
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with raises_code("missing-file", InputError) as caught:
+        read_processor(tmp_path)
+    assert PROCESSOR_FILE in str(caught.value)

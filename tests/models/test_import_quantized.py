@@ -1,0 +1,261 @@
+"""GPTQ and AWQ checkpoints: their very codes, against values by the formats' definition; what is refused."""
+
+import json
+from pathlib import Path
+
+import causal
+import every_family
+import numpy as np
+import pytest
+import quantized_checkpoints
+import torch
+from expected_errors import raises_code
+from safetensors.torch import load_file
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.models.import_model import import_model
+from smelt.models.structure import read_edits
+from smelt.quantization.layers import is_quantized
+
+GATE = "model.layers.0.mlp.gate_proj"
+AUTO_ROUND = Path(__file__).parent / "written_by_auto_round"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return causal.write_model(tmp_path_factory.mktemp("float") / "llama", "llama")
+
+
+def taken(folder, out):
+    out.mkdir()
+    notes = import_model(folder, out)
+    return load_model(out)[0], notes
+
+
+GPTQ = {
+    "symmetric": ({}, True, 32),
+    "zero points": ({"symmetric": False}, False, 32),
+    "second layout": ({"symmetric": False, "form": "gptq_v2"}, False, 32),
+    "layout not named": ({"symmetric": False, "form": None}, False, 32),
+    "a row a group": ({"group": -1, "symmetric": False}, False, 64),
+    "large groups": ({"group": 96}, True, 32),
+}
+
+
+@pytest.mark.parametrize("case", GPTQ)
+def test_gptq_codes_mean_what_the_format_says(case, llama, tmp_path):
+    settings, symmetric, _ = GPTQ[case]
+    folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", **settings)
+    model, notes = taken(folder, tmp_path / "out")
+    assert len(values) == 14
+    for name, wanted in values.items():
+        matrix = model.get_submodule(name).matrix
+        np.testing.assert_array_equal(matrix.dequantize().numpy(), wanted)
+        assert matrix.options["symmetric"] is symmetric
+    floats = {n for n, m in model.named_modules() if not is_quantized(m) and hasattr(m, "weight")}
+    assert {"model.embed_tokens", "lm_head"} <= floats
+    assert message_codes(notes) == ["already-quantized"]
+    assert all(part in notes[0].message for part in ("gptq", " 14 ", "int4"))
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+    assert count_parameters(tmp_path / "out") == count_parameters(llama)  # without scales, zero points
+
+
+def test_awq_codes_mean_what_the_format_says(llama, tmp_path):
+    folder, values = quantized_checkpoints.write_awq(llama, tmp_path / "awq")
+    model, _ = taken(folder, tmp_path / "out")
+    for name, wanted in values.items():
+        np.testing.assert_array_equal(model.get_submodule(name).matrix.dequantize().numpy(), wanted)
+    assert {edit["op"] for edit in read_edits(tmp_path / "out")} == {"quantize"}
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "auto-round"])
+def test_checkpoints_of_another_tool_mean_what_that_tool_says(form, tmp_path):
+    model, _ = taken(AUTO_ROUND / form, tmp_path / "out")
+    values = load_file(AUTO_ROUND / f"{form}-values.safetensors")
+    assert values.keys() == {name for name, module in model.named_modules() if is_quantized(module)}
+    for name, wanted in values.items():
+        matrix = model.get_submodule(name).matrix
+        assert matrix.dequantize().equal(wanted)
+        assert matrix.options["symmetric"] is (form == "auto-round")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_torch_computes_with_them_graphs_agree_and_training_goes_on(kind, llama, tmp_path):
+    folder, values = getattr(quantized_checkpoints, f"write_{kind}")(llama, tmp_path / kind)
+    model, _ = taken(folder, tmp_path / "out")
+    plain, _ = load_model(llama)
+    with torch.no_grad():
+        for name, value in values.items():
+            plain.get_submodule(name).weight.copy_(torch.tensor(value))
+        for name in ("model.embed_tokens", "lm_head"):
+            plain.get_submodule(name).weight.copy_(plain.get_submodule(name).weight.half())
+        ids = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+        assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-3)
+        for module in model.modules():
+            if is_quantized(module):
+                module.matrix.options["accuracy_level"] = 0  # activations as they are
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+    if kind == "awq":
+        exported = every_family.run_stage(
+            Onnx(), OnnxSettings(generation_graph=False), tmp_path / "out", "llama", tmp_path / "onnx"
+        )
+        assert exported.details["parity"].keys() == exported.details["graphs"].keys()
+        return
+    settings = FinetuneSettings(max_steps=1, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-3)
+    tuned = every_family.run_stage(Finetune(), settings, tmp_path / "out", "llama", tmp_path / "tuned")
+    assert read_edits(tmp_path / "tuned") == read_edits(tmp_path / "out")
+    assert tuned.details["latent_weights"] == "codes"
+
+
+def test_biases_of_zeros_of_layers_without_one_are_left_out(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    tensors = quantized_checkpoints.load_tensors(folder)
+    quantized_checkpoints.save_tensors(folder, tensors | {f"{GATE}.bias": np.zeros(96, np.float16)})
+    assert taken(folder, tmp_path / "out")[0].get_submodule(GATE).bias is None
+    quantized_checkpoints.save_tensors(folder, tensors | {f"{GATE}.bias": np.ones(96, np.float16)})
+    with raises_code("unknown-tensor", InputError) as caught:
+        taken(folder, tmp_path / "again")
+    assert "gate_proj.bias" in str(caught.value)
+
+
+def shifted(index):
+    return np.roll(index, 1)
+
+
+REFUSED = {
+    "order": (("g_idx", shifted), "unsupported-group-order", "gate_proj.g_idx"),
+    "missing": (("qzeros", lambda t: None), "missing-tensor", "'model.layers.0.mlp.gate_proj.qzeros'"),
+    "three bits": (("qweight", lambda t: t[:6]), "shape-mismatch", "gate_proj.qweight' is int32 [6, 96]"),
+    "infinite": (("scales", lambda t: t * np.float16(np.inf)), "inexact-scales", "gate_proj.scales'"),
+    "finer scales": (
+        ("scales", lambda t: t.astype(np.float32) + 1e-6),
+        "inexact-scales",
+        "gate_proj.scales'",
+    ),
+    "sixteen": (("qzeros", lambda t: t * 0 - 1), "zero-point-out-of-range", "gate_proj.qzeros'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_taken_over_exactly_is_refused(case, llama, tmp_path):
+    (part, change), code, named = REFUSED[case]
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    tensors = quantized_checkpoints.load_tensors(folder)
+    new = change(tensors.pop(f"{GATE}.{part}"))
+    quantized_checkpoints.save_tensors(
+        folder, tensors | ({} if new is None else {f"{GATE}.{part}": np.ascontiguousarray(new)})
+    )
+    with raises_code(code, InputError) as caught:
+        taken(folder, tmp_path / "out")
+    assert named in str(caught.value)
+
+
+def test_act_order_without_its_index_is_refused(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", desc_act=True)
+    assert taken(folder, tmp_path / "out")[1]  # an index that changes no order
+    quantized_checkpoints.save_tensors(
+        folder,
+        {n: t for n, t in quantized_checkpoints.load_tensors(folder).items() if not n.endswith(".g_idx")},
+    )
+    with raises_code("missing-tensor", InputError) as caught:
+        taken(folder, tmp_path / "again")
+    assert ".g_idx'" in str(caught.value)
+
+
+def test_layers_that_the_tool_left_float_stay_so(llama, tmp_path):
+    own = {"extra_config": {GATE: {"bits": 16}}, "modules_in_block_to_quantize": [["mlp.up_proj"]]}
+    folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", **own)
+    left = quantized_checkpoints.load_tensors(llama)[f"{GATE}.weight"].astype(np.float16)
+    tensors = {n: t for n, t in quantized_checkpoints.load_tensors(folder).items() if not n.startswith(GATE)}
+    quantized_checkpoints.save_tensors(folder, tensors | {f"{GATE}.weight": left})
+    model, notes = taken(folder, tmp_path / "out")
+    assert message_codes(notes) == ["already-quantized"]
+    assert " 13 " in notes[0].message
+    np.testing.assert_array_equal(model.get_submodule(GATE).weight.detach().numpy(), left)
+    other = GATE.replace("layers.0", "layers.1")
+    np.testing.assert_array_equal(model.get_submodule(other).matrix.dequantize().numpy(), values[other])
+
+
+def test_a_group_of_more_inputs_than_there_are_is_the_whole_row(llama, tmp_path):
+    folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=-1, group_size=10**30)
+    model, _ = taken(folder, tmp_path / "out")
+    np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])
+
+
+def test_a_damaged_file_is_refused(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with raises_code("damaged-weights", InputError) as caught:
+        taken(folder, tmp_path / "out")
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_weights_in_a_file_that_the_config_names(llama, tmp_path):
+    folder, values = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    (folder / "model.safetensors").rename(folder / "codes.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "codes.safetensors"}))
+    model, _ = taken(folder, tmp_path / "out")
+    np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])
+
+
+def test_groups_of_no_size_that_int4_has_are_refused(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", group=24)
+    with raises_code("unsupported-group-size", InputError) as caught:
+        taken(folder, tmp_path / "out")
+    assert all(part in str(caught.value) for part in ("24", "16, 32, 64, 128"))
+
+
+def test_codes_of_layers_that_the_model_does_not_have_are_refused(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    tensors = {
+        name.replace("gate_proj", "gait_proj"): t
+        for name, t in quantized_checkpoints.load_tensors(folder).items()
+    }
+    quantized_checkpoints.save_tensors(folder, tensors)
+    with raises_code("unknown-layer", InputError) as caught:
+        taken(folder, tmp_path / "out")
+    assert "gait_proj.qweight" in str(caught.value)
+
+
+def test_a_checkpoint_without_any_codes_is_refused(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    quantized_checkpoints.save_tensors(
+        folder, {n: t for n, t in quantized_checkpoints.load_tensors(folder).items() if ".layers." not in n}
+    )
+    with raises_code("not-quantized", InputError) as caught:
+        taken(folder, tmp_path / "out")
+    assert "gptq" in str(caught.value)
+
+
+def test_a_new_head_over_codes_is_refused(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    (tmp_path / "out").mkdir()
+    with raises_code("already-quantized", InputError) as caught:
+        import_model(folder, tmp_path / "out", labels=["no", "yes"])
+    assert "gptq" in str(caught.value)
+
+
+@pytest.mark.parametrize(("form", "said"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
+def test_zero_points_that_are_next_to_the_middle_of_symmetric_codes_name_the_other_layout(
+    form, said, llama, tmp_path
+):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", form=form, checkpoint_format=said)
+    with raises_code("wrong-checkpoint-format", InputError):
+        taken(folder, tmp_path / "out")
+
+
+def test_what_does_not_fit_is_said_of_the_folder_that_the_user_named(llama, tmp_path):
+    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    with raises_code("missing-tensor", InputError) as error:
+        taken(folder, tmp_path / "out")
+    assert str(tmp_path / "out") not in str(error.value)
+    assert str(folder) in str(error.value)

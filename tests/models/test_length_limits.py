@@ -1,0 +1,62 @@
+"""How many tokens a model takes: only a table of positions that is there is a limit."""
+
+import json
+
+import pytest
+import seq2seq
+import tiny
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from smelt.generation.config import GenerationSettings
+from smelt.models.checkpoint import load_tokenizer
+from smelt.models.length_limits import NO_LIMIT, max_input_length, position_limit, position_table_size
+from smelt.runtimes.predict_texts import encode_texts, generate_texts, pad_batch
+from smelt.runtimes.registry import open_runner
+
+
+@pytest.mark.parametrize(
+    ("config", "table", "limit"),
+    [
+        ({"model_type": "marian", "max_position_embeddings": 512}, 512, 512),
+        ({"model_type": "gpt2", "n_positions": 64}, 64, 64),
+        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 514, 512),
+        ({"model_type": "opt", "max_position_embeddings": 64, "pad_token_id": 1}, 64, 64),  # two rows more
+        ({"model_type": "t5", "n_positions": 512}, None, None),
+        ({"model_type": "marian"}, None, None),
+        ({"model_type": "marian", "max_position_embeddings": "many"}, None, None),
+    ],
+)
+def test_limit_is_the_rows_of_a_table_that_is_there(config, table, limit):
+    assert (position_table_size(config), position_limit(config)) == (table, limit)
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(40, 40), (10**30, NO_LIMIT)])
+def test_only_the_tokenizer_limits_a_model_without_a_table(longest, expected):
+    tokenizer = type("Words", (), {"model_max_length": longest})()
+    assert max_input_length(tokenizer, {"model_type": "t5", "n_positions": 8}) == expected
+    assert max_input_length(tokenizer, {"model_type": "bart", "max_position_embeddings": 8}) == 8
+
+
+def test_t5_reads_and_writes_beyond_its_n_positions_as_transformers_does(tmp_path):
+    folder = seq2seq.write_t5(tmp_path / "m", n_positions=8)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 10**30}))
+    tokenizer = load_tokenizer(folder)
+    texts = [" ".join(tiny.SENTENCES), tiny.SENTENCES[0]]
+    encoded = encode_texts(
+        texts, tokenizer, max_input_length(tokenizer, {"model_type": "t5", "n_positions": 8})
+    )
+    assert encoded.truncated == 0
+    batch = pad_batch(encoded, [0, 1], tokenizer.pad_token_id)
+    other = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    theirs = other.generate(
+        torch.from_numpy(batch.input_ids),
+        attention_mask=torch.from_numpy(batch.attention_mask),
+        min_new_tokens=30,
+        max_new_tokens=30,
+    )
+    with open_runner(tiny.as_artifact(folder)) as runner:
+        ours = generate_texts(runner, texts, GenerationSettings(min_new_tokens=30, max_new_tokens=30))
+    assert ours == tokenizer.batch_decode(theirs, skip_special_tokens=True)
+    assert theirs.shape[1] == 31  # the start token and 30 new ones

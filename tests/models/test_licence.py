@@ -1,0 +1,46 @@
+"""What a model's folder says of its licence."""
+
+import pytest
+
+from smelt.models.import_model import read_licence
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n", "apache-2.0 (its model card)"),
+        ("---\r\nlicense: mit\r\n---\r\n", "mit (its model card)"),
+        ("---\nlicense:\n- mit\n- cc-by-4.0\n---\n", "mit, cc-by-4.0 (its model card)"),
+        (
+            "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n",
+            "other, llama3, LICENSE (its model card)",
+        ),
+        ("# Model\nlicense: mit\n", None),
+        ("---\nlanguage: en\n---\nlicense: mit\n", None),
+        ("---\n- a list\n---\n", None),
+        ("---\n: : [broken\n---\n", None),
+        ('---\nlicense: "a\\x1b[2Jb"\n---\n', "a [2Jb (its model card)"),
+        ("", None),
+    ],
+)
+def test_a_model_card(card, said, tmp_path):
+    (tmp_path / "README.md").write_text(card, newline="")
+    assert read_licence(tmp_path) == said
+
+
+def test_a_file_of_its_own_where_the_card_is_silent(tmp_path):
+    (tmp_path / "README.md").write_text("# Model\n")
+    (tmp_path / "LICENSE.txt").write_text("\n    Apache License\n   Version 2.0\n")
+    assert read_licence(tmp_path) == "Apache License (its file LICENSE.txt)"
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert read_licence(tmp_path) == "mit (its model card)"
+
+
+def test_what_is_long_is_cut_and_what_is_not_there_is_none(tmp_path):
+    assert read_licence(tmp_path) is None
+    assert read_licence(tmp_path / "none") is None
+    (tmp_path / "COPYING").write_text("word " * 100)
+    found = read_licence(tmp_path)
+    assert found is not None
+    assert len(found) == 100
+    assert found.endswith("...")

@@ -1,0 +1,130 @@
+"""Models with random weights: the class's own, and a config that agrees with the tokenizer."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from expected_errors import raises_code
+from untrained_models import CONFIGS, ENCODER, make_untrained
+
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.shortlist import make_shortlist, write_shortlist
+from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.new_model import config_for_tokenizer, create_model
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, family):
+    labels = ["no", "yes", "maybe"] if CONFIGS[family][0] == "text-classification" else []
+    folder, notes = make_untrained(tmp_path, family, labels=labels)
+    assert notes == []
+    model, edits = load_model(folder)
+    tokenizer = load_tokenizer(folder)
+    config = model.config
+    assert edits == []
+    assert config.vocab_size == len(tokenizer) == model.get_input_embeddings().num_embeddings
+    assert config.pad_token_id == tokenizer.pad_token_id
+    assert config.eos_token_id == tokenizer.eos_token_id
+    if labels:
+        assert [config.id2label[i] for i in range(3)] == labels
+        assert config.label2id == {name: i for i, name in enumerate(labels)}
+    if config.is_encoder_decoder:
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        start = tokenizer.eos_token_id if family == "bart" else tokenizer.pad_token_id
+        assert config.decoder_start_token_id == generation.decoder_start_token_id == start
+        forced = None if family == "t5" else tokenizer.eos_token_id
+        assert generation.forced_eos_token_id == forced
+    inputs = tokenizer("a man", return_tensors="pt")
+    with torch.inference_mode():
+        if model.can_generate():
+            tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            assert int(tokens.max()) < len(tokenizer)
+        else:
+            assert model(**inputs).logits.shape == (1, 3)
+
+
+def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
+    folder, _ = make_untrained(tmp_path / "a", "bert", labels=["a", "b"])
+    model, _ = load_model(folder)
+    transformers.set_seed(3)
+    again = transformers.BertForSequenceClassification(model.config)
+    for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    other, _ = make_untrained(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
+    assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
+
+
+def test_no_trainer_is_imported_for_a_model(tmp_path):
+    """Which is 2 s, and a line on the terminal where bitsandbytes is installed (peft imports it)."""
+    words = tiny.write_bert(tmp_path / "words")
+    code = (
+        "import sys; from pathlib import Path; from smelt.core.files import read_json_object\n"
+        "from smelt.models.new_model import create_model\n"
+        f"words, out = Path({str(words)!r}), Path({str(tmp_path / 'out')!r}); out.mkdir()\n"
+        "config = read_json_object(words / 'config.json')\n"
+        "create_model(config, words, out, task='text-classification', seed=1, labels=[], problem=None)\n"
+        "print({'peft', 'bitsandbytes', 'transformers.trainer_utils'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n", "")
+
+
+def test_a_list_of_words_that_lies_beside_the_tokenizer_stays_behind(tmp_path):
+    folder = tiny.write_marian(tmp_path / "m")
+    values = transformers.MarianConfig.from_pretrained(folder).to_dict()
+    words = values["vocab_size"]
+    write_shortlist(make_shortlist(np.zeros((words, 2)), np.array([0, 1]), words), folder)
+    (tmp_path / "new").mkdir()
+    create_model(values, folder, tmp_path / "new", task="translation", seed=3)
+    assert not (tmp_path / "new" / SHORTLIST).exists()
+
+
+def test_what_the_config_said_otherwise_is_told(tmp_path):
+    folder = tiny.write_marian(tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    values = {"model_type": "marian", "vocab_size": 10, "pad_token_id": 3, "decoder_vocab_size": 10}
+    agreed = config_for_tokenizer(values, tokenizer, "translation", exact=False)
+    assert agreed == {
+        "vocab_size": len(tokenizer),
+        "decoder_vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+        "forced_eos_token_id": 0,
+    }
+    padded = config_for_tokenizer(values | {"vocab_size": 4096}, tokenizer, "translation", exact=False)
+    assert padded["vocab_size"] == 4096
+    (tmp_path / "out").mkdir()
+    config = values | CONFIGS["marian"][1]
+    notes = create_model(config, folder, tmp_path / "out", task="translation", seed=0)
+    assert set(message_codes(notes)) == {"config-changed"}
+    [note] = (note for note in notes if "pad_token_id" in note.message)
+    assert re.findall(r"\d+", note.message) == [str(tokenizer.pad_token_id), "3"]
+
+
+def test_a_tokenizer_without_a_token_that_is_needed_is_refused(tmp_path):
+    tokenizer = load_tokenizer(tiny.write_bert(tmp_path / "b"))
+    assert (
+        config_for_tokenizer({"model_type": "bert"}, tokenizer, "text-classification", False)["pad_token_id"]
+        == 0
+    )
+    with raises_code("missing-special-token", InputError) as caught:
+        config_for_tokenizer({"model_type": "bart"}, tokenizer, "translation", False)
+    assert all(part in str(caught.value) for part in (" eos ", " bart ", "translation"))
+
+
+def test_a_config_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "m").mkdir()
+    folder = tiny.write_bert(tmp_path / "b")
+    values = {"model_type": "bert", **ENCODER, "num_attention_heads": 3}
+    with raises_code("wrong-config", InputError) as caught:
+        create_model(values, folder, tmp_path / "m", task="text-classification", seed=0)
+    assert caught.value.setting == "model.config"

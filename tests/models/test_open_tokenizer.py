@@ -1,0 +1,40 @@
+"""Who reads an artifact's texts: the light reader where it was compared, else transformers."""
+
+import published_tokenizers
+import pytest
+import tiny
+
+from smelt.export.tokenizer import read_tokenizer_facts
+from smelt.models.checkpoint import load_tokenizer
+from smelt.models.open_tokenizer import open_tokenizer
+from smelt.models.tokenizer import (
+    TOKENIZER_INFO_FILE,
+    TokenizerInfo,
+    read_tokenizer_info,
+    write_tokenizer_info,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return published_tokenizers.marian(tmp_path, tiny.SENTENCES * 4, 60)
+
+
+def test_transformers_reads_what_nobody_has_compared(folder):
+    assert open_tokenizer(folder).reader == "transformers"
+    assert read_tokenizer_info(folder).reason == f"there is no {TOKENIZER_INFO_FILE} in this folder"
+
+
+def test_the_light_reader_serves_once_it_is_written_down(folder):
+    details = read_tokenizer_facts(load_tokenizer(folder))
+    write_tokenizer_info(folder, details)
+    assert read_tokenizer_info(folder) == details
+    (folder / "text.json").write_text('{"prefix": ">>deu<< "}')
+    found = open_tokenizer(folder)
+    assert (found.reader, found.prefix) == ("sentencepiece", ">>deu<< ")
+
+
+def test_transformers_reads_where_the_light_reader_was_found_to_differ(folder):
+    write_tokenizer_info(folder, TokenizerInfo(reader="transformers", reason="ids of 'a'"))
+    assert open_tokenizer(folder).reader == "transformers"
+    assert read_tokenizer_info(folder).reason == "ids of 'a'"

@@ -1,0 +1,140 @@
+"""What sentence-transformers' files say, in both spellings, and what smelt does not do."""
+
+import json
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.models.text_rules import (
+    POOLINGS,
+    SentenceRules,
+    default_prompt,
+    read_sentence_rules,
+    write_sentence_rules,
+)
+
+OLD = "sentence_transformers.models"
+NEW = "sentence_transformers.sentence_transformer.modules.pooling"
+
+
+def folder(home, modules=("Transformer", "Pooling", "Normalize"), pooling=None, settings=None, **first):
+    (home / "1_Pooling").mkdir()
+    listed = [{"idx": i, "name": str(i), "path": "", "type": f"{OLD}.{m}"} for i, m in enumerate(modules)]
+    listed[1:2] = [{**listed[1], "path": "1_Pooling"}] if len(listed) > 1 else []
+    listed[0] |= first
+    (home / "modules.json").write_text(json.dumps(listed))
+    (home / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode": "cls"} if pooling is None else pooling)
+    )
+    if settings is not None:
+        (home / "sentence_bert_config.json").write_text(json.dumps(settings))
+    return home
+
+
+def test_a_folder_without_modules_says_nothing(tmp_path):
+    assert read_sentence_rules(tmp_path) is None
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_what_is_written_is_read_again(pooling, normalize, tmp_path):
+    rules = SentenceRules(pooling=pooling, normalize=normalize, max_length=77, lower=True)
+    write_sentence_rules(tmp_path, rules, 32)
+    assert read_sentence_rules(tmp_path) == rules
+    assert json.loads((tmp_path / "1_Pooling" / "config.json").read_text())["word_embedding_dimension"] == 32
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"pooling_mode": "max", "embedding_dimension": 8, "include_prompt": True}, "max"),
+        ({"pooling_mode": ["cls"]}, "cls"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_max_tokens": True}, "max"),
+        ({"word_embedding_dimension": 8}, "mean"),  # sentence-transformers' default
+    ],
+)
+def test_pooling_is_read_as_a_word_and_as_flags(said, expected, tmp_path):
+    found = read_sentence_rules(folder(tmp_path, pooling=said, settings={"max_seq_length": 9}))
+    assert found == SentenceRules(pooling=expected, max_length=9)
+
+
+def test_modules_of_a_later_version_are_known_by_their_last_name(tmp_path):
+    folder(tmp_path)
+    text = (tmp_path / "modules.json").read_text().replace(f"{OLD}.Pooling", f"{NEW}.Pooling")
+    (tmp_path / "modules.json").write_text(text)
+    assert read_sentence_rules(tmp_path) == SentenceRules(pooling="cls")
+
+
+def test_settings_in_a_file_called_after_the_family_are_read(tmp_path):
+    folder(tmp_path)
+    (tmp_path / "sentence_roberta_config.json").write_text('{"max_seq_length": 5, "do_lower_case": true}')
+    assert read_sentence_rules(tmp_path) == SentenceRules(pooling="cls", max_length=5, lower=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "code", "named"),
+    [
+        (
+            {"modules": ("Transformer", "Pooling", "Dense", "Normalize")},
+            "unsupported-modules",
+            "Transformer, Pooling, Dense, Normalize",
+        ),
+        (
+            {"modules": ("Transformer", "Pooling", "LayerNorm")},
+            "unsupported-modules",
+            "Transformer, Pooling, LayerNorm",
+        ),
+        ({"modules": ("StaticEmbedding",)}, "unsupported-modules", "StaticEmbedding"),
+        ({"path": "0_Transformer"}, "outdated-modules", "'0_Transformer'"),
+        ({"type": 3}, "missing-module-type", ""),
+        ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "several-poolings", "(cls, mean)"),
+        (
+            {"pooling": {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}},
+            "several-poolings",
+            "(cls, max)",
+        ),
+        (
+            {"pooling": {"pooling_mode": "weightedmean"}},
+            "unsupported-pooling",
+            "'weightedmean'",
+        ),
+        ({"pooling": {"pooling_mode_lasttoken": True}}, "unsupported-pooling", "'lasttoken'"),
+        (
+            {"pooling": {"pooling_mode": "mean", "include_prompt": False}},
+            "unsupported-prompt-pooling",
+            "include_prompt",
+        ),
+        (
+            {"settings": {"max_seq_length": "long"}},
+            "wrong-value",
+            "max_seq_length",
+        ),
+        ({"settings": {"max_seq_length": 0}}, "wrong-value", "max_seq_length"),
+        ({"settings": [1]}, "wrong-json-type", ""),
+    ],
+)
+def test_what_is_not_supported_is_said_with_the_file(made, code, named, tmp_path):
+    with raises_code(code, InputError) as error:
+        read_sentence_rules(folder(tmp_path, **made))
+    assert str(tmp_path) in str(error.value)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json"])
+def test_a_broken_file_is_named(name, tmp_path):
+    folder(tmp_path)
+    (tmp_path / name).write_text("{")
+    with raises_code("damaged-file", InputError) as caught:
+        read_sentence_rules(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_the_prompt_that_is_put_before_every_text_is_found(tmp_path):
+    assert default_prompt(tmp_path) == ""
+    path = tmp_path / "config_sentence_transformers.json"
+    path.write_text('{"prompts": {"query": "ask: "}, "default_prompt_name": null}')
+    assert default_prompt(tmp_path) == ""
+    path.write_text('{"prompts": {"query": "ask: "}, "default_prompt_name": "query"}')
+    assert default_prompt(tmp_path) == "ask: "

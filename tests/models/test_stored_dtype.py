@@ -1,0 +1,172 @@
+"""The float types of a file are read from its header and kept by what is written from it."""
+
+import json
+
+import causal
+import pytest
+import seq2seq
+import tiny
+import torch
+import transformers
+from expected_errors import raises_code
+from safetensors.torch import load_file, save_file
+
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.stored_dtype import (
+    StoredDtypes,
+    cast_to_stored,
+    config_dtype,
+    stored_dtypes,
+    weight_files_size,
+)
+
+MADE = {
+    "marian": tiny.write_marian,
+    "bert": tiny.write_bert,
+    "t5": seq2seq.write_t5,
+    "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart"),
+    "gpt2": lambda folder: causal.write_model(folder, "gpt2"),
+    "llama": lambda folder: causal.write_model(folder, "llama"),
+}
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def cast(folder, dtype, only=lambda name: True):
+    path = folder / "model.safetensors"
+    tensors = {n: t.to(dtype) if only(n) else t for n, t in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def rewritten(folder, out, dtype="keep"):
+    out.mkdir()
+    model, edits = load_model(folder)
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
+    assert model.config.dtype == torch.float32
+    return save_model(model, edits, out, folder, dtype), load_file(out / "model.safetensors")
+
+
+def said(folder):
+    return json.loads((folder / "config.json").read_text())["dtype"]
+
+
+@pytest.mark.parametrize("family", MADE)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_model_of_16_bits_is_written_as_it_was_read_and_from_pretrained_reads_it(tmp_path, family, dtype):
+    folder = cast(MADE[family](tmp_path / "model"), dtype)
+    notes, tensors = rewritten(folder, tmp_path / "out")
+    read = load_file(folder / "model.safetensors")
+    assert notes == []
+    assert tensors.keys() == read.keys()
+    assert all(torch.equal(tensors[name], read[name]) for name in read)
+    assert said(tmp_path / "out") == str(dtype).removeprefix("torch.")
+    assert weight_files_size(tmp_path / "out") <= weight_files_size(folder)
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    theirs = kind.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"), [("fp32", torch.float32), ("fp16", HALVES[0]), ("bf16", HALVES[1])]
+)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_another_type_can_be_asked_for(tmp_path, word, dtype, stored):
+    folder = cast(tiny.write_marian(tmp_path / "model"), stored)
+    _, tensors = rewritten(folder, tmp_path / "out", word)
+    assert {t.dtype for t in tensors.values()} == {dtype}
+    assert said(tmp_path / "out") == str(dtype).removeprefix("torch.")
+
+
+def test_mixed_types_are_kept_tensor_by_tensor(tmp_path):
+    folder = cast(tiny.write_bert(tmp_path / "model"), torch.bfloat16, lambda name: "LayerNorm" not in name)
+    _, tensors = rewritten(folder, tmp_path / "out")
+    assert {n for n, t in tensors.items() if t.dtype == torch.float32} == {
+        n for n in tensors if "LayerNorm" in n
+    }
+    assert said(tmp_path / "out") == "bfloat16"
+
+
+def test_only_the_files_of_the_model_count_and_old_names_of_norms_are_known(tmp_path):
+    folder = cast(
+        tiny.write_bert(tmp_path / "model"), torch.bfloat16, lambda name: "LayerNorm.weight" not in name
+    )
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): t for n, t in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({n: t.half() for n, t in tensors.items()}, folder / "model.fp16.safetensors")
+    _, written = rewritten(folder, tmp_path / "out")
+    assert {str(t.dtype) for t in written.values()} == {"torch.bfloat16", "torch.float32"}
+    assert {n for n, t in written.items() if t.dtype == torch.float32} == {
+        n for n in written if n.endswith("LayerNorm.weight")
+    }
+    assert weight_files_size(folder) == (folder / "model.safetensors").stat().st_size
+
+
+def test_a_tied_tensor_keeps_its_type_under_whichever_name_the_file_has_it(tmp_path):
+    folder = cast(
+        tiny.write_marian(tmp_path / "model"), torch.float16, lambda name: name != "model.shared.weight"
+    )
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.shared.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _, written = rewritten(folder, tmp_path / "out")
+    assert {n for n, t in written.items() if t.dtype == torch.float32} == {"model.shared.weight"}
+
+
+def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_path):
+    stored = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(9, 9).half(), "h.0.c": torch.zeros(3)}
+    save_file(stored, tmp_path / "model.safetensors")
+    types = stored_dtypes(tmp_path)
+    assert types.default == torch.float16
+    assert types.dtype_for(["a.down.weight"]) == types.dtype_for(["a.up.weight"]) == torch.float32
+    assert types.dtype_for(["new.weight"]) == torch.float16
+    assert types.dtype_for(["other", "a.weight"]) == torch.float32  # a tied tensor has several names
+    assert types.dtype_for(["transformer.h.0.c"]) == torch.float32  # the file names it from the body on
+    assert types.dtype_for(["transformer.a.up.weight"]) == torch.float32
+
+
+def test_scales_of_codes_do_not_say_what_floats_are_stored_in(tmp_path):
+    """They are float16 in many schemes: what trains beside codes would be rounded to it."""
+    scales = {"a.matrix.scales": torch.zeros(99).half(), "b.matrix.codes": torch.zeros(9, dtype=torch.uint8)}
+    save_file({**scales, "norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert stored_dtypes(tmp_path).dtype_for(["a.adapter.up.weight"]) == torch.float32
+    assert stored_dtypes(tmp_path).dtype_for(["a.matrix.scales"]) == torch.float16
+    save_file(scales, tmp_path / "model.safetensors")
+    assert stored_dtypes(tmp_path).default == torch.float16  # nothing else says it
+
+
+def test_a_folder_without_weights_means_32_bits(tmp_path):
+    assert stored_dtypes(tmp_path) == StoredDtypes({}, torch.float32)
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    with raises_code("damaged-weights", InputError):
+        stored_dtypes(tmp_path)
+
+
+def test_values_beyond_the_range_of_float16_stay_32_bits_and_are_told(tmp_path):
+    folder = cast(tiny.write_bert(tmp_path / "model"), torch.float16)
+    model, edits = load_model(folder)
+    with torch.no_grad():
+        model.classifier.weight[0, 0] = 1e5
+        model.bert.pooler.dense.weight[0, 0] = -2e5
+    (tmp_path / "out").mkdir()
+    (note,) = save_model(model, edits, tmp_path / "out", folder)
+    assert (note.code, note.setting) == ("beyond-16-bits", "dtype")
+    assert all(part in note.message for part in ("bert.pooler.dense.weight", "200,000", " 1 more"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    wide = {n for n, t in tensors.items() if t.dtype == torch.float32}
+    assert wide == {"classifier.weight", "bert.pooler.dense.weight"}
+    assert float(tensors["classifier.weight"][0, 0]) == 1e5
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert float(theirs.classifier.weight.detach()[0, 0]) == 1e5, "transformers made an infinity of it"
+
+
+def test_infinities_that_were_there_are_no_overflow():
+    stored, notes = cast_to_stored({"w": torch.tensor([float("inf"), 1.0])}, {"w": torch.float16})
+    assert (stored["w"].dtype, notes) == (torch.float16, [])
+
+
+def test_the_config_says_the_type_of_most_values():
+    assert config_dtype([torch.zeros(9).half(), torch.zeros(3)]) == "float16"
+    assert config_dtype([torch.zeros(9, dtype=torch.int8), torch.zeros(3).bfloat16()]) == "bfloat16"
+    assert config_dtype([torch.zeros(9).half(), torch.full((3,), 1e6)]) == "float32"

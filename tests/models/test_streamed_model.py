@@ -1,0 +1,149 @@
+"""A model taken block by block: what is written is what a whole model would have been, in shards."""
+
+import platform
+from pathlib import Path
+
+import every_family
+import harness
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.prune.stage import Prune, PruneSettings
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.models import streamed_model
+from smelt.models.checkpoint import load_model, save_model
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.streamed_model import open_streamed
+from smelt.models.structure import read_edits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Llama of three blocks, stored in bfloat16."""
+    source = every_family.model_with_layers("llama", 3)
+    model, edits = load_model(source)
+    out = tmp_path_factory.mktemp("llama")
+    save_model(model, edits, out, source, "bf16")
+    return out
+
+
+def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
+    made = open_streamed(llama, tmp_path, larger_than=0)
+    assert made is not None
+
+    def there():
+        return [not any(p.is_meta for p in b.module.parameters()) for b in blocks_of(made.model)]
+
+    assert there() == [False] * 3
+    assert (
+        made.model.lm_head.weight.is_meta or made.model.lm_head.weight is made.model.model.embed_tokens.weight
+    )
+    for number, block in enumerate(blocks_of(made.model)):
+        made.load_block(block)
+        assert there() == [at == number for at in range(3)]
+        made.save_block(block)
+    assert made.finish(made.edits) == []
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == [f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)]
+    stored = {n: t for name in names for n, t in load_file(tmp_path / name).items()}
+    before = load_file(llama / "model.safetensors")
+    assert stored.keys() == before.keys()
+    assert all(torch.equal(stored[n], before[n]) and stored[n].dtype == torch.bfloat16 for n in before)
+    assert torch.equal(harness.logits(load_model(tmp_path)[0]), harness.logits(load_model(llama)[0]))
+
+
+def _resident_bytes():
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or platform.libc_ver()[0] != "glibc",
+    reason="only glibc is asked to give memory back",
+)
+def test_memory_between_pieces_that_stay_is_given_back():
+    """What one block leaves in holes is not there beside the next one."""
+    pieces = [torch.ones(20_000 if number % 2 else 200) for number in range(4000)]
+    there = _resident_bytes()
+    del pieces[1::2]  # 160 MB, each between two that stay
+    streamed_model._trim_memory()
+    assert there - _resident_bytes() > 100e6
+    assert len(pieces) == 2000
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (Sparsify(), SparsifySettings(method="wanda")),
+        (Sparsify(), SparsifySettings(method="magnitude", pattern="2:4")),
+        (Factorize(), FactorizeSettings(rank=6, optimize_for="size", calibration_samples=6)),
+        (Factorize(), FactorizeSettings(method="svd", energy=0.7, optimize_for="size", dtype="fp32")),
+        (
+            Factorize(),
+            FactorizeSettings(method="asvd", keep_ratio=0.5, optimize_for="size", calibration_samples=6),
+        ),
+        (Prune(), PruneSettings(importance="magnitude")),
+        (Prune(), PruneSettings(importance="magnitude", targets=["ffn"], reconstruct=False)),
+        (Quantize(), QuantizeSettings(scheme="int4", group_size=16)),
+        (Quantize(), QuantizeSettings(scheme="int4", group_size=16, method="gptq", calibration_samples=6)),
+        (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", embedding_scheme="int4")),
+        (Quantize(), QuantizeSettings(scheme="int8-dynamic", exclude=["*.down_proj"], output_layer=False)),
+        (
+            Quantize(),
+            QuantizeSettings(
+                scheme="pow2", group_size=16, embeddings=False, method="gptq", calibration_samples=6
+            ),
+        ),
+    ],
+)
+def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_path, monkeypatch):
+    stage = (stage, settings, llama, "llama")
+    whole = every_family.run_stage(*stage, tmp_path / "whole")
+    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+    parts = every_family.run_stage(*stage, tmp_path / "parts")
+    assert (parts.out / "model.safetensors.index.json").is_file()
+    for ctx in (whole, parts):
+        ctx.details.pop("calibration", None)  # which names the file of rows
+        ctx.details.pop("bytes_after", None)  # of which each shard has a head of its own
+    assert (parts.details, parts.warnings) == (whole.details, whole.warnings)
+    assert read_edits(parts.out) == read_edits(whole.out)
+    assert (parts.out / "config.json").read_text() == (whole.out / "config.json").read_text()
+    a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "gemma"])
+def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, tmp_path, monkeypatch):
+    stage = (
+        Prune(),
+        PruneSettings(importance="magnitude"),
+        every_family.model_with_layers(family, 2),
+        family,
+    )
+    whole = every_family.run_stage(*stage, tmp_path / "whole")
+    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+    parts = every_family.run_stage(*stage, tmp_path / "parts")
+    assert parts.details == whole.details
+    a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_models_that_have_to_be_whole_are(llama, tmp_path):
+    assert open_streamed(llama, tmp_path) is None  # it is small
+    assert (
+        open_streamed(every_family.model_with_layers("gpt2", 1), tmp_path, larger_than=0) is None
+    )  # turned around
+    shared = every_family.run_stage(
+        ShareWeights(),
+        ShareWeightsSettings(),
+        every_family.model_with_layers("bert", 2),
+        "bert",
+        tmp_path / "s",
+    )
+    assert open_streamed(shared.out, tmp_path, larger_than=0) is None

@@ -1,0 +1,164 @@
+"""What old checkpoints hold for nothing is left aside; nothing else is."""
+
+import causal
+import classifiers
+import every_family
+import pytest
+import seq2seq
+import tiny
+import torch
+import transformers
+from expected_errors import raises_code
+from safetensors.torch import load_file, save_file
+
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.models.weight_files import is_unused_tensor
+
+MAKERS = {
+    "marian": tiny.write_marian,
+    "t5": seq2seq.write_t5,
+    "bart": seq2seq.write_bart,
+    "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart"),
+    **classifiers.MAKERS,
+    **{name: lambda folder, name=name: causal.write_model(folder, name) for name in causal.FAMILIES},
+    "opt": lambda folder: every_family.write_model(folder, "opt"),
+}
+# Family, tensor, and where it was seen.
+SEEN = [
+    # bert-base-uncased and all that was trained from it before transformers 4.31
+    # (huggingface/transformers issue 25330)
+    ("bert", "bert.embeddings.position_ids"),
+    ("distilbert", "distilbert.embeddings.position_ids"),
+    ("roberta", "roberta.embeddings.position_ids"),
+    # cardiffnlp/twitter-roberta-base-sentiment-latest (cardiffnlp/tweeteval issue 21)
+    ("roberta", "roberta.pooler.dense.weight"),
+    ("roberta", "roberta.pooler.dense.bias"),
+    # gpt2, whose file has no "transformer." before its names (huggingface/transformers pull request 24113)
+    ("gpt2", "h.1.attn.bias"),
+    # checkpoints of GPT2LMHeadModel from transformers 2.9.1 on (huggingface/transformers issue 24581)
+    ("gpt2", "transformer.h.0.attn.bias"),
+    ("gpt2", "transformer.h.0.attn.masked_bias"),
+    # 01-ai/Yi (unslothai/unsloth issue 270), jzhang38/TinyLlama (its issue 127)
+    ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+    ("qwen2", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    # t5-small, allenai/unifiedqa-t5-large, castorini/monot5-3b (huggingface/transformers issue 8933)
+    ("t5", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
+    # facebook/bart-large (huggingface/transformers issue 6652)
+    ("bart", "encoder.version"),
+    ("bart", "model.decoder.version"),
+    ("mbart", "model.encoder.version"),
+    # OPTPreTrainedModel of transformers 4.19 to 4.31 (_keys_to_ignore_on_load_unexpected)
+    ("opt", "model.decoder.version"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Give a model's folder by family, made once, with its tensors as loaded and its number of values."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = MAKERS[family](tmp_path_factory.mktemp(family) / "m")
+            made[family] = folder, load_model(folder)[0].state_dict(), count_parameters(folder)
+        return made[family]
+
+    return get
+
+
+def _with(folder, into, **extra):
+    """Copy the model with more tensors in its file."""
+    into.mkdir()
+    for path in folder.iterdir():
+        (into / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    assert not tensors.keys() & extra.keys()
+    save_file(tensors | extra, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+@pytest.mark.parametrize(("family", "name"), SEEN)
+def test_what_old_checkpoints_hold_is_left_aside_and_not_counted(models, tmp_path, family, name):
+    folder, expected, count = models(family)
+    old = _with(folder, tmp_path / "old", **{name: torch.ones(1, 7)})
+    found = load_model(old)[0].state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert count_parameters(old) == count
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my_position_adapter.weight",
+        "bert.embeddings.position_ids.adapter",
+        "encoder.position_ids_table.weight",
+        "model.encoder.relative_positions.weight",
+        "transformer.h.0.attn.c_attn.bias2",
+    ],
+)
+def test_an_unknown_tensor_is_an_error_that_names_it(models, tmp_path, family, name):
+    folder, _, _ = models(family)
+    odd = _with(folder, tmp_path / "odd", **{name: torch.ones(2)})
+    with raises_code("unknown-tensor", InputError) as caught:
+        load_model(odd)
+    assert name in str(caught.value)
+
+
+def test_many_unknown_tensors_are_counted(models, tmp_path):
+    odd = _with(models("bert")[0], tmp_path / "odd", **{f"my.{n}": torch.ones(2) for n in range(8)})
+    with raises_code("unknown-tensor", InputError) as caught:
+        load_model(odd)
+    assert all(part in str(caught.value) for part in ("my.0, my.1, my.2, my.3, my.4", " 3 "))
+
+
+def test_what_one_family_holds_for_nothing_another_may_need():
+    for family, name in SEEN:
+        for other in MAKERS.keys() - {family}:
+            if (other, name) not in SEEN and not {family, other} <= {"llama", "qwen2"}:
+                same = {family, other} <= {"bart", "mbart", "opt"} or name.endswith("embeddings.position_ids")
+                assert same or not is_unused_tensor(other, name), (other, name)
+
+
+def test_heads_are_left_aside_only_where_a_new_one_is_made():
+    # bert-base-uncased as a classifier (huggingface/transformers issue 5421)
+    for name in ("cls.predictions.bias", "cls.seq_relationship.weight", "qa_outputs.bias"):
+        assert is_unused_tensor("bert", name, new_head=True)
+        assert not is_unused_tensor("bert", name)
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_no_tensor_that_a_model_reads_is_unread(models, family):
+    _, tensors, _ = models(family)
+    assert [name for name in tensors if is_unused_tensor(family, name, new_head=True)] == []
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_what_transformers_itself_leaves_aside_is_known(models, family):
+    """Each pattern of the model class, as far as it is a name or nearly one, is one of ours."""
+    folder, _, _ = models(family)
+    model = load_model(folder)[0]
+    for pattern in model._keys_to_ignore_on_load_unexpected or ():
+        full = {"attn.bias": "h.0.attn.bias", "crossattention.bias": "h.0.crossattention.bias"}
+        assert is_unused_tensor(family, full.get(pattern, pattern)), pattern
+
+
+def test_the_first_berts_call_the_weights_of_a_norm_gamma_and_beta(models, tmp_path):
+    """As bert-base-uncased does (huggingface/transformers issue 11809)."""
+    folder, expected, _ = models("bert")
+    old = _with(folder, tmp_path / "old")
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in load_file(old / "model.safetensors").items()
+    }
+    assert sum(name.endswith(("gamma", "beta")) for name in tensors) == 10
+    save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
+    found = load_model(old)[0].state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    theirs = transformers.BertForSequenceClassification.from_pretrained(old).state_dict()
+    assert all(torch.equal(theirs[key], expected[key]) for key in expected)

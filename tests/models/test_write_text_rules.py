@@ -1,0 +1,57 @@
+"""Languages and prefixes that are written beside a model: what generation begins with, what is refused."""
+
+import json
+
+import pytest
+import seq2seq
+import tiny
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import copy_tokenizer, load_tokenizer
+from smelt.models.text_rules import TextRules, read_text_rules
+from smelt.models.write_text_rules import write_text_rules
+from smelt.runtimes.predict_texts import encode_texts
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return seq2seq.write_t5(tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def mbart(tmp_path_factory):
+    return seq2seq.write_bart(tmp_path_factory.mktemp("mbart"), kind="mbart")
+
+
+def test_rules_are_copied_with_the_tokenizer_and_can_be_taken_away(t5, tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    copy_tokenizer(t5, tmp_path / "first")
+    rules = TextRules(prefix="a: ")
+    write_text_rules(tmp_path / "first", rules)
+    copy_tokenizer(tmp_path / "first", tmp_path / "second")
+    assert read_text_rules(tmp_path / "second") == rules
+    write_text_rules(tmp_path / "second", TextRules())
+    assert read_text_rules(tmp_path / "second") == TextRules()
+    assert not (tmp_path / "second" / "text.json").exists()
+
+
+def test_languages_set_the_tokenizer_and_the_first_word_as_transformers_does(mbart):
+    write_text_rules(mbart, TextRules(source_language="de_DE", target_language="ro_RO"))
+    tokenizer = load_tokenizer(mbart)
+    theirs = tokenizer._build_translation_inputs(
+        tiny.SENTENCES[:1], return_tensors=None, src_lang="de_DE", tgt_lang="ro_RO"
+    )
+    assert encode_texts(tiny.SENTENCES[:1], tokenizer, 40).ids == theirs["input_ids"]
+    said = json.loads((mbart / "generation_config.json").read_text())
+    assert said["forced_bos_token_id"] == theirs["forced_bos_token_id"] == tokenizer.lang_code_to_id["ro_RO"]
+    target = tokenizer(text_target=tiny.SENTENCES[0])["input_ids"]
+    assert (target[0], target[-1]) == (tokenizer.lang_code_to_id["ro_RO"], tokenizer.eos_token_id)
+
+
+def test_an_unknown_language_is_named_with_the_nearest(mbart):
+    with raises_code("unknown-language", InputError) as caught:
+        write_text_rules(mbart, TextRules(source_language="en_XX", target_language="de_D"))
+    assert all(part in str(caught.value) for part in ("'de_D'", "'de_DE'"))
+    (mbart / "text.json").unlink()

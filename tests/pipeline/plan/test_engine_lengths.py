@@ -1,0 +1,111 @@
+"""How long a text the engines of a recipe are built for."""
+
+import pytest
+import tiny
+from expected_errors import message_locations, raises_code
+
+from smelt.core.errors import InputError
+from smelt.pipeline.inspect import machine
+from smelt.pipeline.plan.load_plan import load_plan
+
+RECIPE = """
+model: m
+task: translation
+data: {{validation: data.jsonl, test: data.jsonl}}
+stages:
+  - onnx: {{target: tensorrt}}
+  - tensorrt: {engine}
+    optional: true
+score: {{quality: [bleu], generation: {score}}}
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "data.jsonl", 4)
+    return tmp_path
+
+
+def _longest(home, engine, score):
+    (home / "recipe.yaml").write_text(RECIPE.format(engine=engine, score=score))
+    return load_plan(home / "recipe.yaml").step("tensorrt").settings.max_new_tokens
+
+
+def test_an_engine_takes_the_longest_output_of_the_scoring(home):
+    assert _longest(home, "{}", "{max_new_tokens: 300}") == 300
+    assert _longest(home, "{max_new_tokens: 400}", "{max_new_tokens: 300}") == 400
+
+
+def test_the_stage_asks_the_model_where_nobody_says_it(home):
+    assert _longest(home, "{}", "{}") is None
+    assert _longest(home, "{max_new_tokens: 50}", "{}") == 50
+
+
+def test_an_engine_that_is_too_short_for_the_scoring_is_a_mistake(home):
+    with raises_code("engine-too-short", InputError) as caught:
+        _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
+    assert message_locations(caught.value.found) == [
+        ("engine-too-short", "stages[1].tensorrt.max_new_tokens", 7)
+    ]
+    assert all(number in str(caught.value) for number in ("50", "300"))
+
+
+PROVIDER = RECIPE.replace("{{target: tensorrt}}", "{engine}").replace(
+    "\n  - tensorrt: {engine}\n    optional: true", ""
+)
+
+
+def _longest_of_provider(home, engine, score):
+    text = f"{{target: ort-tensorrt{engine and f', engine: {engine}'}}}"
+    (home / "recipe.yaml").write_text(PROVIDER.format(engine=text, score=score))
+    engine = load_plan(home / "recipe.yaml").step("onnx").settings.engine
+    return engine and engine.max_new_tokens
+
+
+def test_engines_of_onnx_runtime_take_the_longest_output_too(home):
+    assert _longest_of_provider(home, "", "{max_new_tokens: 300}") == 300
+    assert _longest_of_provider(home, "{max_batch_size: 2}", "{max_new_tokens: 300}") == 300
+    assert _longest_of_provider(home, "{max_new_tokens: 400}", "{max_new_tokens: 300}") == 400
+    assert _longest_of_provider(home, "", "{}") is None
+    with raises_code("engine-too-short", InputError) as caught:
+        _longest_of_provider(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
+    assert message_locations(caught.value.found) == [
+        ("engine-too-short", "stages[0].onnx.engine.max_new_tokens", 6)
+    ]
+    assert all(number in str(caught.value) for number in ("50", "300"))
+
+
+@pytest.mark.parametrize("lack", ["needs TensorRT 10; here is 11: pip install it.", None])
+def test_a_graph_for_onnx_runtime_is_exported_anywhere_and_scored_where_its_provider_works(
+    home, monkeypatch, lack
+):
+    monkeypatch.setattr(machine, "missing_requirement", lambda target: lack)
+    (home / "recipe.yaml").write_text(
+        PROVIDER.format(engine="{target: ort-tensorrt, dtype: fp16}", score="{}")
+    )
+    made = load_plan(home / "recipe.yaml")
+    step = made.step("onnx")
+    assert step.unavailable is None
+    made.require_runnable()
+    if lack is None:
+        assert step.unscored is None
+    else:
+        assert step.unscored.startswith(lack)
+        assert f"not scored: {lack}" in " ".join(str(made).split())
+
+
+@pytest.mark.parametrize("target", ["ort-tensorrt", "ort-tensorrt-rtx"])
+def test_what_tensorrt_cannot_run_its_providers_cannot_either(home, target):
+    recipe = PROVIDER.replace("  - onnx", "  - quantize: {{scheme: SCHEME}}\n  - onnx").format(
+        engine=f"{{target: {target}}}", score="{}"
+    )
+    (home / "recipe.yaml").write_text(recipe.replace("SCHEME", "int8-dynamic"))
+    with raises_code("unsupported-scheme", InputError) as caught:
+        load_plan(home / "recipe.yaml")
+    assert [one.setting for one in caught.value.found] == ["stages[1].onnx.target"]
+    static = recipe.replace("SCHEME", "int8-static").replace(
+        "validation:", "calibration: data.jsonl, validation:"
+    )
+    (home / "recipe.yaml").write_text(static)
+    assert load_plan(home / "recipe.yaml").step("onnx").settings.target == target

@@ -1,0 +1,117 @@
+"""Gates of a plan: which step each is on, and which is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from expected_errors import message_locations
+from stage_stand_ins import STAGE_TREE, plan_mistakes, plan_stages
+
+from smelt.core.messages import message_codes
+from smelt.pipeline.plan.gates import choose_judging_split
+
+pytest_plugins = ["stage_stand_ins"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) -> None:
+    made = plan_stages(folder, STAGE_TREE)
+    assert [(g.metric, g.kind, g.limit, g.at) for g in made.gates] == [
+        ("bleu", "max_drop", 1.0, ("onnx-int8", "onnx")),
+        ("bleu", "min", 20.0, ("onnx-int8", "onnx")),
+        ("size_bytes", "max", 1e6, ("small",)),
+    ]
+    assert [g.metric for g in made.gates_of("small")] == ["size_bytes"]
+
+
+def test_confidence_of_a_gate_is_planned_and_shown(folder: Path) -> None:
+    made = plan_stages(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
+    assert [gate.confidence for gate in made.gates] == [0.95, None]
+    said = str(made)
+    assert "bleu: drop at most 1, with confidence 0.95 at model" in said
+    assert "chrf: at least 9 at model" in said
+
+
+def test_without_stages_the_gate_is_on_the_model(folder: Path) -> None:
+    assert plan_stages(folder, "[]\ngates: {bleu: {min: 1}}").gates[0].at == ("model",)
+
+
+def test_gate_without_at_is_not_moved_to_another_step_by_until(folder: Path) -> None:
+    gates = "\ngates: {bleu: {max_drop: 1}, chrf: {max_drop: 1, at: [prune, onnx]}, size_bytes: {max: 9}}"
+    stages = "[prune, {quantize: {}, name: small}, onnx, {onnx: {}, from: prune, name: other}]" + gates
+    every = plan_stages(folder, stages)
+    assert [(g.metric, g.at) for g in every.gates] == [
+        ("bleu", ("onnx", "other")),
+        ("chrf", ("prune", "onnx")),
+        ("size_bytes", ("onnx", "other")),
+    ]
+    assert every.warnings == ()
+    part = plan_stages(folder, stages, until="small")
+    assert [(g.metric, g.at) for g in part.gates] == [("chrf", ("prune",))]
+    assert message_codes(part.warnings) == ["gate-not-judged"] * 3
+    named = [("bleu", "onnx, other"), ("chrf", "onnx"), ("size_bytes", "onnx, other")]
+    for warning, values in zip(part.warnings, named, strict=True):
+        assert all(value in warning.message for value in values)
+    branch = plan_stages(folder, stages, until="other")
+    assert [(g.metric, g.at) for g in branch.gates] == [
+        ("bleu", ("other",)),
+        ("chrf", ("prune",)),
+        ("size_bytes", ("other",)),
+    ]
+
+
+def test_drop_is_not_judged_when_the_baseline_is_left_out(folder: Path) -> None:
+    stages = "[prune, {prune: {}, from: model, name: other}]"
+    stages += "\nbaseline: prune\ngates: {bleu: {max_drop: 1, min: 2}}"
+    made = plan_stages(folder, stages, until="other")
+    assert [(g.metric, g.kind) for g in made.gates] == [("bleu", "min")]
+    [warning] = made.warnings
+    assert (warning.code, "'prune'" in warning.message) == ("no-comparison", True)
+
+
+def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folder: Path) -> None:
+    stages = "[prune]\ngates: {speedup: {min: 2}, bleu: {min: 1}}"
+    made = plan_stages(folder, stages, "score.latency=false")
+    assert [g.metric for g in made.gates] == ["bleu"]
+    [warning] = made.warnings
+    assert (warning.code, "speedup" in warning.message) == ("gate-not-judged", True)
+    assert f"warning {warning.message}" in " ".join(str(made).split())
+    assert message_locations(plan_mistakes(folder, stages + "\nscore: {latency: false}")) == [
+        ("settings-conflict", "gates.speedup", 5)
+    ]
+
+
+def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
+    good = "[prune]\nscore: {latency: {steps: [prune]}}"
+    latency = plan_stages(folder, good).recipe.score.latency
+    assert latency
+    assert [latency.is_timed(name, deployable=True) for name in ("prune", "model")] == [True, False]
+    (found,) = plan_mistakes(folder, good.replace("[prune]}}", "[prun]}}"))
+    assert message_locations([found]) == [("unknown-step", "score.latency.steps", 5)]
+    assert "'prune'?" in found.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "branches", "said", "same", "found"),
+    [
+        (100, 2, None, False, "validation"),
+        (99, 2, None, False, "test"),  # too few to choose by
+        (None, 2, None, False, "validation"),  # a file that was not read is large
+        (100, 1, None, False, "test"),  # nothing competes
+        (100, 2, None, True, "test"),  # the same file
+        (100, 2, "test", False, "test"),
+        (5, 1, "validation", False, "validation"),
+    ],
+)
+def test_branches_compete_on_validation(rows, branches, said, same, found) -> None:
+    files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
+    data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
+    recipe = SimpleNamespace(data=data, judged_on=said, task="translation")
+    steps = [
+        SimpleNamespace(name=f"{i}", parent="model", unavailable=None, unscored=None) for i in range(branches)
+    ]
+    checker = SimpleNamespace(recipe=recipe, drafts={step.name: step for step in steps})
+    splits = {} if rows is None else {"validation": range(rows)}
+    assert choose_judging_split(checker, splits) == found

@@ -1,0 +1,39 @@
+"""The target openvino in a plan: where it is missing, and what it cannot run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from expected_errors import raises_code
+from stage_stand_ins import plan_stages
+
+from smelt.core.errors import MissingDependencyError
+from smelt.export.onnx_stage import Onnx
+from smelt.pipeline.inspect import machine
+
+pytest_plugins = ["stage_stand_ins"]
+
+
+def test_a_missing_openvino_is_a_reason_for_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.unavailable_reason(Onnx, "openvino") is None
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "openvino" else find_spec(name))
+    assert "openvino>=2026" in str(machine.unavailable_reason(Onnx, "openvino"))
+    assert machine.unavailable_reason(Onnx, "ort-cpu") is None
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_missing_openvino_stops_a_run_before_any_work_unless_optional(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = "\n  - onnx: {target: ort-cpu}\n  - onnx: {target: openvino}\n    from: model\n    name: ov\n"
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    plan_stages(folder, stages).require_runnable()
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    made = plan_stages(folder, stages)
+    with raises_code("step-unavailable", MissingDependencyError) as caught:
+        made.require_runnable()
+    assert [one.line for one in caught.value.found] == [6]
+    assert f"'ov' cannot run here: {made.step('ov').unavailable}" in str(caught.value)
+    plan_stages(folder, stages, "ov.optional=true").require_runnable()

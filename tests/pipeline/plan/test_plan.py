@@ -1,0 +1,128 @@
+"""Plans: the tree of steps, what is checked before work starts, and how it is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_mistakes, plan_stages
+
+from smelt.core.errors import InputError
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe import stages as stage_table
+
+pytest_plugins = ["stage_stand_ins"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:
+    made = plan_stages(folder, STAGE_TREE)
+    assert [(s.name, s.stage, s.parent) for s in made.steps] == [
+        ("distill", "distill", "model"),
+        ("prune", "prune", "distill"),
+        ("prune-2", "prune", "prune"),
+        ("small", "factorize", "prune-2"),
+        ("quantize", "quantize", "small"),
+        ("onnx-int8", "onnx", "quantize"),
+        ("onnx", "onnx", "small"),
+        ("tensorrt", "tensorrt", "onnx"),
+    ]
+    assert made.step("prune").settings.model_dump()["keep_ratio"] == 0.25
+    assert made.step("onnx").format == "onnx"
+    assert [s.name for s in made.children("small")] == ["quantize", "onnx"]
+    assert made.model_folder == folder / "model"
+    assert made.warnings == ()
+
+
+def test_automatic_names_keep_clear_of_given_ones(folder: Path) -> None:
+    made = plan_stages(folder, "[prune, {prune: {}, name: prune-2}, prune]")
+    assert [s.name for s in made.steps] == ["prune", "prune-2", "prune-3"]
+
+
+def test_until_keeps_what_the_step_needs(folder: Path) -> None:
+    made = plan_stages(folder, STAGE_TREE, until="onnx")
+    assert [s.name for s in made.steps] == ["distill", "prune", "prune-2", "small", "onnx"]
+    assert made.excluded_names == ("quantize", "onnx-int8", "tensorrt")
+    assert made.gates[0].at == ("onnx",)
+    assert plan_stages(folder, STAGE_TREE, until="model").steps == ()
+    [found] = plan_mistakes(folder, STAGE_TREE, until="onix")
+    assert (found.code, found.setting) == ("unknown-step", "--until")
+    known = "model, distill, prune, prune-2, small, quantize, onnx-int8, onnx, tensorrt"
+    assert all(value in found.message for value in ("'onix'", known, "'onnx'?"))
+
+
+def test_a_step_stands_on_the_steps_that_its_settings_name(folder: Path) -> None:
+    stages = "[{finetune: {}, name: tuned}, {prune: {}, from: model}, {distill: {teacher: tuned}}, onnx]"
+    made = plan_stages(folder, stages, until="distill")
+    assert [s.name for s in made.steps] == ["tuned", "prune", "distill"]
+    assert made.step("distill").dependencies == ("prune", "tuned")
+    assert made.step("prune").dependencies == ("model",)
+
+
+def test_overrides_are_applied_and_kept_in_the_text(folder: Path) -> None:
+    made = plan_stages(folder, STAGE_TREE, "prune-2.keep_ratio=0.9", "seed=4")
+    assert made.step("prune-2").settings.model_dump()["keep_ratio"] == 0.9
+    assert made.recipe.seed == 4
+    assert made.recipe_dict()["seed"] == 4
+    assert made.text.endswith("\n# --set prune-2.keep_ratio=0.9\n# --set seed=4")
+
+
+_WORDS = st.sampled_from(["model", "test.jsonl", "prune", "onnx", "~nobody/x", "a" * 300, "x\0y", "..", ""])
+
+
+_STEP = st.dictionaries(
+    st.sampled_from([*stage_table.STAGE_CLASSES, "name", "from", "optional"]),
+    _WORDS | st.none() | st.booleans() | st.dictionaries(st.sampled_from(["keep", "target"]), _WORDS),
+    max_size=3,
+)
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(_WORDS, _WORDS, st.lists(_STEP, max_size=4), _WORDS, _WORDS)
+def test_any_plan_is_made_or_is_an_input_error(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: str,
+    test: str,
+    steps: list[Any],
+    baseline: str,
+    until: str,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    recipe = {
+        "model": model,
+        "task": "translation",
+        "data": {"test": test},
+        "stages": steps,
+        "baseline": baseline,
+    }
+    path.write_text(json.dumps(recipe))
+    # anything but an InputError ends the test
+    with contextlib.suppress(InputError):
+        assert load_plan(path, (), until).path == path
+
+
+def test_plan_is_quick_and_imports_nothing_heavy(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(RECIPE_HEAD + "stages: []\n")
+    code = (
+        "import sys; from pathlib import Path; from smelt.pipeline.plan.load_plan import load_plan;"
+        f"str(load_plan(Path({str(folder / 'recipe.yaml')!r})));"
+        "sys.exit(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime', 'datasets', 'sklearn'} & set(sys.modules)))"  # noqa: E501
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stderr.strip() == ""
+    # computing time, which a busy machine stretches less than the time on the clock
+    assert after.ru_utime - before.ru_utime < 3

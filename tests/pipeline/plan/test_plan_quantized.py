@@ -1,0 +1,358 @@
+"""What a plan knows of quantized models: who may follow, where they run, what is worth a warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from expected_errors import message_locations, raises_code
+
+from smelt.core import system
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.messages import Message
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.plan.plan import Plan
+
+pytest_plugins = ["stage_stand_ins"]
+
+
+def plan(translator: Path, stages: str) -> Plan:
+    path = translator / "recipe.yaml"
+    head = "model: model\ntask: translation\ndata: {train: train.jsonl, test: test.jsonl}\n"
+    path.write_text(f"{head}stages: {stages}\n")
+    return load_plan(path)
+
+
+def advice(made: Plan) -> list[Message]:
+    """Return what is said of the steps, not of the few rows of these tests."""
+    return [found for found in made.warnings if found.step is not None]
+
+
+@pytest.mark.parametrize(
+    ("stages", "place", "named"),
+    [
+        (
+            "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
+            ("unsupported-options", "stages[1].onnx.target"),
+            ("`symmetric: positive` and `accuracy_level: 0`", "'quantize'", "`from: model`"),
+        ),
+        (
+            "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
+            ("unsupported-options", "stages[1].onnx.target"),
+            ("`group_size: 64 or 128` and `symmetric: positive` and `accuracy_level: 0`", "`from: model`"),
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
+            " onnx: {target: tensorrt, dtype: bf16}]",
+            ("low-precision-scales", "stages[1].onnx.dtype"),
+            ("'quantize'", "dtype: fp32 or fp16."),
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, embedding_scheme:"
+            " int8-static},"
+            " onnx: {target: ort-tensorrt-rtx, dtype: fp16}]",
+            ("low-precision-scales", "stages[1].onnx.dtype"),
+            ("'quantize'", "dtype: fp32."),
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
+            " onnx: {target: ort-tensorrt}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            (
+                "int4",
+                "`from: model`",
+                "target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, ",
+                "with int8-static.",
+            ),
+        ),
+        (
+            "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("int2", "'quantize'", "`from: model`", "target: ort-cpu, ", "with int8-static or int4."),
+        ),
+        (
+            "[quantize: {scheme: int8-groupwise}, onnx: {target: tensorrt}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("int8-groupwise", "target: ort-cpu or openvino, ", "with int8-static or int4."),
+        ),
+        (
+            "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
+            ("unsupported-scheme", "stages[2].onnx.target"),
+            ("binary", "int8", "'quantize'", "`from: model`", "target: ort-cpu."),
+        ),
+        (
+            "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("static int8", "`from: model`", "target: ort-cpu or tensorrt or openvino"),
+        ),
+        (
+            "[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("bnb-nf4", "target: ort-cpu, ", "with int8-static or int8-groupwise or int4."),
+        ),
+        (
+            "[quantize: {scheme: bnb-int8}, onnx: {target: tensorrt}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("bnb-int8", "`from: model`, ", "with int8-static or int4."),
+        ),
+        (
+            "[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: openvino}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            (
+                "int2",
+                "int3",
+                "target: ort-cpu, ",
+                "'quantize' `mixed_precision: {bit_widths: [4, 8]}`, ",
+                "with int8-static or int8-groupwise or int4 in place of mixed_precision.",
+            ),
+        ),
+        (
+            "[quantize: {mixed_precision: {target_bits: 3}}, onnx: {target: openvino}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("`mixed_precision: {bit_widths: [4, 8]}`", "between 4.25 and 8.25, "),
+        ),
+        (
+            "[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: tensorrt}]",
+            ("unsupported-scheme", "stages[1].onnx.target"),
+            ("target: ort-cpu, or quantize with int8-static or int4 in place of mixed_precision.",),
+        ),
+        (
+            "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
+            ("unsupported-scheme", "stages[2].onnx"),
+            ("bnb-nf4", "'quantize' `embedding_scheme: int8-dynamic`", "`generation_graph: false`"),
+        ),
+        (
+            "[quantize: {}, share-weights: {}]",
+            ("already-quantized", "stages[1].share-weights"),
+            ("'quantize'", "int8-dynamic", "`from: model`"),
+        ),
+        (
+            "[share-weights: {low_rank_delta: {rank: 4}}, finetune: {}, prune: {}]",
+            ("impossible-order", "stages[2].prune"),
+            ("'share-weights'", "`from: model`"),
+        ),
+        (
+            "[share-weights: {low_rank_delta: {rank: 4}}, finetune: {learned_masks: {keep_ratio: 0.5}}]",
+            ("impossible-order", "stages[1].finetune"),
+            ("'share-weights'",),
+        ),
+        (
+            "[quantize: {scheme: binary}, factorize: {}]",
+            ("already-quantized", "stages[1].factorize"),
+            ("'quantize'", "binary", "`from: model`"),
+        ),
+        (
+            "[quantize: {scheme: binary, symmetric: false}]",
+            ("unused-setting", "stages[0].quantize"),
+            ("symmetric", "binary"),
+        ),
+        (
+            "[quantize: {granularity: group}]",
+            ("wrong-value", "stages[0].quantize"),
+            ("group", "int8-dynamic", "channel, tensor"),
+        ),
+        (
+            "[quantize: {granularity: matrix}]",
+            ("wrong-value", "stages[0].quantize.granularity"),
+            ("'channel', 'tensor', 'group'", "'matrix'"),
+        ),
+        (
+            "[quantize: {group_size: 64}]",
+            ("unused-setting", "stages[0].quantize"),
+            ("group_size", "int8-dynamic"),
+        ),
+        (
+            "[quantize: {scheme: binary, group_size: 16}]",
+            ("wrong-value", "stages[0].quantize"),
+            ("32, 64 or 128",),
+        ),
+        (
+            "[quantize: {scheme: int4, group_size: 48}]",
+            ("wrong-value", "stages[0].quantize.group_size"),
+            ("16, 32, 64, 128",),
+        ),
+        (
+            "[quantize: {mixed_precision: {target_bits: 1.5}}]",
+            ("budget-out-of-range", "stages[0].quantize"),
+            ("2.25 to 8.25",),
+        ),
+        (
+            "[quantize: {mixed_precision: {target_bits: 4}}, factorize: {}]",
+            ("already-quantized", "stages[1].factorize"),
+            ("'quantize'", "int2 and int3 and int4 and int8-groupwise"),
+        ),
+        (
+            "[quantize: {mixed_precision: {max_drop: 0.5}}]",
+            ("missing-data", "stages[0].quantize"),
+            ("validation",),
+        ),
+        ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
+    ],
+)
+def test_what_cannot_be_is_said_before_work_starts(translator, stages, place, named):
+    with raises_code(place[0], InputError) as caught:
+        plan(translator, stages)
+    [found] = caught.value.found
+    assert message_locations([found]) == [(*place, 4)]
+    assert [value for value in named if value not in found.message] == []
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_tensorrt_runs_4_bits_in_half_precision_too(translator, size, target):
+    codes = f"quantize: {{scheme: int4, group_size: {size}, symmetric: positive, accuracy_level: 0}}"
+    made = plan(translator, f"[{codes}, onnx: {{target: {target}, dtype: fp16}}]")
+    assert [s.stage for s in made.steps] == ["quantize", "onnx"]
+
+
+@pytest.mark.parametrize("word", ["finetune", "distill"])
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
+def test_training_may_follow_every_scheme(translator, word, scheme):
+    made = plan(translator, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
+    assert [s.stage for s in made.steps] == ["quantize", word, "onnx"]
+    assert advice(made) == []
+
+
+def test_binary_weights_that_nothing_trains_give_a_warning(translator):
+    made = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
+    [found] = advice(made)
+    assert (found.code, found.step, found.line) == ("untrained-scheme", "onnx", 4)
+    assert all(value in found.message for value in ("binary", "'quantize'"))
+
+
+def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
+    path = translator / "untrained.yaml"
+    path.write_text(
+        "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
+        "stages: [quantize: {scheme: int8-static}]\n"
+    )
+    with raises_code("missing-data", InputError) as caught:
+        load_plan(path)
+    assert message_locations(caught.value.found) == [("missing-data", "stages[0].quantize", 4)]
+    assert "calibration or train" in str(caught.value)
+    assert "data: {calibration: FILE}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("codes", "graph"),
+    [
+        ("scheme: bnb-nf4, embedding_scheme: int8-dynamic", ""),
+        ("scheme: bnb-nf4, output_layer: false", ""),
+        ("scheme: bnb-nf4", "generation_graph: false"),
+        ("scheme: int4", ""),
+    ],
+)
+def test_a_shortlist_goes_with_codes_whose_rows_can_be_gathered(
+    translator: Path, codes: str, graph: str
+) -> None:
+    plan(translator, f"[shortlist: {{}}, quantize: {{{codes}}}, onnx: {{{graph}}}]")
+
+
+def test_adapters_may_follow_quantize(translator: Path) -> None:
+    plan(translator, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {rank: 4}}, onnx: {}]")
+
+
+@pytest.mark.parametrize(
+    ("stages", "package", "release"),
+    [
+        ("[quantize: {scheme: bnb-nf4}]", "bitsandbytes", "0.48"),
+        ("[quantize: {embedding_scheme: bnb-int8}]", "bitsandbytes", "0.48"),
+        ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
+    ],
+)
+def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it(
+    translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
+) -> None:
+    monkeypatch.setattr(system, "version", lambda name: "0.17.1")
+    with raises_code("step-unavailable", MissingDependencyError) as caught:
+        plan(translator, stages).require_runnable()
+    said = str(caught.value)
+    assert all(value in said for value in (f"{package} {release}", "0.17.1"))
+    assert f"(pip install '{package}>={release}')" in said
+
+
+def test_other_schemes_need_no_package(translator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "version", lambda name: "0.1")
+    plan(translator, "[quantize: {scheme: int4}]").require_runnable()
+
+
+def scored_by(translator: Path, metric: str, score: str) -> Plan:
+    path = translator / "scored.yaml"
+    path.write_text(
+        "model: model\ntask: translation\n"
+        "data: {train: train.jsonl, validation: train.jsonl, test: test.jsonl}\n"
+        f"stages:\n  - quantize: {{mixed_precision: {{max_drop: 0.5, metric: {metric}}}}}\n{score}"
+    )
+    return load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "named"),
+    [
+        ("chrf", "score: {quality: [bleu]}\n", ("'chrf'", "only bleu.")),
+        ("blue", "", ("'blue'", "only bleu, chrf, ", "'bleu'?")),
+    ],
+)
+def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
+    translator: Path, metric: str, score: str, named: tuple[str, ...]
+) -> None:
+    with raises_code("metric-not-scored", InputError) as caught:
+        scored_by(translator, metric, score)
+    [found] = caught.value.found
+    assert message_locations([found]) == [
+        ("metric-not-scored", "stages[0].quantize.mixed_precision.metric", 5)
+    ]
+    assert [value for value in named if value not in found.message] == []
+
+
+def test_a_metric_that_the_recipe_scores_is_taken(translator: Path) -> None:
+    scored_by(translator, "chrf", "score: {quality: [bleu, chrf]}\n")
+    scored_by(translator, "chrf", "")
+
+
+def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: Path) -> None:
+    assert plan(
+        translator,
+        "[quantize: {mixed_precision: {target_bits: 4.5, bit_widths: [4, 8]}}, onnx: {target: openvino}]",
+    ).steps
+    assert plan(
+        translator,
+        "[quantize: {mixed_precision: {target_bits: 5, bit_widths: [4, 8]}}, onnx: {target: openvino}]",
+    ).steps
+
+
+@pytest.mark.parametrize(
+    ("stages", "chain"),
+    [
+        (
+            "quantize: {}, finetune: {learned_masks: {keep_ratio: 0.5}}",
+            "- finetune: {learned_masks: {keep_ratio: 0.5}}",
+        ),
+        ("quantize: {}, distill: {sparsify: {}}", "- distill: {sparsify: {sparsity: 0.5}}"),
+        ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+        ("quantize: {scheme: kmeans4}, drop-layers: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+        ("quantize: {low_rank_correction: {rank: 4}}, sparsify: {}", "- finetune: {}"),
+        ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, prune: {}", "- prune: {}"),
+        (
+            "quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, sparsify: {}",
+            "- sparsify: {}",
+        ),
+        ("quantize: {scheme: binary}, distill: {qat: {activations: one-bit}}, prune: {}", "- prune: {}"),
+    ],
+)
+def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):
+    with raises_code("behind-quantize", InputError) as caught:  # as the stage refuses it at work
+        plan(translator, f"[{stages}]")
+    assert f"`{chain}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "ternary", "binary", "kmeans4", "bnb-nf4"])
+@pytest.mark.parametrize(
+    "later", ["prune: {targets: [heads, ffn]}", "prune: {targets: [width]}", "sparsify: {}"]
+)
+def test_units_and_weights_can_go_from_codes(translator, scheme, later):
+    if later == "sparsify: {}" and scheme in ("binary", "kmeans4"):
+        return
+    assert plan(
+        translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{generation_graph: false}}]"
+    ).steps

@@ -1,0 +1,66 @@
+"""What `smelt plan` prints, and its exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import harness
+import pytest
+from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_stages
+
+from smelt.pipeline.plan.load_plan import load_plan
+
+pytest_plugins = ["stage_stand_ins"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    plan_stages(folder, STAGE_TREE)
+    text = str(load_plan(Path("recipe.yaml")))
+    assert (
+        text
+        == """\
+recipe.yaml: translation, 8 steps
+
+model       model
+train       train.jsonl (120 rows)
+test        test.jsonl (101 rows)
+
+model
+distill -> torch  {student: {decoder_layers: 1}}  reads train
+prune -> torch  {keep_ratio: 0.25}  reads train
+prune-2 (prune) -> torch  reads train
+small (factorize) -> torch
+├─ quantize -> torch
+│  onnx-int8 (onnx) -> onnx
+└─ onnx -> onnx  {target: tensorrt}
+   tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
+       tensorrt, with an NVIDIA GPU).
+
+score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, to the model's
+            longest output; latency at batch size 1, 8 against model
+gate        bleu: drop at most 1 at onnx-int8, onnx
+gate        bleu: at least 20 at onnx-int8, onnx
+gate        size_bytes: at most 1,000,000 at small"""
+    )
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
+    text = str(plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
+    assert "CANNOT RUN: TensorRT is not installed" in text
+    assert "cannot run here as it is: tensorrt." in text
+    assert "until       tensorrt; left out: nothing" in text
+
+
+def test_command_ends_with_2_when_a_step_cannot_run_here(folder: Path) -> None:
+    path = folder / "recipe.yaml"
+    for optional, code in (("false", 2), ("true", 0)):
+        path.write_text(
+            f"{RECIPE_HEAD}stages:\n  - onnx: {{target: tensorrt}}\n"
+            f"  - {{tensorrt: {{}}, optional: {optional}}}\n"
+        )
+        done = harness.smelt("plan", path)
+        assert done.exit_code == code
+        assert ("CANNOT RUN" in done.output) == (code == 2)

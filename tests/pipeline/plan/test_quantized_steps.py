@@ -1,0 +1,235 @@
+"""What cannot follow a checkpoint of codes is said by the plan; and a whole run starts from one."""
+
+import causal
+import harness
+import pytest
+import quantized_checkpoints
+from expected_errors import message_locations
+
+import smelt
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.pipeline.plan.load_plan import load_plan
+
+RECIPE = """\
+model: MODEL
+task: language-modeling
+data: {train: train.txt, test: train.txt, windows: {length: 32}}
+stages:
+STAGES
+score: {latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coded")
+    quantized_checkpoints.write_gptq(
+        causal.write_model(folder / "float", "llama"), folder / "gptq", symmetric=False
+    )
+    causal.write_lines(folder / "train.txt", 1)
+    return folder
+
+
+def recipe(folder, *stages, model="gptq"):
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("MODEL", model).replace("STAGES", "\n".join(f"  - {s}" for s in stages)))
+    return path
+
+
+def refused(folder, *stages, model="gptq"):
+    """Return code and setting of each mistake that the plan reports."""
+    with pytest.raises(InputError) as caught:
+        load_plan(recipe(folder, *stages, model=model))
+    return [(found.code, found.setting) for found in caught.value.found]
+
+
+def text_of(folder, *stages, model="gptq"):
+    """Return the text of the one mistake that the plan reports."""
+    with pytest.raises(InputError) as caught:
+        load_plan(recipe(folder, *stages, model=model))
+    [found] = caught.value.found
+    return found.message
+
+
+def test_stages_that_need_floats_and_targets_without_such_codes_are_refused(folder):
+    with pytest.raises(InputError) as caught:
+        load_plan(
+            recipe(folder, "factorize: {}", "onnx: {target: tensorrt}", "quantize: {}\n    from: model")
+        )
+    assert message_locations(caught.value.found) == [
+        ("already-quantized", "stages[0].factorize", 5),
+        ("unsupported-scheme", "stages[1].onnx", 6),
+        ("already-quantized", "stages[2].quantize", 7),
+    ]
+    _, graph, _ = caught.value.found
+    assert all(value in graph.message for value in ("int4", "(gptq)", "target: ort-cpu or openvino"))
+
+
+def test_of_a_float_model_nothing_is_said(folder):
+    harness.smelt("plan", recipe(folder, "prune: {calibration_samples: 4}", model="float"), code=0)
+
+
+def test_learned_scales_need_codes(folder):
+    learned = "finetune: {qat: {scales: lsq}}"
+    assert refused(folder, learned, "quantize: {}", model="float") == [
+        ("not-quantized", "stages[0].finetune")
+    ]
+    harness.smelt("plan", recipe(folder, "quantize: {}", learned, model="float"), code=0)
+    harness.smelt("plan", recipe(folder, learned), code=0)  # of GPTQ's codes
+    with_adapters = "finetune: {lora: {}, qat: {scales: lsq}}"
+    assert refused(folder, with_adapters) == [("settings-conflict", "stages[0].finetune")]
+    assert refused(folder, "finetune: {qat: {learning_rate: 0.1}}") == [
+        ("unused-setting", "stages[0].finetune.qat")
+    ]
+
+
+def test_scales_that_cannot_be_learned_are_said_before_work(folder):
+    learned = "finetune: {qat: {scales: lsq}}"
+    steps = ("quantize: {scheme: bnb-nf4}", "finetune: {}", f"{learned}\n    name: again")
+    assert refused(folder, *steps, model="float") == [("scales-not-learned", "stages[2].finetune")]
+    assert "bnb-nf4" in text_of(folder, *steps, model="float")
+    # of a binary model those of the embeddings
+    harness.smelt("plan", recipe(folder, "quantize: {scheme: binary}", learned, model="float"), code=0)
+    alone = "embeddings: false, output_layer: false"
+    binary = (f"quantize: {{scheme: binary, {alone}}}", learned)
+    assert refused(folder, *binary, model="float") == [("scales-not-learned", "stages[1].finetune")]
+    ternary, split = f"quantize: {{scheme: ternary, {alone}}}", "finetune: {qat: {weight_splitting: true}}"
+    halves = (ternary, split, f"{learned}\n    name: again")
+    assert refused(folder, *halves, model="float") == [("scales-not-learned", "stages[2].finetune")]
+    assert "binary" in text_of(folder, *halves, model="float")
+
+
+def test_only_ternary_layers_are_split_and_only_once(folder):
+    ternary, split = "quantize: {scheme: ternary}", "finetune: {qat: {weight_splitting: true}}"
+    again = (ternary, split, f"{split}\n    name: again")
+    for stages, model, place, scheme in (
+        (("quantize: {}", split), "float", "stages[1].finetune", "int8-dynamic"),
+        (again, "float", "stages[2].finetune", "binary"),
+        ((split,), "gptq", "stages[0].finetune", "int4"),
+    ):
+        assert refused(folder, *stages, model=model) == [("unsupported-scheme", place)]
+        text = text_of(folder, *stages, model=model)
+        assert all(value in text for value in (f"are {scheme}.", "scheme: ternary"))
+    harness.smelt("plan", recipe(folder, ternary, "finetune: {}", split, model="float"), code=0)
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ("granularity: channel", "row-scales-not-splittable"),
+        ("low_rank_correction: {rank: 2}", "low-rank-not-splittable"),
+        ("low_rank_correction: {rank: 0}", None),
+    ],
+)
+def test_ternary_layers_that_cannot_be_split_are_said_before_work(folder, more, code):
+    ternary, split = f"quantize: {{scheme: ternary, {more}}}", "finetune: {qat: {weight_splitting: true}}"
+    if code is None:
+        harness.smelt("plan", recipe(folder, ternary, split, model="float"), code=0)
+    else:
+        assert refused(folder, ternary, split, model="float") == [(code, "stages[1].finetune")]
+
+
+def test_adapters_and_halves_of_layers_are_kept_apart(folder):
+    ternary, split = "quantize: {scheme: ternary}", "finetune: {qat: {weight_splitting: true}}"
+    lora = "finetune: {lora: {targets: [ffn]}}\n    name: adapters"
+    assert refused(folder, ternary, split, lora, model="float") == [
+        ("lora-on-split-layers", "stages[2].finetune")
+    ]
+    assert refused(folder, ternary, lora, split, model="float") == [
+        ("adapters-not-splittable", "stages[2].finetune")
+    ]
+    # what they go on from was not split, or has float layers, which may be those that are meant
+    apart = f"{lora}\n    from: quantize"
+    harness.smelt("plan", recipe(folder, ternary, split, apart, model="float"), code=0)
+    part = 'quantize: {scheme: ternary, exclude: ["*.mlp.*"]}'
+    harness.smelt("plan", recipe(folder, part, split, lora, model="float"), code=0)
+
+
+def test_binary_inputs_are_for_binary_layers_alone(folder):
+    binary, both = "quantize: {scheme: binary}", "finetune: {qat: {activations: one-bit}}"
+    again = f"{both}\n    name: again"
+    for stages, model, place, scheme in (
+        (("quantize: {}", both), "float", "stages[1].finetune", "int8-dynamic"),
+        ((both,), "gptq", "stages[0].finetune", "int4"),
+        (("quantize: {scheme: ternary}", both), "float", "stages[1].finetune", "ternary"),
+    ):
+        assert refused(folder, *stages, model=model) == [("unsupported-scheme", place)]
+        text = text_of(folder, *stages, model=model)
+        assert all(value in text for value in (f"are {scheme}.", "scheme: binary"))
+    pair = "low-rank-beside-binary-inputs"
+    for stages, code, place in (
+        ((both, binary), "not-quantized", "stages[0].finetune"),
+        (("quantize: {scheme: binary, low_rank_correction: {rank: 2}}", both), pair, "stages[1].finetune"),
+        ((binary, "finetune: {lora: {}}", again), pair, "stages[2].finetune"),
+        (
+            (binary, "finetune: {lora: {}, qat: {activations: one-bit}}"),
+            "settings-conflict",
+            "stages[1].finetune",
+        ),
+        # a graph leaves where the codes do
+        ((binary, both, "onnx: {target: openvino}"), "unsupported-scheme", "stages[2].onnx.target"),
+    ):
+        assert refused(folder, *stages, model="float") == [(code, place)]
+    split = recipe(
+        folder,
+        "quantize: {scheme: ternary}",
+        "finetune: {qat: {weight_splitting: true, activations: one-bit}}",
+        model="float",
+    )
+    harness.smelt("plan", split, code=0)
+
+
+def test_that_binary_inputs_gain_no_speed_is_said_before_work(folder):
+    both = "finetune: {qat: {activations: one-bit}}"
+    made = recipe(
+        folder, "quantize: {scheme: binary}", "finetune: {}", f"{both}\n    name: both", model="float"
+    )
+    warned = [one.step for one in load_plan(made).warnings if one.code == "one-bit-inputs"]
+    assert warned == ["both"]
+
+
+def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
+    quantized_checkpoints.write_gptq(folder / "float", tmp_path / "gptq", bits=3)
+    (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
+    assert refused(tmp_path, "onnx: {}") == [("unsupported-bits", "model")]
+    text = text_of(tmp_path, "onnx: {}")
+    assert all(value in text for value in ("gptq", "3 bits", "quantize: {scheme: int4}"))
+
+
+def test_a_training_that_decides_the_codes_anew_is_warned_of(folder):
+    def warned(*stages, model="gptq"):
+        return message_codes(load_plan(recipe(folder, *stages, model=model)).warnings).count(
+            "quantized-weights-lost"
+        )
+
+    assert warned("finetune: {}", "finetune: {}\n    name: again") == 1
+    assert warned("finetune: {}", "distill: {teacher: model}\n    from: model") == 2
+    assert warned("finetune: {lora: {}}", "finetune: {}\n    name: again") == 1
+    assert warned("finetune: {qat: {scales: dynamic}}") == 1
+    assert warned("finetune: {qat: {scales: lsq}}", "onnx: {}") == warned("finetune: {lora: {}}") == 0
+    assert warned("onnx: {}") == warned("finetune: {}", model="float") == 0
+    assert warned("distill: {teacher: model, student: {model: float}}") == 0  # goes on with floats
+
+
+def test_codes_that_do_not_fit_their_config_are_said_before_work(folder, tmp_path):
+    quantized_checkpoints.write_gptq(folder / "float", tmp_path / "gptq", group=32, group_size=16)
+    (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
+    assert refused(tmp_path, "onnx: {}") == [("shape-mismatch", "model")]
+    told = text_of(tmp_path, "onnx: {}")
+    assert all(value in told for value in ("96 inputs", "groups of 16", "int32 [6, 8]"))
+
+
+def test_a_run_starts_from_codes_and_says_so(folder):
+    result = smelt.run(recipe(folder, "onnx: {generation_graph: false}"), out=folder / "run")
+    steps = {step["name"]: step for step in result.report["steps"]}
+    [taken] = [one for one in steps["model"]["warnings"] if one["code"] == "already-quantized"]
+    assert "14 layers" in taken["message"]
+    assert steps["onnx"]["status"] == "done"
+
+
+@pytest.mark.parametrize("setting", ["learned_masks: {keep_ratio: 0.5}", "sparsify: {sparsity: 0.5}"])
+def test_zeros_of_a_training_are_of_floats(folder, setting):
+    assert refused(folder, f"finetune: {{{setting}}}") == [("behind-quantize", "stages[0].finetune")]
+    told = text_of(folder, f"finetune: {{{setting}}}")
+    assert all(value in told for value in (setting.split(":")[0], "gptq"))

@@ -1,0 +1,39 @@
+"""Windows that are longer than the model's positions are refused before any work."""
+
+import json
+
+from expected_errors import message_locations, raises_code
+
+from smelt.core.errors import InputError
+from smelt.pipeline.plan.load_plan import load_plan
+
+RECIPE = """\
+model: {config: llama.json, tokenizer: {train: bpe, vocab_size: 600}}
+task: language-modeling
+data:
+  train: text.txt
+  test: text.txt
+  windows: {length: LENGTH}
+stages:
+  - finetune: {max_steps: 1}
+score: {latency: false}
+"""
+
+
+def _plan(folder, length):
+    config = {"model_type": "llama", "hidden_size": 64, "max_position_embeddings": 256}
+    (folder / "llama.json").write_text(json.dumps(config))
+    (folder / "text.txt").write_text("A man rides.\nTwo dogs run.\n")
+    (folder / "recipe.yaml").write_text(RECIPE.replace("LENGTH", str(length)))
+    return load_plan(folder / "recipe.yaml")
+
+
+def test_windows_longer_than_the_model_are_a_mistake_of_the_recipe(tmp_path):
+    with raises_code("window-too-long", InputError) as caught:
+        _plan(tmp_path, 257)
+    assert message_locations(caught.value.found) == [("window-too-long", "data.windows.length", 6)]
+    assert all(number in str(caught.value) for number in ("257", "256"))
+
+
+def test_windows_as_long_as_the_model_are_none(tmp_path):
+    assert _plan(tmp_path, 256).recipe.data.windows.length == 256

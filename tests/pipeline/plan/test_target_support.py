@@ -1,0 +1,64 @@
+"""What a target that does not run the codes of a step is told of: ways out that are ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from expected_errors import message_locations
+from stage_stand_ins import plan_mistakes, plan_stages
+
+from smelt.pipeline.plan.step_draft import RUNTIME_NAMES
+from smelt.quantization.scheme import EXPORT_TARGETS
+
+pytest_plugins = ["stage_stand_ins"]
+
+
+OPENVINO = ["int8-static", "int8-groupwise", "int4"]
+
+
+@pytest.mark.parametrize("scheme", OPENVINO)
+def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_change(
+    translator: Path, scheme: str
+) -> None:
+    stages = f"[quantize: {{scheme: {scheme}, embedding_scheme: WORD}}, onnx: {{target: openvino}}]"
+    [found] = plan_mistakes(translator, stages.replace("WORD", "int8-dynamic"))
+    assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    ways = ("`from: model`", "target: ort-cpu,", "`embedding_scheme: int8-static or int8-groupwise or int4`.")
+    assert [way for way in ways if way not in found.message] == []
+    for word in OPENVINO:  # what it names is taken
+        plan_stages(translator, stages.replace("WORD", word))
+    plan_stages(
+        translator, stages.replace("WORD", "int8-dynamic, embeddings: false, output_layer: false")
+    )  # unused
+
+
+@pytest.mark.parametrize(
+    ("codes", "way"),
+    [
+        ("scheme: int3", "with int8-static or int8-groupwise or int4."),
+        ("scheme: binary", "with int8-static or int8-groupwise or int4."),
+        ("scheme: int3, embedding_scheme: int4", "with int8-static or int8-groupwise or int4."),
+        (
+            "scheme: int3, embedding_scheme: int8-dynamic",
+            "with int8-static or int8-groupwise or int4, without `embedding_scheme`.",
+        ),
+    ],
+)
+def test_of_layers_that_a_target_does_not_run_the_scheme_is_to_change(
+    translator: Path, codes: str, way: str
+) -> None:
+    [found] = plan_mistakes(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
+    assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    assert found.message.endswith(way)
+
+
+def test_a_target_without_any_scheme_names_none(translator: Path) -> None:
+    [found] = plan_mistakes(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
+    assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
+    targets = "ort-cpu or tensorrt or openvino or ort-tensorrt-rtx"
+    assert found.message.endswith(f"target: {targets}.")
+
+
+def test_every_target_has_a_name() -> None:
+    assert set(RUNTIME_NAMES) == set(EXPORT_TARGETS)

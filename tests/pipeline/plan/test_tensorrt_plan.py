@@ -1,0 +1,78 @@
+"""TensorRT in a plan, where it can and where it cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from expected_errors import raises_code
+from stage_stand_ins import plan_stages
+
+from smelt.core.errors import MissingDependencyError
+from smelt.pipeline.inspect import machine
+
+pytest_plugins = ["stage_stand_ins"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Path) -> None:
+    stages = "\n  - onnx: {target: tensorrt}\n  - tensorrt: {}\n"
+    made = plan_stages(folder, stages)
+    with raises_code("step-unavailable", MissingDependencyError) as caught:
+        made.require_runnable()
+    assert caught.value.exit_code == 2
+    [found] = caught.value.found
+    assert (found.file, found.line) == (str(folder / "recipe.yaml"), 6)
+    assert f"'tensorrt' cannot run here: {made.step('tensorrt').unavailable}" in found.message
+    plan_stages(folder, stages, "tensorrt.optional=true").require_runnable()
+    plan_stages(folder, stages, until="onnx").require_runnable()
+
+
+def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    made = plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
+    assert made.step("tensorrt").unavailable is not None
+    assert made.step("tensorrt").unscored is not None
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    assert plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
+
+
+def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "can_build_without_gpu", lambda: True)
+    stages = "[{onnx: {target: tensorrt}}, tensorrt]"
+    made = plan_stages(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
+    step = made.step("tensorrt")
+    assert step.unavailable is None
+    assert step.unscored is not None
+    assert made.gates[0].at == ("onnx",)  # the last step of the branch that has a score
+    [found] = made.warnings
+    assert found.code == "no-comparison"
+    assert f"'tensorrt': {step.unscored}" in found.message
+    assert "built, not scored (needs a CUDA GPU)" in " ".join(str(made).split())
+    assert made.step("onnx").unscored is None
+    made.require_runnable()
+
+
+def test_builder_without_a_gpu_is_tried_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(builder: str) -> bool:
+        text = f"class Logger:\n    ERROR = 1\n    def __init__(self, level): pass\n{builder}\n"
+        (tmp_path / "tensorrt.py").write_text(text)
+        machine.can_build_without_gpu.cache_clear()
+        return machine.can_build_without_gpu()
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert answer("Builder = lambda logger: object()")
+        assert not answer("Builder = lambda logger: None")
+        assert not answer("def Builder(logger): raise TypeError('factory function returned nullptr')")
+        assert not answer("import os; os.abort()")
+    finally:
+        machine.can_build_without_gpu.cache_clear()

@@ -1,0 +1,152 @@
+"""Recipes that start from a config without weights: what the plan says of them."""
+
+import json
+
+import pytest
+import tiny
+import untrained_recipes
+from expected_errors import raises_code
+from untrained_recipes import CLASSIFIER, run_recipe
+
+import smelt
+from smelt.core.errors import InputError
+from smelt.pipeline.plan.load_plan import load_plan
+
+
+@pytest.fixture
+def home(tmp_path):
+    return untrained_recipes.write_config_and_data(tmp_path)
+
+
+def test_plan_says_what_it_starts_from(home):
+    (home / "recipe.yaml").write_text(CLASSIFIER)
+    text = str(load_plan(home / "recipe.yaml"))
+    words = " ".join(text.split())
+    assert "model bert.json, untrained; tokenizer: wordpiece, at most 120 tokens, from train" in words
+
+
+MISTAKES = {
+    "config: bart.json": ("missing-config", "model.config", "'bert.json'?"),
+    "tokenizer: {train: bpe, vocab_size: 200}": ("wrong-value", "model.tokenizer", "200"),
+    "tokenizer: {train: bbpe}": ("wrong-value", "model.tokenizer.train", "'bpe', 'unigram', 'wordpiece'"),
+    "tokenizer: nowhere": ("missing-folder", "model.tokenizer", "nowhere"),
+    "task: translation": ("unsupported-task", "model.config", "bert"),
+    "stages: [quantize]": ("untrained-model", "stages", "finetune"),
+    "baseline: model": ("untrained-baseline", "baseline", "'model'"),
+    "- distill: {}": ("untrained-teacher", None, "distill: teacher: 'model'"),
+    "data: {test: data.jsonl}": ("missing-data", "model.tokenizer.train", ""),
+}
+
+
+@pytest.mark.parametrize("change", MISTAKES)
+def test_what_cannot_work_is_said_before_any_work(home, change):
+    text = CLASSIFIER
+    key = change.split(":")[0]
+    if key == "config":
+        text = text.replace("config: bert.json", change)
+    elif key == "tokenizer":
+        text = text.replace("tokenizer: {train: wordpiece, vocab_size: 120}", change)
+    elif key == "task":
+        text = text.replace("task: text-classification", change)
+    elif key == "stages":
+        text = text.split("stages:")[0] + change
+    elif key == "- distill":
+        text += f"  {change}\n"
+    elif key == "data":
+        text = text.replace("data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}", change)
+    else:
+        text += f"{change}\n"
+    assert text != CLASSIFIER
+    (home / "recipe.yaml").write_text(text)
+    code, setting, named = MISTAKES[change]
+    with pytest.raises(InputError) as caught:
+        load_plan(home / "recipe.yaml")
+    found = [one for one in caught.value.found if (one.code, one.setting) == (code, setting)]
+    assert len(found) == 1, str(caught.value)
+    assert named in found[0].message
+
+
+BARE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 1, precision: fp32}
+    name: tuned
+  - distill: {max_steps: 1, precision: fp32}
+baseline: tuned
+score: {latency: false}
+"""
+
+
+def test_a_config_that_its_family_cannot_follow_is_said_before_any_work(home):
+    rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
+    config = {"model_type": "modernbert", "rope_parameters": rope}
+    (home / "modern.json").write_text(json.dumps(config))
+    (home / "recipe.yaml").write_text(CLASSIFIER.replace("config: bert.json", "config: modern.json"))
+    with raises_code("unsupported-config", InputError) as caught:
+        load_plan(home / "recipe.yaml")
+    assert [one.setting for one in caught.value.found] == ["model.config"]
+    assert "'dynamic'" in str(caught.value)
+
+
+@pytest.fixture
+def bare(home):
+    """A folder with an encoder that has no classifier yet."""
+    from transformers import BertConfig, BertModel
+
+    folder = tiny.write_bert(home / "m")
+    BertModel(BertConfig.from_pretrained(folder)).save_pretrained(folder)
+    return home
+
+
+def test_a_classifier_that_is_still_to_be_made_teaches_nobody(bare):
+    (bare / "recipe.yaml").write_text(BARE)
+    with raises_code("untrained-teacher", InputError) as caught:
+        load_plan(bare / "recipe.yaml")
+    [found] = caught.value.found
+    assert found.line == 8
+    assert all(value in found.message for value in ("distill: teacher: ", "BertModel", "(teacher: tuned)"))
+    first = BARE.replace("  - finetune: {max_steps: 1, precision: fp32}\n    name: tuned\n", "")
+    (bare / "recipe.yaml").write_text(first.replace("baseline: tuned\n", ""))
+    with raises_code("untrained-teacher", InputError) as caught:
+        load_plan(bare / "recipe.yaml")
+    assert "tuned" not in str(caught.value)
+
+
+def test_a_step_that_is_the_baseline_already_is_not_advised(bare):
+    recipe = BARE.replace("distill: {", "distill: {teacher: tuned, ")
+    for text, advised in ((recipe, False), (recipe.replace("baseline: tuned\n", ""), True)):
+        (bare / "recipe.yaml").write_text(text)
+        (said,) = [one for one in load_plan(bare / "recipe.yaml").warnings if one.code == "new-classifier"]
+        assert ("baseline" in said.message) == advised
+
+
+def test_a_tuned_encoder_teaches(bare):
+    steps = run_recipe(bare, BARE.replace("distill: {", "distill: {teacher: tuned, "), "run")
+    assert steps["distill"]["status"] == "done"
+    manifest = json.loads((bare / "run" / "artifacts" / "model" / "manifest.json").read_text())
+    assert manifest["details"]["new_head"] is True
+
+
+def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monkeypatch):
+    """Nothing is known of a hub's model when the recipe is planned."""
+    monkeypatch.setattr("smelt.pipeline.plan.load_plan.local_model_folder", lambda model, base: None)
+    monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda model, base, task: bare / "m")
+    (bare / "recipe.yaml").write_text(BARE)
+    result = smelt.run(bare / "recipe.yaml", out=bare / "run")
+    (step,) = [s for s in result.report["steps"] if s["name"] == "distill"]
+    assert step["status"] == "error"
+    assert step["error"]["code"] == "untrained-teacher"
+    assert "teacher: tuned" in step["error"]["message"]
+
+
+def test_labels_that_train_never_has_are_known_by_the_plan(home):
+    rows = [json.loads(line) for line in (home / "data.jsonl").read_text().splitlines()]
+    other = [row | {"label": "positive"} for row in rows]
+    (home / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
+    (home / "recipe.yaml").write_text(CLASSIFIER.replace("test: data.jsonl", "test: other.jsonl"))
+    with raises_code("unknown-label", InputError) as caught:
+        load_plan(home / "recipe.yaml")
+    assert [one.setting for one in caught.value.found] == ["data.test"]
+    assert "'positive'" in str(caught.value)

@@ -1,0 +1,297 @@
+"""What is doubtful about a run's numbers is said in the plan, in the run and in every drawing of it."""
+
+import html
+import json
+import re
+from types import SimpleNamespace
+
+import harness
+import numpy as np
+import pytest
+import tiny
+
+from smelt.core.messages import message_codes
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import Example, Split, split_from_arrays
+from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.pipeline.plan.warnings import (
+    data_warnings,
+    decoding_warnings,
+    few_windows_warnings,
+    last_checkpoint_warnings,
+)
+from smelt.pipeline.recipe.recipe import parse_recipe
+
+ROWS = 120
+
+
+def _recipe(task="translation", more=""):
+    return parse_recipe(f"model: m\ntask: {task}\ndata: {{train: a, test: b}}\nstages: []\n{more}", "r.yaml")
+
+
+def _pairs(*rows):
+    return Split("f", tuple(Example(text, (target,)) for text, target in rows))
+
+
+def _many(start, rows=ROWS):
+    return [(f"{start} {i}", f"target {i}") for i in range(rows)]
+
+
+def _said(splits, task="translation", trains=True):
+    return data_warnings(_recipe(task), trains, splits)
+
+
+def test_nothing_is_said_of_data_that_are_in_order():
+    splits = {name: _pairs(*_many(name)) for name in ("train", "validation", "test")}
+    assert _said(splits) == []
+
+
+def test_trainings_without_validation_rows_are_told_that_they_keep_their_last_weights():
+    def step(name, **settings):
+        return SimpleNamespace(name=name, settings=SimpleNamespace(**settings))
+
+    steps = [
+        step("prune"),
+        step("small", metric_for_best_model="loss"),
+        step("tuned", metric_for_best_model="bleu"),
+    ]
+    (found,) = last_checkpoint_warnings(_recipe(), steps)
+    assert found.code == "no-validation-data"
+    assert "small, tuned" in found.message
+    assert last_checkpoint_warnings(_recipe(), steps[:1]) == []
+    chosen = parse_recipe(
+        "model: m\ntask: translation\ndata: {train: a, test: b, split: {validation: 0.1}}\nstages: []\n",
+        "r.yaml",
+    )
+    assert last_checkpoint_warnings(chosen, steps) == []
+
+
+def test_texts_that_may_be_several_rows_are_counted():
+    rows = [*(Example(*row[:1], (row[1],), line=n) for n, row in enumerate(_many("a"), start=2))]
+    rows[7] = Example("Hello\thallo\nbye", ("er ruft",), line=10)
+    [found] = _said({"test": Split("test.tsv", tuple(rows))})
+    assert found.code == "unclosed-quote"
+    assert (found.file, found.line) == ("test.tsv", 10)
+    assert _said({"test": Split("test.jsonl", tuple(rows))}) == []
+
+
+@pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
+def test_few_test_rows_are_warned_of(rows, said):
+    found = _said({"test": _pairs(*_many("x", rows))})
+    assert message_codes(found) == (["few-test-rows"] if said else [])
+    assert all("99" in one.message for one in found)
+    assert _said({"test": _pairs(*_many("x", rows))}, "language-modeling") == []
+
+
+def test_test_rows_that_are_in_train_are_counted():
+    train = _pairs(*_many("a"), ("b 1", "other"))
+    test = _pairs(*_many("b", 100), *_many("a", 20))
+    (found,) = _said({"train": train, "test": test})
+    assert found.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", found.message) == ["20", "120", "1"]  # copies, rows, texts with another target
+    assert _said({"train": train, "test": test}, trains=False) == []
+    (found,) = _said({"validation": train, "test": test})
+    assert found.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", found.message) == ["20", "120", "1"]
+    assert "validation" in found.message
+
+
+def test_test_rows_that_are_calibrated_on_are_counted():
+    def arrays(*starts):
+        x = np.concatenate([np.arange(start, start + 60) for start in starts])
+        return split_from_arrays("f.npz", SampleArrays({"x": x[:, None], "k": np.float32(2)}, len(x)))
+
+    test = arrays(0, 60)
+    for name in ("calibration", "validation", "train"):
+        assert _said({name: arrays(200), "test": test}, "custom", trains=False) == []
+        (found,) = _said({name: arrays(100, 200), "test": test}, "custom", trains=False)
+        assert found.code == "test-rows-in-other-split"
+        assert re.findall(r"\d+", found.message) == ["20", "120"]
+        assert f" in {name}," in found.message
+    # stages see the first of these that is there
+    assert _said({"calibration": arrays(200), "train": test, "test": test}, "custom", trains=False) == []
+    (found,) = _said({"calibration": Split("f", (Example("b 1"),)), "test": _pairs(*_many("b"))})
+    assert re.findall(r"\d+", found.message) == ["1", "120"]
+
+
+def test_a_copy_shares_one_of_several_references():
+    train = Split("f", (Example("a", ("x", "y")),))
+    for target, code in (("y", "test-rows-in-other-split"), ("z", "test-texts-in-other-split")):
+        test = Split("f", (Example("a", (target, "w")), *(Example(f"{i}", ("t",)) for i in range(ROWS))))
+        [found] = _said({"train": train, "test": test})
+        assert found.code == code
+        assert re.findall(r"\d+", found.message) == ["1", "121"]
+
+
+def test_pairs_of_texts_are_copies_when_both_are():
+    rows = [Example("a", text_pair=f"{i}", label="x") for i in range(ROWS)]
+    train, test = Split("f", tuple(rows[:60])), Split("f", tuple(rows[60:] * 2))
+    assert _said({"train": train, "test": test}, "text-classification") == []
+    doubled = Split("f", (*test.examples, rows[0]))
+    [found] = _said({"train": train, "test": doubled}, "text-classification")
+    assert found.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", found.message) == ["1", "121"]
+
+
+def test_short_lines_of_running_text_are_no_copies():
+    long = "This line is long enough that nobody would write it twice by chance, whatever it says."
+    train = Split("f", (Example(""), Example(" = Title = "), Example(long)))
+    test = Split("f", (Example(""), Example(" = Title = "), Example("x" * 90)))
+    assert _said({"train": train, "test": test}, "language-modeling") == []
+    twice = Split("f", (*test.examples, Example(long)))
+    [found] = _said({"train": train, "test": twice}, "language-modeling")
+    assert found.code == "test-rows-in-other-split"
+    assert re.findall(r"\d+", found.message) == ["1", "2", "80"]  # copies, rows, characters
+
+
+def test_labels_that_differ_in_case_or_blanks_are_named_with_counts():
+    labels = ["positive"] * 100 + ["Positive"] * 3 + [" positive"] + ["negative"] * 10
+    test = Split("f", tuple(Example(f"{i}", label=label) for i, label in enumerate(labels)))
+    [found] = _said({"test": test}, "text-classification")
+    assert found.code == "labels-spelled-alike"
+    assert re.findall(r"'(.*?)' \((\d+)", found.message) == [
+        ("positive", "100"),
+        ("Positive", "3"),
+        (" positive", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "named"),
+    [
+        ({"num_beams": 4}, "", "4 beams"),
+        ({"num_beams": 4}, "score: {generation: {max_new_tokens: 9}}", "4 beams"),
+        ({"num_beams": 4}, "score: {generation: {num_beams: 4}}", None),
+        ({"num_beams": 4}, "score: {generation: {num_beams: 1}}", None),
+        ({"num_beams": 4}, "score: {generation: {do_sample: true}}", None),
+        ({"num_beams": 1}, "", None),
+        ({"do_sample": True}, "", "sampling"),
+        ({"do_sample": True}, "score: {generation: {do_sample: false}}", None),
+        ({}, "", None),
+    ],
+)
+def test_decoding_that_the_model_asks_for_and_does_not_get_is_named(tmp_path, own, more, named):
+    (tmp_path / "config.json").write_text(json.dumps({"num_beams": 9}))
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    found = decoding_warnings(_recipe(more=more), tmp_path)
+    assert message_codes(found) == (["generation-config-differs"] if named else [])
+    assert all(named in one.message for one in found)
+    assert decoding_warnings(_recipe("text-classification"), tmp_path) == []
+    (tmp_path / "generation_config.json").unlink()
+    [found] = decoding_warnings(_recipe(), tmp_path)
+    assert (found.code, "9 beams" in found.message) == ("generation-config-differs", True)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The plan's words and the report of a run with all kinds of doubt; its train is read by the run only."""
+    home = tmp_path_factory.mktemp("home")
+    tiny.write_marian(home / "m")
+    path = home / "m" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_beams": 3}))
+    tiny.write_pairs(home / "data.jsonl", 8)
+    (home / "r.yaml").write_text(
+        "model: m\ntask: translation\ndata: {train: data.jsonl, test: data.jsonl}\n"
+        "stages: [{prune: {targets: [ffn], keep_ratio: 0.5}}]\n"
+        "score: {quality: [bleu], generation: {max_new_tokens: 3}, latency: false}\n"
+    )
+    planned = harness.smelt("plan", home / "r.yaml")
+    assert planned.exit_code == 0
+    ran = harness.smelt("run", home / "r.yaml", "--out", home / "r", "--limit", "5")
+    assert ran.exit_code == 0, ran.output
+    return planned.output, ran.output, json.loads((home / "r" / "report.json").read_text())
+
+
+DOUBTS = {
+    "few-test-rows": ("8",),
+    "test-rows-in-other-split": ("8", "8"),
+    "generation-config-differs": ("3",),
+}
+
+
+@pytest.mark.parametrize("code", DOUBTS)
+def test_a_doubt_is_said_everywhere(report, code):
+    planned, ran, found = report
+    [doubt] = [one for one in found["warnings"] if one["code"] == code]
+    numbers = DOUBTS[code]
+    assert tuple(re.findall(r"\d+", doubt["message"])[: len(numbers)]) == numbers
+    page = html.unescape(render_html(found))
+    drawn = [planned, ran, render_table(found), render_markdown(found).replace("\\", ""), page]
+    assert all(doubt["message"] in " ".join(text.split()) for text in drawn)
+    assert not any("severity=" in text for text in drawn)  # its text, and not the object
+
+
+def test_outputs_that_were_cut_are_counted_for_each_step(report):
+    for step in report[2]["steps"]:
+        [found] = [one for one in step["warnings"] if one["code"] == "outputs-not-ended"]
+        said = found["message"]
+        count, rows, *_, tokens = re.findall(r"\d+", said)
+        assert (int(count) > 0, rows, tokens) == (True, "5", "3")
+        assert said in " ".join(render_markdown(report[2]).replace("\\", "").split())
+    told = " ".join(report[1].split())
+    assert "warning: 'model', 'prune': " in told
+
+
+def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("smelt.pipeline.plan.load_plan._EAGER_READ_BYTES", 10)
+    monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda *a: tmp_path / "m")
+    tiny.write_marian(tmp_path / "m")
+    path = tmp_path / "m" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_beams": 3}))
+    tiny.write_pairs(tmp_path / "data.jsonl", 8)
+    (tmp_path / "r.yaml").write_text(
+        "model: someone/m\ntask: translation\ndata: {test: data.jsonl}\nstages: []\nscore: {latency: false}\n"
+    )
+    planned = harness.smelt("plan", tmp_path / "r.yaml")
+    assert "warning" not in planned.output
+    ran = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r")
+    assert ran.exit_code == 0, ran.output
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert [one["code"] for one in report["warnings"]] == ["few-test-rows", "generation-config-differs"]
+    for doubt in report["warnings"]:  # when it was seen, and under the table
+        assert " ".join(ran.output.split()).count(f"warning: {doubt['message']}") == 2
+
+
+def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    tiny.write_bert(tmp_path / "m")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", local_files_only=True)
+    model.half().save_pretrained(tmp_path / "m")
+    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    (tmp_path / "r.yaml").write_text(
+        "model: m\ntask: text-classification\ndata: {test: data.jsonl}\n"
+        "stages:\n  - onnx: {}\n    name: whole\n"
+        "  - onnx: {target: ort-cuda, dtype: fp16}\n    from: model\n    name: half\n"
+        "score: {latency: false}\n"
+    )
+    ran = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r", "--quiet")
+    assert ran.exit_code == 0, ran.output
+    found = json.loads((tmp_path / "r" / "report.json").read_text())
+    dtypes = {step["name"]: step["float_dtype"] for step in found["steps"]}
+    assert dtypes == {"model": dtypes["model"], "whole": "float32", "half": "float16"}
+    odd = "half" if dtypes["model"] == "float32" else "whole"
+    [said] = [one["message"] for one in found["warnings"] if one["code"] == "sizes-differ-in-dtype"]
+    assert all(word in said for word in (dtypes["model"], "'model'", dtypes[odd], odd))
+    assert said in " ".join(ran.output.split())
+    size = next(line for line in render_markdown(found).splitlines() if line.startswith("|") and odd in line)
+    assert dtypes[odd] in size
+    assert f" %, {dtypes[odd]}</abbr></small>" in render_html(found)
+    [half] = [step for step in found["steps"] if step["name"] == "half"]
+    assert half["warnings"][-1]["code"] == "other-device"
+    assert not [
+        one for step in found["steps"][:2] for one in step["warnings"] if one["code"] == "other-device"
+    ]
+    folder = tmp_path / "r" / "artifacts" / "half"
+    scored = harness.smelt("eval", folder, "--data", tmp_path / "data.jsonl", "--json")
+    assert f"warning: {half['warnings'][-1]['message']}" in " ".join(scored.stderr.split())
+    assert json.loads(scored.stdout)["accuracy"]["n"] == 8
+
+
+@pytest.mark.parametrize(("count", "few"), [(1, True), (99, True), (100, False)])
+def test_few_windows_of_a_text_are_told_once(count, few):
+    rows = {"rows": [[1.0, 2, 3]] * count}
+    found = few_windows_warnings({"perplexity": rows, "bits_per_byte": rows}, "test")
+    assert message_codes(found) == (["few-windows"] if few else [])
+    assert all(str(count) in one.message for one in found)
+    assert few_windows_warnings({"bleu": rows}, "test") == []

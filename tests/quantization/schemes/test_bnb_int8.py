@@ -1,0 +1,83 @@
+"""LLM.int8 against bitsandbytes itself and against the paper's formula."""
+
+import logging
+
+import pytest
+import schemes
+import torch
+from expected_errors import raises_code
+from torch import nn
+from torch.nn import functional as F
+
+from smelt.compress.quantize.plan_layers import quantize_module
+from smelt.core.errors import InputError
+from smelt.quantization.emit import exporting_to
+from smelt.quantization.schemes.bitsandbytes import OUTLIER_THRESHOLD
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
+functional = bitsandbytes.functional
+
+
+def activations():
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 192)
+    x[1, 2, 7], x[0, 0, 100], x[2, 4] = 9.0, -6.5, 0.0
+    return x
+
+
+def test_codes_scales_and_values_are_bitsandbytes_own_to_the_bit():
+    torch.manual_seed(0)
+    weight = torch.randn(24, 192) * 0.02
+    weight[2] = 0
+    matrix = schemes.rounded_matrix("bnb-int8", weight)
+    codes, scales, _ = functional.int8_vectorwise_quant(weight.clone())
+    assert matrix.codes.equal(codes)
+    assert matrix.scales.equal(scales)
+    assert matrix.dequantize().equal(functional.int8_vectorwise_dequant(codes, scales))
+
+
+def test_a_layer_computes_what_bitsandbytes_linear8bitlt_does(caplog):
+    """Both have the same codes: bitsandbytes itself would round the weights to float16 first."""
+    torch.manual_seed(0)
+    layer, x = quantize_module(nn.Linear(192, 24), "bnb-int8"), activations()
+    state = bitsandbytes.MatmulLtState()
+    state.CB, state.SCB = layer.matrix.codes.data, layer.matrix.scales.data
+    state.has_fp16_weights, state.is_training = False, False
+    with torch.inference_mode(), caplog.at_level(logging.ERROR):
+        expected = bitsandbytes.matmul(x, state.CB, state=state, threshold=OUTLIER_THRESHOLD, bias=layer.bias)
+        assert layer(x).equal(expected)
+
+
+def test_outliers_stay_float_and_the_rest_has_a_scale_a_row():
+    torch.manual_seed(0)
+    layer, x = quantize_module(nn.Linear(192, 24), "bnb-int8"), activations()
+    rows, weight = x.reshape(-1, 192), layer.matrix.dequantize()
+    float_columns = (rows.abs() >= OUTLIER_THRESHOLD).any(dim=0)
+    assert float_columns.nonzero().flatten().tolist() == [7, 100]
+    rest = rows.half().float().masked_fill(float_columns, 0)
+    step = rest.abs().amax(dim=1, keepdim=True) / 127
+    left = (rest / step.where(step > 0, 1)).round() * step
+    by_hand = F.linear(left, weight) + F.linear(rows * float_columns, weight) + layer.bias
+    with torch.inference_mode():
+        got = layer(x).reshape(-1, 24)
+    # bitsandbytes multiplies by 6.200124e-05 for 1 / 127^2, which is 2e-5 more
+    torch.testing.assert_close(got, by_hand, rtol=1e-4, atol=1e-4)
+    assert got[-1].equal(layer.bias)  # of zeros
+
+
+def test_activations_without_outliers_do_not_change_and_are_not_changed():
+    layer, x = quantize_module(nn.Linear(192, 24), "bnb-int8"), activations()
+    before = x.clone()
+    with torch.inference_mode():
+        layer(x)
+    assert x.equal(before)
+
+
+def test_no_graph_is_made_of_it():
+    layer = quantize_module(nn.Linear(64, 8), "bnb-int8")
+    with (
+        exporting_to("ort-cpu"),
+        raises_code("unsupported-target", InputError) as caught,
+    ):
+        layer(torch.randn(2, 64))
+    assert all(part in str(caught.value) for part in ("bnb-int8", "ort-cpu"))

@@ -1,0 +1,53 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from expected_errors import raises_code
+from torch import nn
+
+from smelt.compress.quantize.plan_layers import quantize_module
+from smelt.core import system
+from smelt.core.errors import MissingDependencyError
+from smelt.quantization.schemes.bitsandbytes import BITSANDBYTES_PACKAGES, import_bitsandbytes
+
+SCHEMES = pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8"])
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def test_the_oldest_release_is_that_of_the_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["bitsandbytes"] == [f"{name}>={oldest}" for name, oldest in BITSANDBYTES_PACKAGES.items()]
+
+
+@SCHEMES
+def test_a_layer_without_the_package_is_refused_before_anything_is_computed(monkeypatch, scheme):
+    monkeypatch.setattr(system, "version", lambda name: "0.40.1")
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        quantize_module(nn.Linear(64, 8), scheme)
+    assert all(part in str(caught.value) for part in (scheme, "0.48", "0.40.1"))
+
+
+def test_a_package_that_does_not_load_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with raises_code("broken-installation", MissingDependencyError):
+        import_bitsandbytes.__wrapped__()
+
+
+FETCHES_NOTHING = """
+import sys
+from smelt.quantization.schemes.bitsandbytes import import_bitsandbytes
+assert "bitsandbytes" not in sys.modules
+import_bitsandbytes()
+assert "kernels" not in sys.modules and "bitsandbytes" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("code", [FETCHES_NOTHING, "import smelt.compress.train.checkpoint_selector"])
+def test_importing_it_fetches_nothing_and_says_nothing(code):
+    """In a process of its own, which has not imported it: a package `kernels` would fetch compiled code."""
+    pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
+    code = f"import logging\nlogging.basicConfig()\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

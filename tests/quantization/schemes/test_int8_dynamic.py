@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import schemes
+import torch
+from onnx import TensorProto, helper
+from ort_sessions import ort_session
+from torch import nn
+
+from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
+from smelt.quantization.int8_matmul import dynamic_quantize_linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_equals_dynamic_quantize_matmul(bias):
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(48, 40, bias=bias), "int8-dynamic")
+    x = torch.randn(3, 5, 48)
+    from onnx import numpy_helper
+
+    constants = [
+        numpy_helper.from_array(np.ascontiguousarray(layer.matrix.codes.numpy().T), "b"),
+        numpy_helper.from_array(layer.matrix.scales.numpy(), "s"),
+    ]
+    names = ["x", "b", "s"]
+    if bias:
+        constants.append(numpy_helper.from_array(layer.bias.detach().numpy(), "c"))
+        names += ["", "c"]
+    node = helper.make_node("DynamicQuantizeMatMul", names, ["y"], domain="com.microsoft")
+    session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
+    expected = session.run(None, {"x": x.numpy()})[0]
+    assert np.abs(layer(x).detach().numpy() - expected).max() < 1e-6
+
+
+def test_weight_codes_are_symmetric_per_row_by_hand():
+    matrix = schemes.rounded_matrix(
+        "int8-dynamic", torch.tensor([[1.27, -0.50], [0.0, 0.0], [-254.0, 127.0]])
+    )
+    assert matrix.codes.tolist() == [[127, -50], [0, 0], [-127, 64]]  # 63.5 rounds to the even 64
+    assert torch.allclose(matrix.scales, torch.tensor([0.01, 1.0, 2.0]))
+
+
+def test_embedding_looks_up_rows_and_keeps_the_zero_row():
+    torch.manual_seed(1)
+    table = nn.Embedding(10, 8, padding_idx=9)
+    layer = quantize_module(table, "int8-dynamic")
+    ids = torch.tensor([[0, 9], [3, 4]])
+    assert (layer(ids)[0, 1] == 0).all()
+    step = table.weight.abs().amax(1)[ids][..., None] / 127
+    assert ((layer(ids) - table(ids)).abs() <= step / 2 + 1e-7).all()
+
+
+def test_codes_sums_follow_new_codes():
+    torch.manual_seed(2)
+    layer = quantize_module(nn.Linear(16, 4), "int8-dynamic")
+    x = torch.rand(2, 16)
+    layer(x)
+    other = nn.Linear(16, 4)
+    quantize_into(layer.matrix, other.weight)
+    layer.bias.data = other.bias.detach()
+    assert torch.allclose(layer(x), other(x), atol=0.05)
+
+
+@pytest.mark.parametrize("width", [20, 32, 100, 256])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_blocks_are_the_same_weights_and_what_matmul_nbits_computes(width, rows):
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(width, 12, bias=False), "int8-dynamic")
+    matrix, x = layer.matrix, torch.randn(rows, width)
+    before = matrix.dequantize()
+    matrix.select_variant("MatMulNBits")
+    assert matrix.dequantize().equal(before)
+    matrix.prepare_export("product")
+    stored = (matrix.tensor("blocks").float() - 128) * matrix.tensor("block_scales")[..., None]
+    assert stored.flatten(1)[:, :width].equal(before)
+    got = run_form(matrix, x)
+    with torch.inference_mode():
+        assert np.abs(got - layer(x).numpy()).max() < 1e-5 * got.std()
+
+
+@pytest.mark.parametrize("form", ["", "DynamicQuantizeMatMul"])
+def test_the_node_that_is_timed_is_the_product(form):
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(48, 12, bias=False), "int8-dynamic")
+    layer.matrix.select_variant(form)
+    x = torch.randn(3, 48)
+    with torch.inference_mode():
+        assert np.abs(run_form(layer.matrix, x) - layer(x).numpy()).max() < 1e-6
+
+
+def run_form(matrix, x):
+    from onnx import numpy_helper
+
+    node, tensors = matrix.scheme.variant_node(matrix, "x", "y")
+    assert node.op_type == matrix.variant or (
+        not matrix.variant and node.op_type == matrix.scheme.operator_variants({})[0]
+    )
+    constants = [numpy_helper.from_array(t.detach().numpy(), name) for name, t in tensors.items()]
+    session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
+    return session.run(None, {"x": x.numpy()})[0]
+
+
+def test_blocks_do_not_depend_on_the_other_rows_and_one_range_does():
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(256, 12), "int8-dynamic")
+    x = torch.randn(4, 256)
+    x[3] *= 1000
+    moved = {}
+    for form in layer.matrix.scheme.operator_variants({}):
+        layer.matrix.select_variant(form)
+        with torch.inference_mode():
+            moved[form] = float((layer(x)[:3] - layer(x[:3])).abs().max())
+    assert moved["MatMulNBits"] < 1e-5 < 0.1 < moved["DynamicQuantizeMatMul"]
+
+
+def test_of_a_symmetric_range_the_largest_value_is_cut_off_at_the_last_code():
+    """127.5 steps and a zero point at 127.5 both become 128: code 256, which is 255."""
+    torch.manual_seed(0)
+    x = torch.linspace(-127.5, 127.5, 64)[None].repeat(3, 1)
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.randn(5, 64))
+    codes, scale, zero = dynamic_quantize_linear(x)
+    assert (zero, int(codes.max())) == (128, 255)
+    wanted = (codes.float() - zero) * scale @ matrix.dequantized().T
+    torch.testing.assert_close(matrix.scheme.linear(matrix, x, None), wanted, rtol=1e-4, atol=1e-2)

@@ -1,0 +1,131 @@
+"""int8 with ranges that are known before: by hand, and against ONNX Runtime's operators."""
+
+import numpy as np
+import pytest
+import schemes
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from ort_sessions import needs_vnni, ort_session
+from torch import nn
+
+from smelt.quantization.layers import QuantizedLinear
+from smelt.quantization.scheme import UnpackedWeights
+from smelt.quantization.schemes.registry import SCHEMES
+
+ROW_BY_ROW = [name for name, scheme in SCHEMES.items() if scheme.batch_invariant]
+
+
+def layer(outputs: int = 40, inputs: int = 48, largest: float = 2.5) -> QuantizedLinear:
+    torch.manual_seed(0)
+    found: QuantizedLinear = schemes.with_activation_range(
+        nn.Linear(inputs, outputs), "int8-static", largest=largest
+    )
+    return found
+
+
+def constants(found: QuantizedLinear, zero: np.ndarray) -> list:
+    matrix = found.matrix
+    values = {
+        "columns": np.ascontiguousarray(matrix.codes.numpy().T), "scales": matrix.scales.numpy(),
+        "scale": matrix.input_scale.numpy(), "zero": zero, "bias": found.bias.detach().numpy(),
+    }  # fmt: skip
+    return [numpy_helper.from_array(value, name) for name, value in values.items()]
+
+
+def test_activations_are_rounded_half_to_even_and_cut_at_both_ends_by_hand():
+    matrix = schemes.rounded_matrix("int8-static", torch.eye(7))
+    matrix.set_activation_range_(127.0)  # a scale of 1
+    product = QuantizedLinear(7, False, matrix)
+    x = torch.tensor([0.5, 1.5, -2.5, 126.6, 128.0, -127.6, -200.0])
+    assert product(x).allclose(torch.tensor([0.0, 2.0, -2.0, 127.0, 127.0, -128.0, -128.0]), atol=1e-4)
+
+
+def test_the_range_is_the_magnitude_of_the_largest_code():
+    matrix = schemes.rounded_matrix("int8-static", torch.ones(2, 3))
+    assert float(matrix.input_scale) == 1.0
+    matrix.set_activation_range_(3.0)
+    assert float(matrix.input_scale) == pytest.approx(3 / 127)
+    matrix.set_activation_range_(0.0)  # a layer that only ever got zeros
+    assert float(matrix.input_scale) == 1.0
+
+
+def test_new_codes_leave_the_range_as_it_is():
+    found = layer(largest=3.0)
+    found.matrix.set_weight_(
+        UnpackedWeights(found.matrix.unpack().q_weight * 0, found.matrix.unpack().qparams)
+    )
+    assert float(found.matrix.input_scale) == pytest.approx(3 / 127)
+
+
+@needs_vnni
+@pytest.mark.parametrize("form", ["integers", "explicit"])
+def test_a_layer_is_what_onnx_runtime_computes(form):
+    """Codes of activations and sums of products exactly; what is scaled, to the rounding of float32."""
+    found = layer()
+    x = 2 * torch.randn(5, 48)  # some beyond the range
+    unsigned = form == "integers"
+    zero = np.array(128, np.uint8) if unsigned else np.array(0, np.int8)
+    nodes = [helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["codes"])]
+    if unsigned:
+        inputs = ["codes", "columns", "scale", "scales", "zero", "", "bias"]
+        nodes.append(helper.make_node("MatMulIntegerToFloat", inputs, ["y"], domain="com.microsoft"))
+    else:
+        nodes += [
+            helper.make_node("DequantizeLinear", ["codes", "scale", "zero"], ["left"]),
+            helper.make_node("DequantizeLinear", ["columns", "scales"], ["weight"], axis=1),
+            helper.make_node("MatMul", ["left", "weight"], ["product"]),
+            helper.make_node("Add", ["product", "bias"], ["y"]),
+        ]
+    nodes.append(helper.make_node("MatMulInteger", ["codes", "columns", "zero"], ["sums"]))
+    kind = TensorProto.UINT8 if unsigned else TensorProto.INT8
+    outputs = [("codes", kind), ("sums", TensorProto.INT32), ("y", TensorProto.FLOAT)]
+    session = ort_session(nodes, [("x", TensorProto.FLOAT)], outputs, constants(found, zero))
+    codes, sums, y = session.run(None, {"x": x.numpy()})
+    ours = x.div(found.matrix.input_scale).round().clamp(-128, 127).int().numpy()
+    assert np.array_equal(codes.astype(np.int32) - int(zero), ours)
+    assert {-128, 127} <= set(ours.ravel())
+    assert np.array_equal(sums, ours @ found.matrix.codes.int().numpy().T)
+    assert np.abs(found(x).detach().numpy() - y).max() < 1e-5
+
+
+@pytest.mark.parametrize("scheme", ROW_BY_ROW)
+def test_a_row_gives_the_same_whatever_else_is_in_its_batch(scheme):
+    """In ONNX Runtime bit for bit, for schemes that say so."""
+    alone, among = products(scheme)
+    assert np.array_equal(alone, among)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "binary"])
+def test_schemes_with_blocks_of_activations_differ_by_the_order_of_a_sum(scheme):
+    alone, among = products(scheme)
+    assert np.abs(alone - among).max() < 1e-5
+
+
+def test_a_scheme_that_finds_ranges_while_running_does_not_promise_it():
+    alone, among = products("int8-dynamic")
+    assert np.abs(alone - among).max() > 1e-3
+    assert not SCHEMES["int8-dynamic"].batch_invariant
+
+
+def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a layer's graph gives for three rows, and for them among others, one of them huge."""
+    import onnxruntime
+
+    from smelt.export.graphs.export_graph import export_graph
+    from smelt.export.graphs.graph_spec import GraphSpec
+    from smelt.export.simplify_graph import expand_placeholders
+    from smelt.runtimes.onnx_session import session_options
+
+    torch.manual_seed(1)
+    module = nn.Sequential(schemes.with_activation_range(nn.Linear(256, 96), scheme))
+    module.attentions = ()
+    x = torch.randn(16, 256)
+    x[7] *= 40
+    graph = GraphSpec("model", module.eval(), (x,), ["x"], ["y"], ({0: "rows"},))
+    made = export_graph(graph, "ort-cpu", 20)
+    expand_placeholders(made)
+    session = onnxruntime.InferenceSession(
+        made.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
+    alone = np.concatenate([session.run(None, {"x": x[at : at + 1].numpy()})[0] for at in (2, 3, 9)])
+    return alone, session.run(None, {"x": x.numpy()})[0][[2, 3, 9]]

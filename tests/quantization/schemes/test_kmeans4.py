@@ -1,0 +1,130 @@
+"""kmeans4 against the best 16 values there are, which dynamic programming finds, and against ONNX Runtime."""
+
+import itertools
+
+import pytest
+import schemes
+import torch
+from torch import nn
+
+from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
+from smelt.quantization.schemes.kmeans4 import Kmeans4
+
+OPTIONS = {"group_size": 128, "accuracy_level": 0}
+
+
+def least_error(row, count):
+    """The squared error of the best `count` values for `row`: exact k-means of one dimension.
+
+    Best clusters are runs of the sorted numbers; cost[k][n] is the least over where the last run begins
+    (Wang and Song 2011, Ckmeans.1d.dp, The R Journal 3/2).
+    """
+    rising = row.double().sort().values
+    sums, squares = (torch.cat([torch.zeros(1), t.cumsum(0)]) for t in (rising, rising**2))
+    size = len(rising)
+    starts, ends = torch.arange(size + 1)[:, None], torch.arange(size + 1)[None]
+    runs = squares[ends] - squares[starts] - (sums[ends] - sums[starts]) ** 2 / (ends - starts).clamp(min=1)
+    runs = runs.masked_fill(starts >= ends, torch.inf)
+    cost = runs[0]
+    for _ in range(count - 1):
+        cost = (cost[:, None] + runs).amin(dim=0)
+    return float(cost[size])
+
+
+def weights(kind, rows=12, width=128):
+    torch.manual_seed(0)
+    return {
+        "normal": torch.randn(rows, width),
+        "heavy": torch.distributions.StudentT(3.0).sample((rows, width)),
+        "uniform": torch.rand(rows, width) - 0.3,
+    }[kind] * 0.05  # fmt: skip
+
+
+def test_the_best_values_by_hand():
+    # of 1, 2, 10, 11 the best two are 1.5 and 10.5: four times 0.25
+    assert least_error(torch.tensor([1.0, 11.0, 2.0, 10.0]), 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("normal", 1.25), ("heavy", 1.7), ("uniform", 1.12)])
+def test_the_error_is_near_the_least_that_sixteen_values_can_have(kind, most):
+    weight = weights(kind, 60)
+    off = (
+        (schemes.rounded_matrix("kmeans4", weight, **OPTIONS).dequantize() - weight)
+        .double()
+        .square()
+        .sum(dim=1)
+    )
+    least = torch.tensor([least_error(row, 16) for row in weight], dtype=torch.float64)
+    assert (off >= 0.999 * least).all()
+    assert (off / least).mean() < most
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "uniform"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_no_row_errs_more_than_with_even_steps(kind, symmetric):
+    weight = weights(kind, 200)
+    mine, even = (
+        (schemes.rounded_matrix(name, weight, **options).dequantize() - weight).square().sum(dim=1)
+        for name, options in (
+            ("kmeans4", OPTIONS),
+            ("int4", {"group_size": 128, "symmetric": symmetric}),
+        )
+    )
+    assert (mine <= even).all()
+    assert mine.sum() < (0.8 if kind != "uniform" else 0.95) * even.sum()
+
+
+def test_sixteen_even_values_are_found_to_half_a_step_of_a_byte():
+    values = torch.linspace(-1, 1, 16)
+    found = schemes.rounded_matrix("kmeans4", values.repeat(8)[None], **OPTIONS)
+    assert (found.tensor("codebook")[0, 0].int() - 128).tolist() == (values * 127).round().int().tolist()
+    assert found.unpack().q_weight[0, 0].tolist() == 8 * list(range(16))
+    assert (found.dequantize() - values.repeat(8)).abs().max() < 0.51 / 127
+
+
+def test_nothing_is_drawn_by_chance_and_rows_are_fitted_alone():
+    weight = weights("normal")
+    whole = round_to_nearest(weight, Kmeans4(), OPTIONS)
+    torch.manual_seed(1)
+    alone = round_to_nearest(weight[3:4], Kmeans4(), OPTIONS)
+    assert alone.q_weight[0].equal(whole.q_weight[3])
+    assert alone.qparams["codebook"][0].equal(whole.qparams["codebook"][3])
+
+
+def test_zeros_stay_zeros():
+    weight = weights("normal") + 0.05
+    weight[:, ::3] = 0
+    assert schemes.rounded_matrix("kmeans4", weight, **OPTIONS).dequantize()[:, ::3].eq(0).all()
+
+
+def test_two_codes_lie_in_a_byte_the_first_in_the_low_bits():
+    matrix = schemes.rounded_matrix("kmeans4", weights("normal"), **OPTIONS)
+    codes = matrix.unpack().q_weight[3, 0]
+    assert matrix.codes[3, 0, 5] == int(codes[10]) + 16 * int(codes[11])
+
+
+def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
+    torch.manual_seed(0)
+    layers = [
+        quantize_module(nn.Linear(300, 24), "kmeans4", {"group_size": size, "accuracy_level": level})
+        for size, level in itertools.product((128, 256), (0, 4))
+    ]
+    said = schemes.fused_matmul_attributes([layer.eval() for layer in layers], tmp_path / "optimized.onnx")
+    assert sorted((a["bits"], a["block_size"], a["accuracy_level"]) for a in said) == [
+        (8, 128, 0), (8, 128, 4), (8, 256, 0), (8, 256, 4)
+    ]  # fmt: skip
+
+
+def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
+    layer = quantize_module(nn.Linear(1024, 512), "kmeans4").eval()
+    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    told = 512 * (1024 // 2 + 4 * 16 + 4 * 2)
+    assert sum(len(t.raw_data) for t in stored) == told
+    assert told < len(made.SerializeToString()) < 1.05 * told  # tables of spreading among it
+
+
+def test_what_fills_up_the_last_group_is_no_weight_of_zero():
+    weight = torch.linspace(0.2, 0.9, 8)[None]
+    values = schemes.rounded_matrix("kmeans4", weight).dequantized()
+    torch.testing.assert_close(values, weight, rtol=0, atol=0.9 / 127 / 2 + 1e-3)

@@ -1,0 +1,79 @@
+"""pow2 against its formula, number by number, and against ONNX Runtime."""
+
+import itertools
+import math
+
+import pytest
+import schemes
+import torch
+from torch import nn
+
+from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
+from smelt.quantization.schemes.pow2 import Pow2
+
+SIZES = (16, 32, 64, 128)
+
+
+def by_formula(x, scale):
+    """LogQuant of Miyashita et al. 2016 with a sign, and zero below half the least power."""
+    share = abs(x) / scale
+    if share < 2**-7:
+        return 0.0
+    power = min(max(round(-math.log2(share)), 0), 6)
+    return math.copysign(2.0**-power * scale, x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_are_those_of_the_formula(size):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 256).pow(3) * 0.01
+    found = schemes.rounded_matrix("pow2", weight, group_size=size).dequantize()
+    for row, mine in zip(weight.tolist(), found.tolist(), strict=True):
+        for start in range(0, 256, size):
+            group = row[start : start + size]
+            scale = float(torch.tensor(max(map(abs, group))).half())
+            expected = [by_formula(x, scale) for x in group]
+            assert mine[start : start + size] == pytest.approx(expected, rel=1e-6, abs=0)
+    assert len(found.unique()) > 15
+
+
+def test_codes_by_hand():
+    # of scale 4: itself, -1/2, 1/4, 0, near the least power, nearer to zero, either side of sqrt(2)
+    row = [4.0, -2.0, 1.0, 0.0, 3 / 64, -4 / 150, 2.9, -2.8]
+    codes, grid = round_to_nearest(
+        torch.tensor([row + 8 * [0.0]]), Pow2(), {"group_size": 16, "accuracy_level": 4}
+    )
+    assert grid["scales"].tolist() == [[4.0]]
+    assert codes[0, 0, :8].tolist() == [0, 9, 2, 7, 6, 7, 0, 9]
+
+
+def test_small_scales_leave_as_they_are():
+    """A 64th of them would be no whole float16."""
+    torch.manual_seed(0)
+    whole = nn.Linear(64, 24, bias=False)
+    whole.weight.data *= 1e-4
+    layer = quantize_module(whole, "pow2").eval()
+    x = torch.randn(2, 3, 64)
+    (got,) = schemes.run_onnx_runtime([layer], x)
+    with torch.inference_mode():
+        expected = layer(x)
+    assert (torch.from_numpy(got) - expected).abs().max() < 1e-5 * expected.std()
+
+
+def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
+    torch.manual_seed(0)
+    layers = [
+        quantize_module(nn.Linear(300, 24), "pow2", {"group_size": size, "accuracy_level": level}).eval()
+        for size, level in itertools.product(SIZES, (0, 4))
+    ]
+    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {a["bits"] for a in said} == {8}
+
+
+def test_a_graph_holds_four_bits_a_weight():
+    layer = quantize_module(nn.Linear(1024, 512), "pow2").eval()
+    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    told = 512 * (1024 // 2 + 16 * 2)
+    assert sum(len(t.raw_data) for t in stored) == told
+    assert told < len(made.SerializeToString()) < 1.05 * told

@@ -1,0 +1,48 @@
+import pytest
+import torch
+from expected_errors import raises_code
+from torch import nn
+
+from smelt.compress.quantize.plan_layers import quantize_module
+from smelt.core.errors import InputError
+from smelt.models.edits import apply_edits
+from smelt.quantization.layers import LowRankCorrectedLinear
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    found = LowRankCorrectedLinear(quantize_module(nn.Linear(96, 24), "int4"), 3)
+    assert (found.in_features, found.out_features, found.adapter.rank) == (96, 24, 3)
+    return found
+
+
+def test_it_is_the_sum_of_codes_and_adapter_with_one_bias(layer):
+    x = torch.randn(2, 5, 96)
+    weight = layer.adapter.up.weight @ layer.adapter.down.weight
+    with torch.inference_mode():
+        assert layer(x).allclose(layer.coded(x) + x @ weight.T, atol=1e-5)
+    assert [name for name, _ in layer.named_parameters() if "bias" in name] == ["coded.bias"]
+
+
+def test_an_edit_makes_room_for_it_and_a_second_one_another_rank(layer):
+    model = nn.ModuleDict({"a": layer.coded})
+    edit = {"op": "adapter", "module": "a", "rank": 3}
+    apply_edits(model, [edit, edit | {"rank": 5}])
+    assert model["a"].coded is layer.coded
+    assert model["a"].adapter.rank == 5
+
+
+@pytest.mark.parametrize(
+    ("module", "rank", "cause"),
+    [
+        ("a", 0, ValueError),
+        ("a", 25, ValueError),
+        ("b", 3, TypeError),
+    ],
+)
+def test_an_edit_that_cannot_be_is_refused(layer, module, rank, cause):
+    model = nn.ModuleDict({"a": layer.coded, "b": nn.Linear(4, 4)})
+    with raises_code("does-not-fit-model", InputError) as caught:
+        apply_edits(model, [{"op": "adapter", "module": module, "rank": rank}])
+    assert type(caught.value.__cause__) is cause

@@ -1,0 +1,147 @@
+import pytest
+import schemes
+import torch
+from expected_errors import raises_code
+from torch import nn
+
+from smelt.core.errors import InputError
+from smelt.models.edits import apply_edits
+from smelt.quantization.layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    concat_quantized,
+    empty_quantized,
+    layer_scheme,
+    quantized_bytes,
+    quantized_dtypes,
+)
+from smelt.quantization.schemes.registry import default_options, find_scheme
+
+
+def test_edits_make_room_on_the_meta_device_and_share_codes():
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"words": nn.Embedding(10, 8, padding_idx=0), "head": nn.Linear(8, 10, bias=False)}
+        )
+    coding = {"op": "quantize", "scheme": "int8-dynamic", "granularity": "channel"}
+    edits = [{**coding, "module": n} for n in ("words", "head")]
+    apply_edits(model, [*edits, {"op": "share", "module": "head.matrix", "with": "words.matrix"}])
+    assert isinstance(model["words"], QuantizedEmbedding)
+    assert isinstance(model["head"], QuantizedLinear)
+    state = {"words.matrix.codes": torch.ones(10, 8, dtype=torch.int8), "words.matrix.scales": torch.ones(10)}
+    model.load_state_dict(state, strict=False, assign=True)
+    assert model["head"].matrix.codes is model["words"].matrix.codes
+    assert model["head"](torch.eye(8)).shape == (8, 10)
+
+
+def test_unknown_scheme_and_module_are_refused():
+    with raises_code("unknown-scheme", InputError) as caught:
+        empty_quantized(nn.Linear(2, 2), "int7", {})
+    assert "'int7'" in str(caught.value)
+    with raises_code("unsupported-layer", InputError) as caught:
+        empty_quantized(nn.LayerNorm(2), "int8-dynamic", {})
+    assert "LayerNorm" in str(caught.value)
+
+
+def test_scheme_of_tells_quantized_layers_from_others():
+    quantized = empty_quantized(nn.Linear(2, 2), "int8-dynamic", {"granularity": "channel"})
+    assert layer_scheme(quantized) == "int8-dynamic"
+    assert layer_scheme(nn.Linear(2, 2)) is None
+
+
+def test_what_was_computed_from_codes_is_forgotten_with_them():
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
+    first = matrix.dequantized()
+    assert matrix.dequantized() is first
+    matrix.prepare_export("product")
+    assert matrix.has("columns")
+    matrix.set_weight_(schemes.rounded_matrix("int8-dynamic", -torch.rand(3, 4)).unpack())
+    assert (matrix.dequantized() <= 0).all()
+    assert not matrix.has("columns")
+
+
+def test_codes_that_were_changed_in_place_and_handed_back_are_seen():
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
+    before, decided = matrix.dequantized(), matrix.unpack()
+    decided.q_weight.neg_()
+    matrix.set_weight_(decided)
+    assert matrix.dequantized().equal(-before)
+
+
+def test_loaded_codes_take_the_place_of_what_was_computed():
+    matrix, other = (schemes.rounded_matrix("int4", torch.randn(3, 64)) for _ in range(2))
+    matrix.dequantized()
+    matrix.load_state_dict(other.state_dict(), assign=True)
+    assert matrix.dequantized().equal(other.dequantized())
+
+
+@pytest.mark.parametrize("first", ["product", "lookup"])
+def test_the_graphs_constants_are_in_one_order_whoever_asks_first(first):
+    matrix = schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))
+    for use in (first, "product", "lookup"):
+        matrix.prepare_export(use)
+    assert [name for name, _ in matrix.named_buffers()] == ["columns", "lookup"]
+
+
+def test_types_in_files_are_those_of_the_scheme():
+    model = nn.ModuleDict(
+        {name: schemes.rounded_matrix(name, torch.randn(4, 128)) for name in ("int8-dynamic", "int4")}
+    )
+    assert quantized_dtypes(model) == {
+        "int8-dynamic.codes": torch.int8,
+        "int8-dynamic.scales": torch.float32,
+        "int4.codes": torch.uint8,
+        "int4.scales": torch.float16,
+    }
+    assert quantized_bytes(model) == 4 * 128 + 4 * 4 + 4 * 64 + 4 * 2 * 2
+
+
+def test_matrices_with_something_that_is_not_by_row_are_joined_where_it_is_equal():
+    weight = torch.randn(4, 8)
+    one, equal, other = (schemes.per_tensor(w) for w in (weight, weight.flip(0), 2 * weight))
+    assert not one.matrix.is_row_independent()
+    x = torch.randn(3, 8)
+    whole = concat_quantized([one, equal])
+    assert whole(x).allclose(torch.cat([one(x), equal(x)], dim=1), atol=1e-5)
+    assert concat_quantized([one, other]) is None
+
+
+def test_layers_of_different_options_or_schemes_are_not_joined():
+    def layer(scheme, **options):
+        return empty_quantized(nn.Linear(64, 8), scheme, default_options(find_scheme(scheme)) | options)
+
+    assert concat_quantized([layer("int4"), layer("int4")]) is not None
+    assert concat_quantized([layer("int4"), layer("int4", symmetric=False)]) is None
+    assert concat_quantized([layer("int4"), layer("binary")]) is None
+    assert concat_quantized([layer("int4"), nn.Linear(64, 8)]) is None
+
+
+@pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
+def test_the_gradient_through_a_product_is_that_of_the_dequantized_layer(scheme, options):
+    torch.manual_seed(0)
+    layer = schemes.with_activation_range(nn.Linear(200, 24), scheme, options)
+    whole = nn.Linear(200, 24)
+    whole.weight.data, whole.bias.data = layer.matrix.dequantize(), layer.bias.data.clone()
+    layer.bias.requires_grad_(True)
+    x, gradient = torch.randn(3, 5, 200), torch.randn(3, 5, 24)
+    ours, theirs = (x.clone().requires_grad_(True) for _ in range(2))
+    out = layer(ours)
+    out.backward(gradient)
+    whole(theirs).backward(gradient)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, whole.bias.grad, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        assert layer(x).equal(out)  # forwards it computes what it always does
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8-dynamic", "bnb-nf4", "bnb-int8"])
+def test_a_product_under_autocast_has_a_gradient_in_the_type_of_its_input(scheme):
+    torch.manual_seed(0)
+    layer = schemes.with_activation_range(nn.Linear(128, 24), scheme)
+    x = torch.randn(4, 128, dtype=torch.bfloat16).requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    out.float().sum().backward()
+    expected = layer.matrix.dequantize().sum(dim=0).expand(4, 128)
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad.float(), expected, rtol=2e-2, atol=2e-2)

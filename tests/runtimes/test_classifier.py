@@ -1,0 +1,45 @@
+"""What a classifier is fed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.batch import Batch
+from smelt.generation.search import generate_resolved
+from smelt.runtimes.runner import ClassifierRunner, ModelFiles
+
+IDS, MASK = np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
+
+
+class Noting:
+    """A backend whose logits are what it was fed."""
+
+    name, version, device, at_once, in_all = "noting", "1", "cpu", None, None
+
+    def call(self, graph, feeds):
+        assert graph == "model"
+        return {"logits": np.stack([feeds[n] for n in ("input_ids", "attention_mask", "token_type_ids")])}
+
+
+@pytest.fixture
+def model():
+    return ClassifierRunner(ModelFiles(Path("m"), {}, {}), Noting(), generate_resolved)
+
+
+@pytest.mark.parametrize("types", [None, np.array([[0, 1, 1], [0, 1, 0]])])
+def test_texts_are_of_one_type_when_none_is_told(model, types):
+    expected = np.zeros_like(IDS) if types is None else types
+    np.testing.assert_array_equal(model.forward(Batch(IDS, MASK, types)), [IDS, MASK, expected])
+
+
+@pytest.mark.parametrize("ask", [
+    lambda model: model.encode(Batch(IDS, MASK)),
+    lambda model: model.decode_step(None, IDS[:, 0]),
+    lambda model: model.reorder_cache(None, IDS[:, 0]),
+])  # fmt: skip
+def test_classifier_generates_no_text(model, ask):
+    with raises_code("does-not-generate", InputError):
+        ask(model)

@@ -1,0 +1,273 @@
+import subprocess
+import sys
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import causal
+import counting_graphs as graphs
+import exported_artifacts
+import harness
+import numpy as np
+import pytest
+from counting_graphs import (
+    BATCH,
+    assert_explains_broken_graph,
+    assert_rejects_other_encoder,
+    language_model,
+)
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.batch import Batch
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.generation import graph_generation
+from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.runtimes import onnx_backend
+from smelt.runtimes.registry import open_folder
+
+
+def opened(folder):
+    return open_folder(folder, "onnx", "ort-cpu", 1)
+
+
+@pytest.fixture
+def counting(tmp_path):
+    return graphs.token_sum_decoder(tmp_path)
+
+
+def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
+    with opened(counting) as runner:
+        first, second = runner.encode(BATCH), runner.encode(BATCH)
+        sums = [runner.decode_step(first, np.array(t)) for t in ([1, 10], [2, 20], [3, 30])]
+        other = runner.decode_step(second, np.array([7, 70]))
+    assert [s.tolist() for s in sums] == [[[1, 6], [10, 9]], [[3, 6], [30, 9]], [[6, 6], [60, 9]]]
+    assert other.tolist() == [[7, 6], [70, 9]]
+    assert sums[0].dtype == np.float32
+    assert sums[0].flags.writeable
+
+
+def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
+    with opened(counting) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        state = runner.reorder_cache(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
+        first = runner.decode_step(state, np.array([1, 2, 3, 4]))
+        shared = dict(state.backend_state.shared)
+        state = runner.reorder_cache(state, np.array([1, 1, 3, 2]))
+        assert all(state.backend_state.shared[name] is value for name, value in shared.items())
+        second = runner.decode_step(state, np.array([5, 6, 7, 8]))
+        state = runner.reorder_cache(state, np.array([3, 0]))  # beams and sentences are dropped
+        third = runner.decode_step(state, np.array([0, 0]))
+    assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
+    assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
+    assert third.tolist() == [[21, 9], [8, 6]]
+
+
+def test_reorder_that_changes_nothing_copies_nothing(counting):
+    with opened(counting) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        before = list(state.backend_state.caches)
+        state = runner.reorder_cache(state, np.arange(2))
+        assert before
+        assert all(after is value for after, value in zip(state.backend_state.caches, before, strict=True))
+
+
+def test_a_text_generator_does_not_classify(counting):
+    with opened(counting) as runner, raises_code("does-not-classify", InputError):
+        runner.forward(BATCH)
+
+
+def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
+    assert_explains_broken_graph(counting, opened, "ONNX Runtime")
+
+
+def test_an_encoder_of_another_model_is_refused(counting):
+    assert_rejects_other_encoder(counting, opened)
+
+
+def test_a_closed_model_says_so(counting):
+    with opened(counting) as runner:
+        state = runner.encode(BATCH)
+    with raises_code("closed-model", InputError):
+        runner.decode_step(state, np.array([0] * len(BATCH.input_ids)))
+    with raises_code("closed-model", InputError):
+        runner.encode(BATCH)
+    with raises_code("closed-model", InputError):
+        runner.encoder_outputs(BATCH)
+
+
+def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
+    with raises_code("missing-cache", InputError) as caught:
+        opened(language_model(tmp_path, []))
+    assert "model.onnx" in str(caught.value)
+    key, other = ("past_key_values.0.key", "present.0.key"), ("past_key_values.1.key", "present.2.key")
+    with raises_code("mismatched-graphs", InputError) as caught:
+        opened(language_model(tmp_path, [key, other]))
+    assert "past_key_values.1.key, past_key_values.2.key" in str(caught.value)
+    with opened(language_model(tmp_path, [key])) as runner:
+        assert runner.decode_step(runner.start(2), np.array([5, 6])).tolist() == [[5], [6]]
+
+
+def test_several_tokens_on_a_past_are_refused_for_several_rows(tmp_path):
+    folder, ids = language_model(tmp_path, [("past_key_values.0.key", "present.0.key")]), np.ones((2, 2), int)
+    with opened(folder) as runner:
+        state = runner.start(2)
+        assert runner.extend(state, ids, ids).shape == (2, 2, 1)
+        with raises_code("unsupported-batch", InputError):
+            runner.extend(state, ids, ids)
+        alone = runner.start(1)
+        for _ in range(2):
+            assert runner.extend(alone, ids[:1], ids[:1]).shape == (1, 2, 1)
+    with open_folder(folder, "onnx", "tensorrt", 1) as runner:  # whose attention is not fused
+        state = runner.start(2)
+        for _ in range(2):
+            assert runner.extend(state, ids, ids).shape == (2, 2, 1)
+
+
+SEARCHES = {"greedy": {}, "num_beams": {"num_beams": 3}, "sampling": {"do_sample": True, "seed": 3}}
+PROMPT = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
+
+
+def search(runner, kind):
+    return runner.generator(
+        runner, PROMPT, resolve_generation(GenerationSettings(max_new_tokens=6, **SEARCHES[kind]), runner)
+    )
+
+
+@pytest.fixture
+def writer():
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        yield runner
+
+
+def test_small_models_have_a_graph_open_for_each_search(writer):
+    for kind in SEARCHES:
+        search(writer, kind)
+    assert set(writer.backend._sessions) == {"generate", "generate_beams", "model"}
+
+
+@pytest.mark.parametrize("first", SEARCHES)
+def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_of_a_step(first, monkeypatch):
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        expected = {kind: search(runner, kind) for kind in SEARCHES}
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        assert search(runner, first) == expected[first]
+        one = {"greedy": "generate", "num_beams": "generate_beams", "sampling": "model"}[first]
+        assert list(runner.backend._sessions) == [one]
+        for graph in ("generate", "generate_beams"):
+            with runner.backend.acquire_graph(graph) as promised:
+                assert promised == (graph == one)
+        for kind in (*SEARCHES, first):
+            assert search(runner, kind) == expected[kind]
+        assert list(runner.backend._sessions) == ["model"]
+
+
+def test_a_graph_of_large_weights_that_is_asked_for_by_name_stays_for_that_call_alone(monkeypatch):
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        greedy, ids = search(runner, "greedy"), {"input_ids": PROMPT.input_ids}
+        feeds = {**ids, "attention_mask": PROMPT.attention_mask, "max_new_tokens": np.array(6)}
+        for opens_steps in (False, True):
+            if opens_steps:
+                search(runner, "sampling")
+            before = list(runner.backend._sessions)
+            found = {name: runner.backend.call(name, feeds) for name in ("generate", "generate_beams")}
+            assert found["generate"]["sequences"][0, 4:].tolist() == greedy[0]
+            assert list(runner.backend._sessions) == before
+
+
+class Alive:
+    """Counts the sessions of a backend: those that are alive, their peak, and all that were opened."""
+
+    def __init__(self, backend, delays):
+        self.now, self.peak, self.opened, self.begun = Counter(), Counter(), Counter(), Event()
+        self._open, self._delays = backend._open, delays
+        backend._open = self._counted
+
+    def _counted(self, graph):
+        session = self._open(graph)
+        self.now[graph.name] += 1
+        self.opened[graph.name] += 1
+        self.peak["all"] = max(self.peak["all"], self.now.total())
+        weakref.finalize(session, self.now.subtract, [graph.name])
+        if delay := self._delays.get(graph.name):
+            self.begun.set()
+            time.sleep(delay)
+        return session
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their_own(warm, monkeypatch):
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        expected = {kind: search(runner, kind) for kind in SEARCHES}
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner, ThreadPoolExecutor(9) as pool:
+        slow = ["model"] if warm else ["generate", "generate_beams", "model"]
+        alive = Alive(runner.backend, dict.fromkeys(slow, 0.2))
+        kinds = [*SEARCHES] * 3
+        if warm:
+            search(runner, "greedy")
+            kinds, first = ["greedy"] * 8, pool.submit(search, runner, "sampling")
+            assert alive.begun.wait(60)
+        found = [*pool.map(lambda kind: search(runner, kind), kinds)]
+        assert found == [expected[kind] for kind in kinds]
+        assert not warm or first.result() == expected["sampling"]
+        assert alive.peak["all"] <= 2  # what was promised ends while the steps are opened
+        assert max(alive.opened.values()) == 1
+        assert list(runner.backend._sessions) == ["model"]
+
+
+def test_a_graph_that_was_promised_stays_until_its_call_has_ended_and_no_longer(monkeypatch):
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        alive = Alive(runner.backend, {})
+        with runner.backend.acquire_graph("generate") as promised:
+            sampled = search(runner, "sampling")
+            assert list(runner.backend._sessions) == ["model"]
+            greedy = graph_generation.run_generation_graph(
+                runner, PROMPT, resolve_generation(GenerationSettings(max_new_tokens=6), runner)
+            )
+        assert promised
+        assert alive.opened == {"generate": 1, "model": 1}
+        assert +alive.now == {"model": 1}
+        assert (search(runner, "greedy"), search(runner, "sampling")) == (greedy, sampled)
+        assert alive.opened == {"generate": 1, "model": 1}
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+import numpy as np
+from smelt.runtimes.registry import open_folder
+from smelt.data.batch import Batch
+from smelt.generation.config import resolve_generation
+from smelt.generation.config import GenerationSettings
+
+def anonymous():
+    return int(re.search(r"Anonymous: +(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
+
+prompt = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
+with open_folder(Path(sys.argv[1]), "onnx", "ort-cpu", 1) as runner:
+    before = anonymous()
+    for wishes in ({}, {"num_beams": 3}, {"do_sample": True}):
+        settings = GenerationSettings(max_new_tokens=2, **wishes)
+        runner.generator(runner, prompt, resolve_generation(settings, runner))
+    print(anonymous() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says how much memory is anonymous")
+def test_all_searches_of_a_large_model_together_hold_one_copy_of_its_weights(tmp_path):
+    shape = {"hidden_size": 512, "intermediate_size": 2816, "num_hidden_layers": 2}
+    folder = causal.write_model(tmp_path / "m", "llama", **shape)
+    ctx = harness.run_stage(Onnx(), OnnxSettings(), folder, tmp_path / "out", "language-modeling")
+    weights = (ctx.out / "model.onnx_data").stat().st_size
+    assert weights > 40 * 2**20
+    ran = [sys.executable, "-c", MEMORY, str(ctx.out)]
+    found = int(subprocess.run(ran, capture_output=True, text=True, check=True).stdout)
+    assert 0.8 * weights < found < 1.6 * weights

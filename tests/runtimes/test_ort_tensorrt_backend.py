@@ -1,0 +1,196 @@
+"""The backend for TensorRT in ONNX Runtime: on the CPU's provider in its place, and on a GPU where one is.
+
+The target ort-tensorrt-rtx keeps caches in the host's memory, so that all but the provider itself is real.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import graph_exports
+import numpy as np
+import onnxruntime
+import pytest
+import tensorrt_graphs
+import tiny
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError, RunError
+from smelt.data.batch import Batch
+from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
+from smelt.export.tensorrt.ort_provider_options import export_provider_options, rtx_options
+from smelt.export.tensorrt.preflight import load_graph
+from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.generation.config import GenerationSettings
+from smelt.generation.search import generate
+from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes.ort_tensorrt_options import ProviderOptions, write_provider_options
+from smelt.runtimes.ort_tensorrt_provider import RTX_PROVIDER, missing_requirement
+from smelt.runtimes.predict_texts import class_logits, encode_texts, pad_batch
+from smelt.runtimes.registry import open_folder
+
+# two rows at once, sixteen tokens of a text, twelve of what is put out; four of a prompt
+TEXTS = {"batch": SizeRange(1, 1, 2), "input": SizeRange(1, 6, 16), "past": SizeRange(0, 4, 11)}
+CAUSAL = {"batch": SizeRange(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)
+
+
+def told(folder: Path, ranges: dict[str, SizeRange]) -> Path:
+    graphs = {}
+    for path in folder.glob("*.onnx"):
+        shapes = profile_shapes(load_graph(path), ranges, path.name)
+        graphs[path.stem] = ProviderOptions("", rtx_options(ProviderSettings(), "fp32", False, shapes))
+    write_provider_options(folder, RTX_PROVIDER.name, graphs)
+    return folder
+
+
+class Counting:
+    """A session on the CPU; notes the shapes of what is fed, and that nothing is larger than was told."""
+
+    def __init__(self, path: Path, told: ProviderOptions, fed: list[tuple[str, tuple[int, ...]]]) -> None:
+        self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self.most, self.fed = told.max_shapes, fed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def note(self, name: str, shape: tuple[int, ...]) -> None:
+        self.fed.append((name, shape))
+        if name in self.most and name != "num_logits_to_keep":
+            most = list(self.most[name])
+            if name.startswith("past_key_values."):
+                most[2] += 1  # bound after the last call, for one that does not come
+            assert all(n <= m for n, m in zip(shape, most, strict=True)), (name, shape)
+
+    def run(self, names: Any, feeds: Any) -> Any:
+        for name, values in feeds.items():
+            self.note(name, values.shape)
+        return self.session.run(names, feeds)
+
+    def io_binding(self) -> Any:
+        binding = self.session.io_binding()
+        note, bind_value, bind_input = self.note, binding.bind_ortvalue_input, binding.bind_cpu_input
+        binding.bind_ortvalue_input = lambda n, v: (note(n, tuple(v.shape())), bind_value(n, v))
+        binding.bind_cpu_input = lambda n, v: (note(n, v.shape), bind_input(n, v))
+        return binding
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+    monkeypatch.setattr(
+        ort_tensorrt_backend, "provider_device", lambda wanted, target: "cpu" if wanted == "cpu" else "cuda"
+    )
+    monkeypatch.setattr(
+        ort_tensorrt_backend,
+        "open_provider_session",
+        lambda provider, path, told, n: Counting(path, told, shapes),
+    )
+    return shapes
+
+
+def opened(folder: Path, device: str = "auto") -> Any:
+    return open_folder(folder, "onnx", "ort-tensorrt-rtx", 1, device)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return told(tensorrt_graphs.copy_graphs("marian", tmp_path_factory.mktemp("m") / "g"), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return told(tensorrt_graphs.copy_graphs("llama", tmp_path_factory.mktemp("l") / "g"), CAUSAL)
+
+
+def batch_of(runner: Any, rows: int) -> Batch:
+    tokenizer = runner.text.tokenizer
+    return pad_batch(encode_texts(tiny.SENTENCES[:rows], tokenizer, 16), range(rows), tokenizer.pad_token_id)
+
+
+def prompts(runner: Any, rows: int = 3) -> Batch:
+    """Prompts of 6, 3 and 1 tokens, padded on the left."""
+    mask = np.array([[1] * 6, [0] * 3 + [1] * 3, [0] * 5 + [1]])
+    return Batch(np.random.default_rng(0).integers(5, 300, (3, 6)) * mask, mask)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize(("kind", "rows"), [("translator", 5), ("writer", 3)])
+def test_tokens_equal_onnx_runtimes_though_rows_and_prompts_are_split(
+    kind: str, rows: int, beams: int, fed: list[Any], request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(kind)
+    make = batch_of if kind == "translator" else prompts
+    settings = GenerationSettings(num_beams=beams, max_new_tokens=8)
+    with open_folder(folder, "onnx", "tensorrt", 1) as runner:
+        expected = generate(runner, make(runner, rows), settings)
+    with opened(folder) as runner:
+        assert (runner.name, runner.device) == ("onnxruntime-tensorrt-rtx", "cuda")
+        assert generate(runner, make(runner, rows), settings) == expected
+    assert len({tuple(row) for row in expected}) > 1
+    assert max(shape[0] for name, shape in fed if name == "input_ids") == 2
+    assert [shape[0] for name, shape in fed if name == "input_ids"][:2] == [2, 2 if rows == 5 else 1]
+
+
+def test_an_output_longer_than_the_engines_says_which_setting(translator: Path, fed: list[Any]) -> None:
+    with opened(translator) as runner:
+        state = runner.encode(batch_of(runner, 1))
+        for _ in range(TEXTS["past"].max + 1):
+            runner.decode_step(state, np.array([5]))
+        with raises_code("engine-limit", RunError) as caught:
+            runner.decode_step(state, np.array([5]))
+        assert all(part in str(caught.value) for part in ("13", "12", "max_new_tokens"))
+
+
+def test_classes_equal_onnx_runtimes_and_the_limit_is_the_engines(tmp_path: Path, fed: list[Any]) -> None:
+    folder = told(
+        tensorrt_graphs.copy_graphs("roberta", tmp_path / "g"), TEXTS | {"input": SizeRange(1, 6, 30)}
+    )
+    with open_folder(folder, "onnx", "tensorrt", 1) as runner:
+        expected = class_logits(runner, tensorrt_graphs.ROWS, 5)
+    with opened(folder) as runner:
+        np.testing.assert_allclose(class_logits(runner, tensorrt_graphs.ROWS, 5), expected, atol=1e-6)
+        assert runner.text.max_input_length == 30
+
+
+def test_on_the_cpu_the_same_graphs_run_without_sizes(
+    translator: Path, tmp_path: Path, fed: list[Any]
+) -> None:
+    with opened(translator, "cpu") as runner:
+        assert (runner.name, runner.device) == ("onnxruntime", "cpu")
+        assert len(generate(runner, batch_of(runner, 5), GenerationSettings(max_new_tokens=4))) == 5
+    assert fed == []
+
+
+def test_a_file_that_does_not_speak_of_a_graph_is_refused(
+    translator: Path, tmp_path: Path, fed: list[Any]
+) -> None:
+    folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "g")
+    said = json.loads((translator / "provider.json").read_text())
+    del said["graphs"]["encoder_model"]
+    (folder / "provider.json").write_text(json.dumps(said))
+    with raises_code("missing-engine-sizes", InputError) as caught:
+        opened(folder)
+    assert all(part in str(caught.value) for part in ("provider.json", "encoder_model.onnx"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", ["ort-tensorrt", "ort-tensorrt-rtx"])
+@pytest.mark.parametrize("family", ["marian", "llama", "roberta"])
+def test_engines_in_onnx_runtime_give_what_its_cpu_gives(family: str, target: str, tmp_path: Path) -> None:
+    if (why := missing_requirement(target)) is not None:
+        pytest.skip(why)
+    folder = tensorrt_graphs.copy_graphs(family, tmp_path / "g")
+    ctx = graph_exports.make_context(folder, graph_exports.FAMILIES[family][1])
+    settings = ProviderSettings(max_batch_size=2, max_new_tokens=12, optimization_level=1)
+    export_provider_options(target, "fp32", settings, folder, ctx)
+    with (
+        open_folder(folder, "onnx", target, 1, "cpu") as host,
+        open_folder(folder, "onnx", target, 1, "cuda") as engine,
+    ):
+        if family == "roberta":
+            expected, got = (class_logits(runner, tensorrt_graphs.ROWS, 5) for runner in (host, engine))
+            np.testing.assert_allclose(got, expected, atol=0.02)
+            return
+        make = batch_of if family == "marian" else prompts
+        settings_of = GenerationSettings(num_beams=2, max_new_tokens=8)
+        assert generate(engine, make(engine, 3), settings_of) == generate(host, make(host, 3), settings_of)

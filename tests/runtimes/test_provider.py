@@ -1,0 +1,120 @@
+"""What of ONNX Runtime's providers of TensorRT is missing on a machine, without loading them."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from expected_errors import raises_code
+from packaging.requirements import Requirement
+
+from smelt.core.errors import MissingDependencyError
+from smelt.runtimes import ort_tensorrt_provider
+from smelt.runtimes.ort_tensorrt_provider import (
+    LinkedVersions,
+    linked_versions,
+    missing_requirement,
+    provider_device,
+)
+
+ROOT = Path(__file__).resolve().parents[4]
+NAMES = ("libnvinfer.so.10", "libnvonnxparser.so.10")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU, an onnxruntime-gpu linked with TensorRT 10, TensorRT 11 installed, an empty loader's path."""
+    library = tmp_path / "libonnxruntime_providers_tensorrt.so"
+    library.write_bytes(b"\x7fELF\0libnvinfer.so.10\0libcudart.so.13\0")
+    path = tmp_path / "libraries"
+    path.mkdir()
+    monkeypatch.setattr(ort_tensorrt_provider, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(ort_tensorrt_provider, "list_cuda_gpus", lambda: (("NVIDIA L4", "8.9"),))
+    monkeypatch.setattr(ort_tensorrt_provider, "provider_library", lambda: library)
+    monkeypatch.setattr(ort_tensorrt_provider, "find_spec", lambda name: None)
+    monkeypatch.setattr(ort_tensorrt_provider, "_SYSTEM", ())
+    monkeypatch.setattr(
+        ort_tensorrt_provider, "_package_version", {"onnxruntime-gpu": "1.31.1", "tensorrt": "11.4.0"}.get
+    )
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(path))
+    return path
+
+
+@pytest.mark.skipif(ort_tensorrt_provider._WINDOWS, reason="Linux's names of libraries")
+def test_another_tensorrt_than_the_one_that_is_linked_is_named_with_what_to_install(here: Path) -> None:
+    assert missing_requirement("ort-tensorrt") == (
+        "onnxruntime-gpu 1.31.1 is linked with TensorRT 10 (libnvinfer.so.10), which is not here; installed"
+        " is tensorrt 11.4.0: pip install 'tensorrt-cu13==10.*', in an environment of its own, since the step"
+        " `tensorrt` wants 11 or newer."
+    )
+    (here / NAMES[0]).touch()
+    assert missing_requirement("ort-tensorrt") is not None  # the parser is wanted too
+    (here / NAMES[1]).touch()
+    assert missing_requirement("ort-tensorrt") is None
+    assert [path.name for path in ort_tensorrt_provider.find_tensorrt_libraries(10) or []] == list(NAMES)
+
+
+def test_the_extra_names_the_tensorrt_that_this_onnx_runtime_is_linked_with() -> None:
+    """Neither package says so to pip: the library itself does."""
+    library = ort_tensorrt_provider.provider_library()
+    if library is None:
+        pytest.skip("this onnxruntime has no provider of TensorRT")
+    linked = linked_versions(library)
+    assert linked is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extra = [Requirement(line) for line in project["project"]["optional-dependencies"]["ort-tensorrt"]]
+    wanted = {one.name: one for one in extra}
+    assert str(wanted[f"tensorrt-cu{linked.cuda}"].specifier) == f"=={linked.tensorrt}.*"
+    assert ort_tensorrt_provider._package_version("onnxruntime-gpu") in wanted["onnxruntime-gpu"].specifier
+
+
+def test_an_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort_tensorrt_provider, "provider_library", lambda: None)
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        provider_device("cuda", "ort-tensorrt")
+    assert str(caught.value) == missing_requirement("ort-tensorrt")
+    assert all(part in str(caught.value) for part in ("onnxruntime-gpu 1.31.1", "TensorrtExecutionProvider"))
+
+
+def test_the_plug_in_and_the_gpus_that_it_takes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        provider_device("cuda", "ort-tensorrt-rtx")
+    assert "onnxruntime-ep-nv-tensorrt-rtx" in str(caught.value)
+    monkeypatch.setattr(ort_tensorrt_provider, "find_spec", lambda name: object())
+    assert missing_requirement("ort-tensorrt-rtx") is None
+    for number, taken in {"8.0": False, "8.6": True, "9.0": False, "10.0": False, "12.1": True}.items():
+        monkeypatch.setattr(
+            ort_tensorrt_provider, "list_cuda_gpus", lambda number=number: (("NVIDIA X", number),)
+        )
+        assert (missing_requirement("ort-tensorrt-rtx") is None) == taken, number
+        if not taken:
+            with raises_code("wrong-gpu", MissingDependencyError) as caught:
+                provider_device("cuda", "ort-tensorrt-rtx")
+            assert all(part in str(caught.value) for part in ("NVIDIA X", number))
+
+
+def test_the_device_is_asked_for_and_else_the_provider(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [provider_device(wanted, "ort-tensorrt") for wanted in ("auto", "cpu")] == ["cpu", "cpu"]
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        provider_device("cuda", "ort-tensorrt")
+    assert "TensorRT 10" in str(caught.value)
+    monkeypatch.setattr(ort_tensorrt_provider, "_missing_package", lambda target: None)
+    assert [provider_device(w, "ort-tensorrt") for w in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    monkeypatch.setattr(ort_tensorrt_provider, "cuda_device_count", lambda: 0)
+    assert provider_device("auto", "ort-tensorrt") == "cpu"
+    with raises_code("no-gpu", MissingDependencyError) as caught:
+        provider_device("cuda", "ort-tensorrt")
+    assert str(caught.value) == missing_requirement("ort-tensorrt")
+
+
+def test_what_the_installed_onnx_runtime_is_linked_with_is_what_its_own_file_says() -> None:
+    """Against readelf's table of what the loader wants."""
+    import re
+    import shutil
+    import subprocess
+
+    library = ort_tensorrt_provider.provider_library()
+    if library is None or shutil.which("readelf") is None:
+        pytest.skip("this ONNX Runtime has no TensorRT provider, or there is no readelf")
+    said = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    numbers = [re.search(rf"\[lib{name}\.so\.(\d+)\]", said) for name in ("nvinfer", "cudart")]
+    assert linked_versions(library) == LinkedVersions(*(int(found[1]) for found in numbers if found))

@@ -1,0 +1,43 @@
+"""Which runtime is for which artifact, and that what the registry says of it is so."""
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.runtimes import registry
+from smelt.runtimes.registry import RUNTIMES, RuntimeSpec, find_runtime
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.target or runtime.format)
+def test_every_runtime_loads_and_has_what_a_backend_is_asked_for(runtime):
+    found = runtime.load_backend()
+    assert isinstance(found.name, str)
+    for method in ("call", "start", "step", "reorder_cache", "close"):
+        assert callable(getattr(found, method)), method
+
+
+def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
+    extra = RuntimeSpec("onnx", "x:y", (), "cpu", target="elsewhere")
+    monkeypatch.setattr(registry, "RUNTIMES", (extra, *RUNTIMES))
+    names = [runtime.backend_class for runtime in RUNTIMES]
+    for target in (None, "ort-cpu", "ort-cuda", "tensorrt"):
+        assert find_runtime("onnx", target).backend_class == names[1]
+    assert find_runtime("torch", None).backend_class == names[0]
+    assert find_runtime("onnx", "openvino").backend_class == names[2]
+    for target in ("ort-tensorrt", "ort-tensorrt-rtx"):
+        assert find_runtime("onnx", target).backend_class == names[3] == names[4]
+    assert find_runtime("tensorrt", "tensorrt").backend_class == names[5]
+    assert find_runtime("onnx", "elsewhere") is extra
+
+
+def test_format_that_nothing_runs_is_named():
+    with raises_code("unknown-format", InputError) as caught:
+        find_runtime("gguf", None)
+    assert all(part in str(caught.value) for part in ("'gguf'", "torch, onnx, tensorrt"))
+
+
+def test_an_engine_serves_one_call_at_a_time_and_always_on_the_gpu():
+    engine, others = find_runtime("tensorrt", None), [find_runtime(f, None) for f in ("torch", "onnx")]
+    assert (engine.max_concurrent_calls, engine.device) == (1, "cuda")
+    assert [runtime.max_concurrent_calls for runtime in others] == [None, None]
+    assert [runtime.device("cpu", "ort-cuda") for runtime in others] == ["cpu", "cpu"]

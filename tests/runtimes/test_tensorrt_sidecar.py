@@ -1,0 +1,148 @@
+"""What stands beside an engine is compared with what is here, and each refusal says both and what to do."""
+
+import json
+
+import pytest
+import tiny
+from expected_errors import raises_code
+
+import smelt
+from smelt.api.predict import Predictor
+from smelt.core.errors import InputError
+from smelt.runtimes.tensorrt_sidecar import (
+    EngineSidecar,
+    check_sidecar,
+    read_sidecar,
+    record_built_engine,
+    require_trusted_engines,
+    sidecar_path,
+    write_sidecar,
+)
+from smelt.runtimes.third_party import artifact_safety
+
+H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
+A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
+T4 = {"name": "Tesla T4", "compute_capability": "7.5"}
+
+
+def engine(folder, **other):
+    plan = folder / "model.plan"
+    plan.write_bytes(b"plan")
+    said = {
+        "package": "tensorrt", "version": "11.4.0.106", "gpu": A10, "graph": "model.onnx",
+        "graph_sha256": "0" * 64, "size_bytes": 4, "weights": "embedded", "version_compatible": False,
+        "hardware_compatibility": "none", "flags": {"tf32": True}, "profiles": [{"x": [[1], [2], [3]]}],
+    }  # fmt: skip
+    write_sidecar(plan, EngineSidecar(**(said | other)))
+    return plan
+
+
+def check(plan, package="tensorrt", version="11.4.0.106", gpu=A10):
+    check_sidecar(plan, read_sidecar(plan), package, version, gpu)
+
+
+def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path):
+    plan = engine(tmp_path)
+    assert read_sidecar(plan).profiles == [{"x": [[1], [2], [3]]}]
+    check(plan)
+    sidecar_path(plan).unlink()
+    assert read_sidecar(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("built", "here", "code", "values"),
+    [
+        ({}, {"version": "11.5.0"}, "wrong-engine-version", ("tensorrt 11.4.0.106", "tensorrt 11.5.0.")),
+        ({}, {"package": "tensorrt_rtx", "version": "11.4.0.106"}, "wrong-engine-version", ("tensorrt_rtx",)),
+        ({"version_compatible": True}, {"version": "11.3.9"}, "wrong-engine-version", ("tensorrt 11.3.9.",)),
+        ({}, {"gpu": H200}, "wrong-gpu", ("NVIDIA A10", "8.6", "NVIDIA H200")),
+        ({"hardware_compatibility": "same-cc"}, {"gpu": H200}, "wrong-gpu", ("same-cc",)),
+        ({"hardware_compatibility": "ampere+"}, {"gpu": T4}, "wrong-gpu", ("Tesla T4",)),
+        ({"size_bytes": 5}, {}, "incomplete-file", (" 4 ", " 5 ")),
+        ({"weights": "stripped"}, {}, "missing-file", ("model.onnx",)),
+    ],
+)  # fmt: skip
+def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, code, values):
+    with raises_code(code, InputError) as caught:
+        check(engine(tmp_path, **built), **here)
+    assert all(value in str(caught.value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("built", "here"),
+    [
+        ({"version_compatible": True}, {"version": "11.5.0"}),
+        ({}, {"version": "11.4.0.200"}),  # builds of one version
+        ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
+        ({}, {"gpu": {"name": "NVIDIA A40", "compute_capability": "8.6"}}),
+        ({"gpu": None}, {"gpu": T4}),  # built ahead of time
+        ({}, {"gpu": None}),
+    ],
+)
+def test_engine_that_can_run_here_passes(tmp_path, built, here):
+    check(engine(tmp_path, **built), **here)
+
+
+def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
+    from onnx import helper, save
+
+    save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "model.onnx")
+    with raises_code("changed-file", InputError) as caught:
+        check(engine(tmp_path, weights="stripped"))
+    assert all(part in str(caught.value) for part in ("model.onnx", "model.plan"))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "damaged-file"),
+        ("[]", "damaged-file"),
+        ('{"schema_version": 1}', "damaged-file"),
+        ('{"schema_version": 2}', "wrong-version"),
+        ("{}", "damaged-file"),
+    ],
+)
+def test_damaged_sidecar_is_named(tmp_path, text, code):
+    plan = engine(tmp_path)
+    sidecar_path(plan).write_text(text)
+    with raises_code(code, InputError) as caught:
+        read_sidecar(plan)
+    assert "model.plan.json" in str(caught.value)
+
+
+def test_fields_are_those_of_the_file(tmp_path):
+    said = json.loads(sidecar_path(engine(tmp_path)).read_text())
+    assert said["schema_version"] == 1
+    assert said["gpu"] == A10
+
+
+def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    require_trusted_engines(folder, False)  # no engine in it
+    (folder / "model.plan").write_bytes(b"an engine")
+    with raises_code("untrusted-engine", InputError):
+        require_trusted_engines(folder, False)
+    require_trusted_engines(folder, True)
+    record_built_engine(folder / "model.plan")
+    require_trusted_engines(folder, False)
+    (folder / "model.plan").write_bytes(b"another one in its place")
+    with raises_code("untrusted-engine", InputError):
+        require_trusted_engines(folder, False)
+
+
+def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = []
+    monkeypatch.setattr(
+        artifact_safety, "require_trusted_engines", lambda folder, trusted: asked.append(trusted)
+    )
+    folder = tiny.write_bert(tmp_path / "model")
+    made = tiny.as_artifact(folder, "text-classification")
+    monkeypatch.setattr("smelt.api.load.read_artifact", lambda path: made)
+    monkeypatch.setattr("smelt.api.predict.read_artifact", lambda path: made)
+    monkeypatch.setattr(type(made), "verify", lambda self: None)
+    with smelt.load(folder, trust_engine=True):
+        Predictor(folder, {})
+    assert asked == [True, False]

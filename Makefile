@@ -51,7 +51,7 @@ test: $(DEV_READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not peers" $(ARGS)
 
 peers: $(DEV_READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 0 -m peers tests/export/package tests/compress/quantize/methods $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 0 -m peers tests/export/package tests/compress/quantize $(ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "tests" / "house" / "messages"
-PACKAGES = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
+PACKAGES = ("smelt", "compress", "export", "evaluate")
 ERRORS = (
     *("SmeltError", "InputError", "RunError", "ParityError", "MissingDependencyError", "SettingError"),
     *("ValueError", "GraphFileError"),

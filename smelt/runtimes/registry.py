@@ -57,8 +57,8 @@ def _torch_place(wanted: str, target: str | None) -> DeviceType:
     return torch_device(wanted)
 
 
-_HERE = "smelt.runtime.backends"
-_IN_ORT = f"{_HERE}.ort_tensorrt.ort_tensorrt_backend:OrtTensorrtBackend"
+_HERE = "smelt.runtimes"
+_IN_ORT = f"{_HERE}.ort_tensorrt_backend:OrtTensorrtBackend"
 _ORT_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 _RTX = "onnxruntime-ep-nv-tensorrt-rtx"
 _RTX_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", _RTX, f"{_RTX}-cu13", f"{_RTX}-cu12")

@@ -26,7 +26,7 @@ def python(folder: Path, *words: str, **environment: str) -> subprocess.Complete
 
 def test_the_editable_install_is_found(above: Path) -> None:
     done = python(above, "-c", SAID)
-    assert done.stdout.split() == [str(ROOT / "pipeline/__init__.py"), str(ROOT / "core/__init__.py")]
+    assert done.stdout.split() == [str(ROOT / "smelt/__init__.py"), str(ROOT / "smelt/core/__init__.py")]
     done = python(above, "-m", "smelt", "--version")
     assert (done.returncode, done.stdout[:5]) == (0, "pytho"), done.stderr
 

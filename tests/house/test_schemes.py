@@ -18,8 +18,8 @@ from smelt.quantization.schemes.registry import (
 from tools import settings_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
-HOME = ROOT / "runtime" / "schemes"
+FOLDERS = ("smelt", "compress", "export", "evaluate")
+HOME = ROOT / "smelt" / "quantization" / "schemes"
 SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
 PAGE = (ROOT / "docs" / "reference" / "stages" / "quantize.md").read_text(encoding="utf-8")
 # names that are also ONNX's words for the types of elements

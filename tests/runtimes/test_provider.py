@@ -16,7 +16,7 @@ from smelt.runtimes.ort_tensorrt_provider import (
     provider_device,
 )
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("libnvinfer.so.10", "libnvonnxparser.so.10")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from smelt.quantization.schemes.registry import SCHEMES
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "measurements" / "quantization.md").read_text(encoding="utf-8")
 READS = "Classification"  # the others write, token by token
 _CELL = re.compile(r"ms(?: \(unstable\))?, ([\d.]+)")

@@ -13,7 +13,7 @@ from smelt.core.errors import MissingDependencyError
 from smelt.quantization.schemes.bitsandbytes import BITSANDBYTES_PACKAGES, import_bitsandbytes
 
 SCHEMES = pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8"])
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_oldest_release_is_that_of_the_extra():

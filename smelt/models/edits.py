@@ -12,12 +12,11 @@ An edit is a dict with `op` and `module` (dotted name) and the arguments of the 
     {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "conv", "module": m, "in_channels": s, "out_channels": t}     Conv2d -> one of these sizes
     {"op": "batch_norm", "module": m, "num_features": c}                 BatchNorm2d -> one of this size
-    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias, its norm n is
-    removed {"op": "round", "module": m, "signed": s}                            states are rounded before m
+    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias, without norm n
+    {"op": "round", "module": m, "signed": s}                            states are rounded before m
     {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
-    {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets a low-rank
-    one {"op": "binary_inputs", "module": m, "signed": s}                    a quantized Linear has binary
-    inputs {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
+    {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets an adapter
+    {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
     {"op": "split", "module": m}                                         Linear -> the sum of two
     {"op": "share", "module": m, "with": n}                              m becomes the same module as n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
@@ -295,18 +294,6 @@ def _adapter(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], LowRankCorrectedLinear(coded, edit["rank"]))
 
 
-def _binary_inputs(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.binary_input_linear import BinaryInputs
-    from smelt.quantization.layers import QuantizedLinear
-
-    old = model.get_submodule(edit["module"])
-    if not isinstance(old, QuantizedLinear):
-        raise TypeError("it is not a quantized Linear")
-    if not isinstance(edit["signed"], bool):
-        raise TypeError(f"signed {edit['signed']!r}")
-    replace_module(model, edit["module"], BinaryInputs(old, edit["signed"]))
-
-
 def _scale(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     if not isinstance(old, nn.Linear):
@@ -366,7 +353,6 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "tie": _tie,
     "quantize": _quantize,
     "adapter": _adapter,
-    "binary_inputs": _binary_inputs,
     "scale": _scale,
     "split": _split,
     "share": _share,

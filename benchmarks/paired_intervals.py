@@ -26,11 +26,6 @@ class Interval:
     low: float | None = None
     high: float | None = None
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether 0 lies outside."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
-
 
 def interval_over_seeds(values: Sequence[float]) -> Interval:
     """Return the mean of a value by seed with Student's interval."""

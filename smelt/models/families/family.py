@@ -299,7 +299,6 @@ class Family:
     learning_rate: the default learning rate.
     head_modules: the modules between the last hidden states and the outputs, in order, by their names in the
     model; each gets the output of the one before. logits_bias: a buffer that is added to the outputs.
-    float32_suffixes: suffixes of linear layers that are float32 in a 16-bit model.
     unused_tensors: patterns of tensors in checkpoints that the model does not use; other_heads: those of
     heads that a checkpoint was trained with before, if it becomes a classifier with a new one, or a sentence
     embedder with none.
@@ -334,7 +333,6 @@ class Family:
     logits_bias: str | None = None
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
     output_scale: Callable[[Config], float] = lambda config: 1.0
-    float32_suffixes: tuple[str, ...] = ()
     position_encoding: PositionEncoding = PositionEncoding()
     tokenizer_files: TokenizerFiles = TokenizerFiles()
     tokenizer_spec: TokenizerSpec | None = None

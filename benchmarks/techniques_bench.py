@@ -140,7 +140,8 @@ class ArmRunner:
         from torch.nn.functional import cross_entropy, kl_div
 
         from smelt.compress.train.extension import model_logits
-        from smelt.compress.train.samples import IGNORE_INDEX, collate, encode_split, group_by_length
+        from smelt.compress.train.losses import IGNORE_INDEX
+        from smelt.compress.train.samples import collate, encode_split, group_by_length
         from smelt.models.checkpoint import load_model, load_tokenizer
         from smelt.models.count_parameters import count_parameters
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash
+from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _check_inputs, _score
 from smelt.evaluate.significance import Statistics, wilson_interval
 
@@ -99,10 +100,6 @@ def _multi_hot(sets: Sequence[Sequence[int]], labels: int) -> np.ndarray:
         row[list(found)] = 1
     return out
 
-
-AGREEMENT_METRIC = "agreement"
-CORRELATION_METRICS = ("spearman", "pearson")
-EMBEDDING_METRICS = (*CORRELATION_METRICS, AGREEMENT_METRIC)
 
 Vectors = NDArray[np.float32]
 

@@ -42,3 +42,7 @@ METRICS: dict[str, Metric] = {
 # of running text, whose windows depend on the tokenizer
 WINDOW_METRICS = ("perplexity", "bits_per_byte")
 LOWER_IS_BETTER = frozenset(name for name, metric in METRICS.items() if not metric.higher_is_better)
+AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC = "agreement", "top1", "relative_error"
+OUTPUT_METRICS = (AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC)
+CORRELATION_METRICS = ("spearman", "pearson")
+EMBEDDING_METRICS = (*CORRELATION_METRICS, AGREEMENT_METRIC)

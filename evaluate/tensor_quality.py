@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, RunError, did_you_mean
+from smelt.evaluate.metrics import AGREEMENT_METRIC, OUTPUT_METRICS, RELATIVE_ERROR_METRIC, TOP1_METRIC
 from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _score
 from smelt.evaluate.significance import Statistics, wilson_interval
 
-AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC = "agreement", "top1", "relative_error"
-OUTPUT_METRICS = (AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC)
 _MAX_NAMED_ROWS = 5  # samples named in a warning
 Outputs = Mapping[str, NDArray[Any]]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.compress.train.losses import IGNORE_INDEX
 from smelt.compress.train.samples import (
-    IGNORE_INDEX,
     EncodedSample,
     TensorBatch,
     collate,

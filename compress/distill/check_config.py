@@ -20,7 +20,7 @@ from smelt.core.stage import Context
 from smelt.core.text import with_article
 from smelt.data.labels import REGRESSION
 from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION
-from smelt.models.families.family import Family
+from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family
 from smelt.models.length_limits import position_limit
 
@@ -160,7 +160,6 @@ def require_same_tokens(own: Path, other: Path, whose: str) -> None:
 
 
 # Names of the layer stacks in settings; each family has one or two of them.
-STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
 
 
 def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:

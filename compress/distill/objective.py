@@ -158,9 +158,9 @@ def distill_objective(
         if embeds:
             terms |= vector_loss_terms(found, wanted, batch["labels"], parts)
         elif weights.logits or weights.labels or reverse:
-            told: dict[str, Tensor] = {}
-            loss = _output_loss(model, found, wanted, batch["labels"], settings, told)
-            terms["outputs"] = LossTerm(loss, components=told)
+            components: dict[str, Tensor] = {}
+            loss = _output_loss(model, found, wanted, batch["labels"], settings, components)
+            terms["outputs"] = LossTerm(loss, components=components)
         if inner is not None:
             terms |= inner.loss_terms(batch)
         return terms
@@ -186,7 +186,7 @@ def _output_loss(
             getattr(model, "module", model).config, found, labels, whole, temperature=settings.temperature,
             logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels or 0.0,
             reverse_weight=0.0 if buckets else reverse,
-            smoothing=settings.label_smoothing if model.training else 0.0, told=terms,
+            smoothing=settings.label_smoothing if model.training else 0.0, terms=terms,
         )  # fmt: skip
     if buckets is None:
         assert loss is not None

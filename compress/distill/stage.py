@@ -219,12 +219,14 @@ class Distill:
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
             ctx = with_training_samples(settings, model.config, ctx)
             insert_binary_inputs(model, edits, Artifact(home, src.manifest), settings, ctx, self.name)
-            said = None
+            cached_teacher = None
             if settings.cache_logits is not None:
                 who = teacher_identity(teachers, words, model, settings, ctx)
-                said = make_cached_teacher(teacher, who, model, settings, ctx)
-            with contextlib.closing(said) if said else contextlib.nullcontext():
-                _train_phases(model, teacher, Artifact(home, src.manifest), settings, ctx, edits, said)
+                cached_teacher = make_cached_teacher(teacher, who, model, settings, ctx)
+            with contextlib.closing(cached_teacher) if cached_teacher else contextlib.nullcontext():
+                _train_phases(
+                    model, teacher, Artifact(home, src.manifest), settings, ctx, edits, cached_teacher
+                )
             save_trained(model, edits, home, settings, ctx)
 
 
@@ -269,20 +271,20 @@ def _train_phases(
     settings: DistillSettings,
     ctx: Context,
     edits: list[Edit],
-    said: CachedTeacher | None,
+    cached_teacher: CachedTeacher | None,
 ) -> None:
-    """Train `model` in place, phase by phase; `said` caches the teacher where only outputs are used."""
+    """Train `model` in place, phase by phase; `cached_teacher` serves phases that use only outputs."""
     from smelt.compress.distill.objective import distill_objective, make_inner_losses
     from smelt.compress.train.extension import TrainingExtension
 
-    told: list[Any] = []
+    phase_details: list[Any] = []
     warned: list[list[Message]] = []
     trainings = [training.without_default_dropout() for training in settings.phase_settings()]
     inners = [
         make_inner_losses(model, teacher, training, ctx.seed) for training in trainings
     ]  # raise before training
     for training, inner in zip(trainings, inners, strict=True):
-        kept = said if training.needs_only_outputs(ctx.task) else None
+        kept = cached_teacher if training.needs_only_outputs(ctx.task) else None
         objective = distill_objective(teacher, training, inner, kept)
         before = len(ctx.warnings)
         extension = (
@@ -302,13 +304,13 @@ def _train_phases(
             stage=Distill.name,
             extension=extension,
             random=_starts_random(settings, src, ctx)
-            and not told,  # only the first phase starts from random weights
+            and not phase_details,  # only the first phase starts from random weights
         )
-        told.append(ctx.details["training"])
+        phase_details.append(ctx.details["training"])
         warned.append(ctx.warnings[before:])
         del ctx.warnings[before:]
-    if len(told) > 1:
-        ctx.details["phases"] = told
+    if len(phase_details) > 1:
+        ctx.details["phases"] = phase_details
     ctx.warnings.extend(_merge_phase_warnings(warned))
 
 

@@ -339,14 +339,14 @@ def select_by_loss(
         )
     there = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
     plain: set[torch.nn.Module] = set()
-    told: set[UnitId] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
+    removed: set[UnitId] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
     batches = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
     ).batches
-    lasts = _last_part_test(model, stacks, told)
+    lasts = _last_part_test(model, stacks, removed)
 
     def without_more(gone: Collection[UnitId]) -> AbstractContextManager[None]:
-        return without_layers(model, stacks, {*gone, *told}, plain)
+        return without_layers(model, stacks, {*gone, *removed}, plain)
 
     with ablation_losses(model, batches, without_more, ctx, max_trials(num_kept, there)) as loss_without:
         ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
@@ -362,13 +362,13 @@ def select_by_loss(
 
 
 def _last_part_test(
-    model: Any, stacks: list[Stack], told: Collection[UnitId] = ()
+    model: Any, stacks: list[Stack], removed: Collection[UnitId] = ()
 ) -> Callable[[UnitId, Collection[UnitId]], bool]:
     """Return a function that tests whether a layer has the last part of some kind once others are removed.
 
     An earlier step may have removed parts of the other layers, and one of each kind must be kept in a stack.
 
-    told: layers that are removed first.
+    removed: layers that are removed first.
     """
     there = {
         stack.name: [
@@ -380,7 +380,7 @@ def _last_part_test(
 
     def is_last(layer: UnitId, gone: Collection[UnitId]) -> bool:
         name, number = layer
-        away = {*gone, *told, layer}
+        away = {*gone, *removed, layer}
         left = [parts for at, parts in enumerate(there[name]) if (name, at) not in away]
         return not there[name][number] <= set().union(*left)
 

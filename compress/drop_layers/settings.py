@@ -12,7 +12,7 @@ from smelt.core.errors import SettingError, did_you_mean
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings, StoredDtype
 from smelt.core.text import with_article
-from smelt.models.families.family import Family
+from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import find_family, no_blocks_reason
 
 LayerChoice = int | list[int]
@@ -82,7 +82,6 @@ class DropLayersSettings(Settings):
 
 
 # Names of the layer stacks in settings; each family has one or two of them.
-STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
 _DEFAULT_KEEP = 0.5
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.drop_layers.settings import (
     LAYERS_AFTER_PARTS_ERROR,
-    STACK_NAMES,
     DropLayersSettings,
     LayerChoice,
     check_layer_counts,
@@ -21,6 +20,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need
 from smelt.data.splits import TASKS, Split, Task
+from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
 
 if TYPE_CHECKING:

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from smelt.compress.factorize.ranks import (
     convolution_macs,
     count_factorized_weights,
-    count_macs,
     cp_macs,
     rank_of_energy,
     tucker2_macs,
@@ -46,6 +45,7 @@ from smelt.compress.factorize.settings import DEFAULT_ENERGY, VBMF, FactorizeSet
 from smelt.compress.model_input import count_stored_parameters
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.models.count_parameters import count_macs
 from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, ImageProcessor
 from smelt.models.layers import LowRankConv, make_conv_steps
 from smelt.models.structure import module_names, replace_layer

@@ -22,7 +22,7 @@ from smelt.compress.calibration.samples import load_calibration_samples
 from smelt.compress.factorize.ranks import rank_of_energy
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.quantize.plan_layers import token_lookup_modules
-from smelt.compress.train.samples import IGNORE_INDEX
+from smelt.compress.train.losses import IGNORE_INDEX
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

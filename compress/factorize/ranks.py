@@ -11,8 +11,6 @@ matrices take up to a tenth longer for the same weights. Measured: docs/measurem
 In float32 factors gain earlier. The rule depends neither on a later scheme nor on the machine: so the same
 recipe makes the same model everywhere, and the result is not slower in int8.
 
-For image models, `count_macs` counts the multiply-accumulates of convolutions and linear layers.
-
 Shapes: M = outputs, K = inputs of a layer; h, w = height and width of an image.
 """
 
@@ -31,7 +29,8 @@ from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
 from smelt.compress.factorize.layer_metrics import LayerMetrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import low_rank_layer
-from smelt.compress.train.samples import IGNORE_INDEX, TensorBatch
+from smelt.compress.train.losses import IGNORE_INDEX
+from smelt.compress.train.samples import TensorBatch
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.families.model_blocks import blocks_of
@@ -330,32 +329,6 @@ def _num_parameters(layer: LayerSpectrum, rank: int) -> int:
 
 
 @torch.inference_mode()
-def count_macs(model: Any, size: tuple[int, int]) -> int:
-    """Return the multiply-accumulates of one image of `size` (h, w).
-
-    Attention scores, norms and activations are not counted.
-
-    Args:
-        model: in eval mode, on the CPU.
-        size: output size of its image processor.
-    """
-    total = 0
-
-    def count(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal total
-        weights = module.weight[0].numel()  # of one output
-        total += weights * output.numel()
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    handles = [layer.register_forward_hook(count) for layer in layers]
-    try:
-        model(pixel_values=torch.zeros(1, 3, *size))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return total
-
-
 def tucker2_macs(conv: nn.Conv2d, inner: int | None, outer: int) -> int:
     """Return the multiply-accumulates of Tucker-2 for each output position.
 

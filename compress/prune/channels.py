@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.compress.prune.importance import UnitScores, score_on_labelled_samples
@@ -26,6 +25,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
+from smelt.models.count_parameters import count_macs
 from smelt.models.families.registry import family_of
 from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.models.layers import LowRankConv, conv_end_names, resize_conv
@@ -179,14 +179,6 @@ def whole_kernel(module: nn.Module) -> Tensor:
 
 
 @torch.inference_mode()
-def count_macs(model: Any, size: tuple[int, int]) -> int:
-    """Return the multiplications of convolutions and linear layers for one image of `size`."""
-    counter: Any = FlopCounterMode(display=False)
-    with counter:
-        model(pixel_values=torch.zeros(1, 3, *size))
-    return int(counter.get_total_flops()) // 2
-
-
 def _channel_scores(
     model: Any, groups: Sequence[ChannelGroup], src: Artifact, settings: PruneSettings, ctx: Context
 ) -> dict[str, Tensor]:

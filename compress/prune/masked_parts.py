@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,9 @@ from smelt.compress.drop_layers.layer_parts import LayerPart, layer_parts
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.prune.channel_scores import hidden_norms
+from smelt.compress.prune.costs import UnitGroup
 from smelt.compress.prune.learned_settings import LearnedMasksSettings
 from smelt.compress.prune.units import (
-    AttentionGroup,
-    FeedForwardGroup,
     find_groups,
     linear_with_inputs,
     linear_with_outputs,
@@ -47,8 +46,6 @@ from smelt.models.hidden_width import (
 )
 from smelt.models.layers import LowRankLinear, SharedLinear
 from smelt.models.structure import Edit
-
-UnitGroup: TypeAlias = AttentionGroup | FeedForwardGroup
 
 
 @dataclass(frozen=True)

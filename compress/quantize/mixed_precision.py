@@ -227,20 +227,20 @@ def choose_bit_widths(
     whole = trial.float_score() if asked.target_bits is None else 0.0
     measure_matrix_sensitivities(model, units, samples, settings, quantizer_of, ctx)
     found = pareto_choices([[(unit.costs[b], unit.sensitivities[b]) for b in widths] for unit in units])
-    told: dict[str, Any] = {}
+    trial_details: dict[str, Any] = {}
     if asked.target_bits is not None:
         chosen = best_within(found, asked.target_bits * total)
         assert chosen is not None
     else:
         chosen = _within_drop(found, widths, total, asked, whole, trial, ctx)
-        told = {"metric": trial.metric, "score_of_floats": trial.of_floats, "scores": trial.told}
+        trial_details = {"metric": trial.metric, "score_of_floats": trial.of_floats, "scores": trial.history}
     picked = {unit.name: widths[at] for unit, at in zip(units, chosen.choices, strict=True)}
     ctx.details["mixed_precision"] = {
         "average_bits": round(chosen.cost / total, 3),
         "bits": picked,
         "sensitivity": _sensitivities(units),
         "sensitivity_samples": samples.num_samples,
-        **told,
+        **trial_details,
     }
     by_weight = {
         unit.layers[0].weight_id: unit.layers_with_bits(picked[unit.name], settings) for unit in units
@@ -258,7 +258,7 @@ def _sensitivities(units: Sequence[WeightMatrix]) -> dict[str, dict[str, float]]
 class _ModelScorer:
     """Scores whole models on validation data.
 
-    of_floats: score of the float model. told: mean bits and scores, in the order of scoring.
+    of_floats: score of the float model. history: mean bits and scores, in the order of scoring.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class _ModelScorer:
         assert settings.mixed_precision is not None
         self.metric = settings.mixed_precision.metric or ""
         self.of_floats: float | None = None
-        self.told: list[dict[str, float]] = []
+        self.history: list[dict[str, float]] = []
 
     def float_score(self) -> float:
         """Return the score of the float model."""
@@ -309,7 +309,9 @@ class _ModelScorer:
         with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space:
             save_model(model, edits + new, Path(space), self.src.path)
             scores = self.ctx.score(candidate_artifact(Path(space), self.src, self.ctx))
-        self.told.append({"average_bits": round(average, 3), self.metric: self._sign() * scores[self.metric]})
+        self.history.append(
+            {"average_bits": round(average, 3), self.metric: self._sign() * scores[self.metric]}
+        )
         return float(scores[self.metric])
 
 

@@ -10,13 +10,14 @@ Shapes: N = outputs, K = inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples, InputCallback, LayersByKey
+from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.compress.calibration.sequential import ObserveInputs
 from smelt.compress.calibration.statistics import (
     InputStatistics,
     StatisticsCollector,
@@ -155,10 +156,6 @@ class Wanda:
         assert found is not None
         scores = weight.abs() * found.l2_norms.to(weight)
         return weight.masked_fill(pattern.zero_mask(scores, "row"), 0.0)
-
-
-# Runs a block on all samples and calls back with the inputs of layers.
-ObserveInputs = Callable[[LayersByKey, InputCallback], None]
 
 
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:

@@ -121,13 +121,13 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         }
 
     def load_state(
-        self, told: Mapping[str, Any], best: dict[str, Tensor], average: dict[str, Tensor]
+        self, state: Mapping[str, Any], best: dict[str, Tensor], average: dict[str, Tensor]
     ) -> None:
         """Restore the state of `state_dict`, with the best and the averaged weights."""
-        self.validations = [Validation(**found) for found in told["validations"]]
-        self.best = None if told["best"] is None else Validation(**told["best"])
+        self.validations = [Validation(**found) for found in state["validations"]]
+        self.best = None if state["best"] is None else Validation(**state["best"])
         self.best_weights, self.average = best, average
-        self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in told["recent"])
+        self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in state["recent"])
 
     def load_best(self) -> None:
         """Load the best weights (else the averaged, else keep the last) into the model."""

@@ -93,8 +93,8 @@ def read_checkpoint(folder: Path, identity: str, log: Callable[[str], None]) -> 
             raise ValueError("the file has been modified since it was written")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            told = json.loads(file.metadata()[_METADATA_KEY])
-        return Checkpoint(int(note["step"]), tensors, told)
+            metadata = json.loads(file.metadata()[_METADATA_KEY])
+        return Checkpoint(int(note["step"]), tensors, metadata)
     except (OSError, InputError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         log(f"  a checkpoint in {folder} cannot be read ({error}); the training starts from the beginning")
         return None
@@ -232,27 +232,27 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             **self._prefixed(_RANDOM, random_tensors),
             **self._prefixed(_MOMENT, _flatten_moments(optimizer["state"])),
         }
-        told = {
+        metadata = {
             "total": state.max_steps,
             "keeper": self.keeper.state_dict(),
             "groups": optimizer["param_groups"],
             "schedule": kwargs["lr_scheduler"].state_dict(),
             "random": random_told,
         }
-        self._write(state.global_step, tensors, told)
+        self._write(state.global_step, tensors, metadata)
 
     def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
         if self.folder is not None and (long or self.saved is not None):
-            told = {"total": step, "details": dict(details), "warnings": messages_to_json(warnings)}
-            self._write(step, self._prefixed(_WEIGHT, self._trained_tensors()), told)
+            metadata = {"total": step, "details": dict(details), "warnings": messages_to_json(warnings)}
+            self._write(step, self._prefixed(_WEIGHT, self._trained_tensors()), metadata)
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    def _write(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint; the training continues if that fails."""
         assert self.folder is not None
         try:
-            write_checkpoint(self.folder, self.identity, step, tensors, told)
+            write_checkpoint(self.folder, self.identity, step, tensors, metadata)
         except (OSError, SafetensorError) as error:
             _remove_leftovers(self.folder)
             self._say(f"  cannot write a checkpoint to {self.folder}: {error}; the training continues")
@@ -291,18 +291,18 @@ def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     kind, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
-    told = {"numpy": [kind, np.asarray(keys).tolist(), *rest], "python": [version, list(numbers), gauss]}
-    return tensors, told
+    metadata = {"numpy": [kind, np.asarray(keys).tolist(), *rest], "python": [version, list(numbers), gauss]}
+    return tensors, metadata
 
 
-def _restore_random_state(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+def _restore_random_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     torch.set_rng_state(tensors["cpu"])
     cuda = [tensors[name] for name in sorted(tensors) if name.startswith("cuda")]
     if cuda and torch.cuda.device_count() == len(cuda):
         torch.cuda.set_rng_state_all(cuda)
-    kind, keys, *rest = told["numpy"]
+    kind, keys, *rest = metadata["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-    version, numbers, gauss = told["python"]
+    version, numbers, gauss = metadata["python"]
     random.setstate((version, tuple(numbers), gauss))
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from smelt.data.labels import REGRESSION, ProblemType, problem_type
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # the label of ignored positions, as in torch and transformers
 _MIN_LOG_PROBABILITY = -1e4  # of log-probabilities: if a teacher masks a token, the loss is large but finite
 _BLOCK_BYTES = 8 * 2**20  # of float32 per block: fits the caches, and is large enough for threads
 RowLoss: TypeAlias = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor | None]]
@@ -138,7 +138,7 @@ def token_loss(
     labels_weight: float = 1.0,
     reverse_weight: float = 0.0,
     smoothing: float = 0.0,
-    told: dict[str, Tensor] | None = None,
+    terms: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return labels_weight * CE(logits, labels) + logits_weight * T^2 * KL(teacher || student).
 
@@ -157,7 +157,7 @@ def token_loss(
         labels_weight: weight of the cross-entropy.
         reverse_weight: weight of the reverse divergence.
         smoothing: label smoothing of the cross-entropy.
-        told: receives the terms with a weight by name, detached float32 scalars that add up to the result.
+        terms: receives the terms with a weight by name, detached float32 scalars that add up to the result.
 
     Returns:
         float32 scalar, nats.
@@ -181,9 +181,9 @@ def token_loss(
         return sums, slope
 
     loss, parts = blockwise_loss(flat, y, 3, of_rows)
-    if told is not None:
+    if terms is not None:
         names = ("logits", "labels", "reverse_kl")
-        told.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
+        terms.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
     return loss
 
 
@@ -204,12 +204,12 @@ def classification_loss(
     labels_weight: float = 1.0,
     reverse_weight: float = 0.0,
     smoothing: float = 0.0,
-    told: dict[str, Tensor] | None = None,
+    terms: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the mean loss for the model: see `token_loss`, `multi_label_loss`, `regression_loss`.
 
     Labels of floats are multi-label or regression; regression has no reverse divergence.
-    told: see `token_loss`.
+    terms: see `token_loss`.
 
     Returns:
         float32 scalar.
@@ -217,15 +217,15 @@ def classification_loss(
     if not labels.is_floating_point():
         return token_loss(
             logits, labels, teacher, temperature=temperature, logits_weight=logits_weight,
-            labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, told=told,
+            labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, terms=terms,
         )  # fmt: skip
     if model_problem_type(config) == REGRESSION:
         return regression_loss(
-            logits, labels, teacher, logits_weight=logits_weight, labels_weight=labels_weight, terms=told
+            logits, labels, teacher, logits_weight=logits_weight, labels_weight=labels_weight, terms=terms
         )
     return multi_label_loss(
         logits, labels, teacher, temperature=temperature, logits_weight=logits_weight,
-        labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, told=told,
+        labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, terms=terms,
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def multi_label_loss(
     labels_weight: float = 1.0,
     reverse_weight: float = 0.0,
     smoothing: float = 0.0,
-    told: dict[str, Tensor] | None = None,
+    terms: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return labels_weight * BCE(logits, labels) + logits_weight * T^2 * KL(teacher || student).
 
@@ -256,7 +256,7 @@ def multi_label_loss(
         labels_weight: weight of the binary cross-entropy.
         reverse_weight: weight of the reverse divergence.
         smoothing: label smoothing: each label is moved towards 1/2 by this fraction.
-        told: receives the terms by name, as in `token_loss`.
+        terms: receives the terms by name, as in `token_loss`.
     """
     z, parts = logits.float(), {}
     if labels_weight:
@@ -268,7 +268,7 @@ def multi_label_loss(
             parts["logits"] = logits_weight * temperature**2 * _bernoulli_divergence(t, s)
         if reverse_weight:
             parts["reverse_kl"] = reverse_weight * temperature**2 * _bernoulli_divergence(s, t)
-    return _add_terms(parts, told, z)
+    return _add_terms(parts, terms, z)
 
 
 def _bernoulli_divergence(one: Tensor, other: Tensor) -> Tensor:

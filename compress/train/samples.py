@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from smelt.compress.train.losses import model_problem_type
+from smelt.compress.train.losses import IGNORE_INDEX, model_problem_type
 from smelt.core.files import read_json_object
 from smelt.core.stage import Context
 from smelt.core.text import with_count
@@ -46,7 +46,6 @@ from smelt.runtimes.predict_texts import encode_texts, uses_token_types
 
 CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
 _NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY})
-IGNORE_INDEX = -100  # the label of ignored positions, as in torch and transformers
 TensorBatch: TypeAlias = dict[str, Tensor]
 
 

@@ -68,7 +68,7 @@ def measure_latency(
     pairs: Sequence[str | None] | None = None,
     device: str = "auto",
     counts: Mapping[int, int] | None = None,
-    told: Callable[[LatencyResults, str], None] | None = None,
+    on_measured: Callable[[LatencyResults, str], None] | None = None,
     arrays: Path | None = None,
     seconds: float | None = None,
 ) -> LatencyResults:
@@ -90,7 +90,7 @@ def measure_latency(
         pairs: each text's second text, or None where it has none.
         device: auto, cpu or cuda.
         counts: how many samples to use, by batch size, where already decided.
-        told: called with the results so far and the name of each artifact that has been timed.
+        on_measured: called with the results so far and the name of each artifact that has been timed.
         arrays: of the task `custom`, the file with the samples; `texts` are their indices in it.
         seconds: time limit of the whole measurement, None: no limit. The remaining time is divided equally
             among artifacts and batch sizes; a part that exceeds its share takes only the minimum of rounds.
@@ -115,8 +115,8 @@ def measure_latency(
         measurement.start_baseline(stack, artifacts[baseline])
         for place, name in enumerate(others):
             measurement.time_artifact(name, artifacts[name], len(others) - place)
-            if told is not None:
-                told(measurement.result, name)
+            if on_measured is not None:
+                on_measured(measurement.result, name)
         return measurement.finish()
 
 

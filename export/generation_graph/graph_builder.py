@@ -381,13 +381,13 @@ class GraphLevel:
 
 
 class GraphConstants:
-    """The constants of an onnx.GraphProto, and values computed only from them; without the names `told`."""
+    """The constants of an onnx.GraphProto, and what is computed from them alone, except for `excluded`."""
 
-    def __init__(self, graph: Any, told: Collection[str] = ()) -> None:
-        self._tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in told}
+    def __init__(self, graph: Any, excluded: Collection[str] = ()) -> None:
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in excluded}
         self._made: dict[str, Any] = {}  # nodes that read only constants, by output
         for node in graph.node:
-            if all(name in self for name in node.input if name) and not set(node.output) & set(told):
+            if all(name in self for name in node.input if name) and not set(node.output) & set(excluded):
                 self._made |= dict.fromkeys(node.output, node)
 
     def __contains__(self, name: str) -> bool:
@@ -435,8 +435,8 @@ def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
     Raises:
         RunError: a node contains a graph.
     """
-    told = names_at(levels)  # includes values that would have a default
-    constants = GraphConstants(graph, told)
+    excluded = names_at(levels)  # includes values that would have a default
+    constants = GraphConstants(graph, excluded)
     for node in graph.node:
         if any(attribute.HasField("g") for attribute in node.attribute):
             raise RunError(
@@ -444,7 +444,7 @@ def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
                 " support. Set generation_graph: false.",
                 code="unsupported-graph",
             )
-        if all(name in constants or name in told for name in node.output if name):
+        if all(name in constants or name in excluded for name in node.output if name):
             continue
         read = [name for name in node.input if name]
         needed = {name for name in read if name not in constants}

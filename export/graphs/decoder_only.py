@@ -30,6 +30,7 @@ from smelt.core.messages import Message, warning
 from smelt.export.graphs.attention import (
     MASK_VALUE,
     AttentionModule,
+    KeyValue,
     attention_modules,
     exportable_norms,
     pack_projections,
@@ -39,8 +40,6 @@ from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.models.emit_causal import AttentionHeads, SequencePositions, group_query_attention
 from smelt.models.gqa_support import supports_gqa
 from smelt.quantization import emit
-
-KeyValue = tuple[Tensor, Tensor]
 
 
 @dataclass

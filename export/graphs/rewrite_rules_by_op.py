@@ -30,10 +30,10 @@ def rewrite_rules_by_op() -> Iterator[None]:
         return
 
     @functools.wraps(tries)
-    def try_rewrite(rule: Any, model: Any, graph: Any, node: Any, **told: Any) -> Any:
-        if told.get("tracer") is None and _operator_of(rule) not in (None, node.op_type):
+    def try_rewrite(rule: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if options.get("tracer") is None and _operator_of(rule) not in (None, node.op_type):
             return None
-        return tries(rule, model, graph, node, **told)
+        return tries(rule, model, graph, node, **options)
 
     rules: Any = RewriteRule
     rules.try_rewrite = try_rewrite

@@ -25,6 +25,7 @@ from pydantic import Field, model_validator
 from smelt.core.errors import SettingError
 from smelt.core.stage import Context, Settings
 from smelt.export.precision.value_types import iter_graphs
+from smelt.export.third_party.graph_samples import Feeds
 from smelt.export.third_party.prepare_for_quantizer import (
     float_only_nodes,
     has_huge_values,
@@ -35,7 +36,6 @@ from smelt.export.third_party.prepare_for_quantizer import (
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
-Feeds = dict[str, NDArray[Any]]
 # onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).
 _HISTOGRAM_BINS = {"entropy": 128, "percentile": 2048}
 _LEVELS, _PERCENTILE = 128, 99.999

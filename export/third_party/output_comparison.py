@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from smelt.core.errors import ParityError
 from smelt.core.stage import Context
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
+from smelt.export.third_party.graph_samples import Feeds
 
-Feeds = dict[str, NDArray[Any]]
 _LARGE_DIFFERENCE = 0.5  # fraction of the limit above which an error is reported as a warning
 _Z_95 = 1.96  # standard errors
 _MIN_KAPPA = 0.25  # share of the way from chance to full agreement
@@ -144,7 +144,7 @@ class OutputComparison:
         for name, value in wanted.items():
             classes = (
                 value.ndim == 2 or name in _CLASS_OUTPUT_NAMES
-            )  # of a sample; of a token if the name says so
+            )  # per sample, or per token if the name ends so
             self.outputs.setdefault(name, OutputDifference()).add(got[name], value, classes)
 
     def exceeding(self, limit: float, judge_classes: bool) -> Iterator[tuple[str, str]]:

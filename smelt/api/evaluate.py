@@ -16,14 +16,10 @@ from smelt.data.examples import read_split
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Split
+from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
-from smelt.pipeline.recipe.model_and_data import (
-    AGREEMENT_METRIC,
-    CORRELATION_METRICS,
-    METRICS_BY_PROBLEM,
-    metric_mistakes,
-)
+from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM, metric_mistakes
 from smelt.pipeline.recipe.recipe import DEFAULT_METRICS, METRICS_BY_TASK
 from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
 

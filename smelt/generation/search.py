@@ -17,18 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from smelt.data.batch import Batch, Logits, Tokens
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
-from smelt.generation.logits_processors import LogitsProcessors, filter_logits, sample_tokens
+from smelt.generation.logits_processors import BoolArray, LogitsProcessors, filter_logits, sample_tokens
 from smelt.generation.runners import prefill
 from smelt.runtimes.runner import Runner
 
 _EXCLUDED_SCORE = np.float32(-1e9)
 _GROUP = 64
 _AT_ONCE = 64 * 1024
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Checks of a model's weight files: the number of weights, and whether all of them are finite.
+"""The number of a model's weights and multiply-accumulates, and whether all weights are finite.
 
 Weights are counted from the headers. A single NaN makes all outputs NaN.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
@@ -103,3 +104,21 @@ def _non_finite_tensors(folder: Path, new_head: bool, embeds: bool) -> Iterator[
         counts = [f"{nan:,} NaN"] * bool(nan) + [f"{infinite:,} inf"] * bool(infinite)
         if counts:
             yield path, name, f"{' and '.join(counts)} among {tensor.numel():,} numbers"
+
+
+def count_macs(model: Any, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of convolutions and linear layers for one image of `size` (h, w).
+
+    Half of what torch's FlopCounterMode counts; norms and activations are in neither.
+
+    Args:
+        model: in eval mode, on the CPU.
+        size: output size of its image processor.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter: Any = FlopCounterMode(display=False)
+    with counter:
+        model(pixel_values=torch.zeros(1, 3, *size))
+    return int(counter.get_total_flops()) // 2

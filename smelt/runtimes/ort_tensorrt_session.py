@@ -36,15 +36,15 @@ from smelt.runtimes.tensorrt_sidecar import graph_hash
 _LOCK = threading.Lock()  # protects what is done once per process
 
 
-def open_provider_session(path: Path, told: ProviderOptions, threads: int | None = None) -> Any:
+def open_provider_session(path: Path, provider_options: ProviderOptions, threads: int | None = None) -> Any:
     """Open the graph `path` with the provider; engines are built the first time, which may take minutes.
 
     Raises:
-        InputError: it is not the graph of `told`, or the provider cannot build it.
+        InputError: it is not the graph of `provider_options`, or the provider cannot build it.
         MissingDependencyError: the provider does not load.
     """
     found = graph_hash(path)
-    if found != told.sha256:
+    if found != provider_options.sha256:
         raise InputError(
             f"{path}: provider.json was written for another graph. {REEXPORT_HINT}", code="changed-file"
         )
@@ -54,7 +54,7 @@ def open_provider_session(path: Path, told: ProviderOptions, threads: int | None
             " 'onnxruntime-gpu[cuda,cudnn]', without the package onnxruntime.",
             code="not-installed",
         )
-    folder = engine_cache_folder(engine_key(found, told.options))
+    folder = engine_cache_folder(engine_key(found, provider_options.options))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry(*FLOAT_ACTIVATIONS_OPTION)  # for the nodes that TensorRT does not take
@@ -62,7 +62,7 @@ def open_provider_session(path: Path, told: ProviderOptions, threads: int | None
         options.intra_op_num_threads = threads
     _load_libraries()
     providers: list[Any] = [
-        (PROVIDER, with_cache_options(told.options, folder, path.stem)), cuda_provider_config(),
+        (PROVIDER, with_cache_options(provider_options.options, folder, path.stem)), cuda_provider_config(),
         "CPUExecutionProvider",
     ]  # fmt: skip
     return _create_session(path, options, providers)

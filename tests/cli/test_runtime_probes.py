@@ -1,4 +1,4 @@
-"""Each runtime is tried, and what is missing is told with the way to get it."""
+"""Each runtime is tried; a missing one is reported with its installation command."""
 
 import re
 from typing import Any

@@ -6,10 +6,9 @@ from expected_errors import raises_code
 from scipy import stats
 
 from smelt.core.errors import InputError
-from smelt.evaluate import label_quality
-from smelt.evaluate.label_quality import EMBEDDING_METRICS, ReferenceVectors, paired_cosines, score_vectors
+from smelt.evaluate.label_quality import ReferenceVectors, paired_cosines, score_vectors
+from smelt.evaluate.metrics import EMBEDDING_METRICS
 from smelt.evaluate.significance import compare_steps
-from smelt.pipeline.recipe import model_and_data
 
 DRAW = np.random.default_rng(0)
 VECTORS = DRAW.normal(size=(40, 6)).astype(np.float32)
@@ -19,11 +18,6 @@ TEXTS = [f"text {i}" for i in range(40)]
 
 def other(scale):
     return (VECTORS + scale * DRAW.normal(size=VECTORS.shape)).astype(np.float32)
-
-
-def test_the_names_of_the_metrics_are_those_of_recipes():
-    for name in ("AGREEMENT_METRIC", "CORRELATION_METRICS", "EMBEDDING_METRICS"):
-        assert getattr(label_quality, name) == getattr(model_and_data, name)
 
 
 def test_correlations_are_those_of_scipy():

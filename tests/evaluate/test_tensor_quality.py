@@ -7,12 +7,8 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
-from smelt.evaluate.tensor_quality import (
-    OUTPUT_METRICS,
-    low_agreement_reason,
-    require_finite_outputs,
-    score_outputs,
-)
+from smelt.evaluate.metrics import OUTPUT_METRICS
+from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
 
 
 def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:

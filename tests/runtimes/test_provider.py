@@ -56,7 +56,7 @@ def test_another_tensorrt_than_the_one_that_is_linked_is_named_with_what_to_inst
 
 
 def test_the_extra_names_the_tensorrt_that_this_onnx_runtime_is_linked_with() -> None:
-    """Neither package says so to pip: the library itself does."""
+    """Neither package's metadata has this requirement; the library itself does."""
     library = ort_tensorrt_provider.provider_library()
     if library is None:
         pytest.skip("this onnxruntime has no provider of TensorRT")

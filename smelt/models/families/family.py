@@ -181,6 +181,9 @@ class FeedForward:
         return replace(self, name=name, up=up, down=down, gate=gate)
 
 
+STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
+
+
 @dataclass(frozen=True)
 class Stack:
     """Consecutive blocks of the same layout.

@@ -62,7 +62,7 @@ class LatencyScores:
         progress: Progress,
         fresh: bool = False,
         known_alone: Set[str] = frozenset(),
-        told: Callable[[MeasuredLatency], None] = lambda measured: None,
+        on_measured: Callable[[MeasuredLatency], None] = lambda measured: None,
         seconds: float | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or a message}`.
@@ -76,7 +76,7 @@ class LatencyScores:
             progress: called after every pair of rounds.
             fresh: measure everything again.
             known_alone: steps that are not measured now; only their stored results are returned.
-            told: called with the results so far, at the start and after each artifact.
+            on_measured: called with the results so far, at the start and after each artifact.
             seconds: time limit if the recipe sets none; None: no limit.
         """
         from smelt.evaluate.latency import measure_latency
@@ -85,7 +85,7 @@ class LatencyScores:
         known = {n: v for n, key in keys.items() if (v := self.store.read_score(key))}
         kept = {n: v for n, v in known.items() if not fresh or n in known_alone}
         missing = [name for name in artifacts if name not in kept and name not in known_alone]
-        told(kept)
+        on_measured(kept)
         if not missing:
             return kept
         score = self.recipe.score
@@ -96,7 +96,7 @@ class LatencyScores:
                     kept[each] = _score_entry(artifacts[each], result, each)
                     if _is_reusable(kept[each], score.latency.rounds, result.reduced):
                         self.store.write_score(keys[each], kept[each])
-            told(kept)
+            on_measured(kept)
 
         with timing_samples(self.split, score.latency) as (split, arrays):
             result = measure_latency(
@@ -110,7 +110,7 @@ class LatencyScores:
                 pairs=[e.text_pair for e in split.examples],
                 device=self.recipe.device,
                 counts=_text_counts(kept),
-                told=keep,
+                on_measured=keep,
                 arrays=arrays,
                 seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
             )

@@ -31,12 +31,12 @@ from smelt.pipeline.inspect.machine import unscored_reason
 from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
+from smelt.pipeline.recipe.stages import MODEL_STEP
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
-MODEL_STEP = "model"
 _SCORING_DISABLED = "scoring is disabled"
 # Minimum time limit in seconds for latency measurements, if the stages were faster.
 _MIN_LATENCY_SECONDS = 60.0

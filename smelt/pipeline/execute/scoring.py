@@ -35,10 +35,10 @@ from smelt.data.splits import (
     Task,
     input_texts,
 )
+from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.generation.config import GenerationSettings
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
-from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC
 from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
 from smelt.runtimes.registry import find_runtime
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from smelt.core.messages import warning
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.pipeline.plan.plan import PlannedGate, PlanStep
 from smelt.pipeline.plan.plan_checker import PlanChecker
 from smelt.pipeline.plan.warnings import MIN_JUDGING_ROWS
 from smelt.pipeline.recipe.mistakes import has_mistake
-from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC
 from smelt.pipeline.recipe.recipe import SPEED_METRICS, JudgedOn
 from smelt.pipeline.recipe.stages import MODEL_STEP
 

@@ -57,11 +57,11 @@ def lost_results(
     _, stage, settings = step
     says = getattr(stage, "invalidates", None)
     spoils: Mapping[str, str] = says(settings) if says else {}
-    anew = {word for later in below for word in results_of(later)}
+    remade = {word for later in below for word in results_of(later)}
     found = []
     for word, text in spoils.items():
         maker = next((earlier for earlier in above if word in results_of(earlier)), None)
-        if maker is not None and word not in anew:
+        if maker is not None and word not in remade:
             found.append((f"{word}-lost", text.format(step=maker[0]) + "."))
     return found
 

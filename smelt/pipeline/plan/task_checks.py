@@ -17,6 +17,7 @@ from smelt.core.files import load_json
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.text import with_article
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.models.families.family import Family
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import (
@@ -31,7 +32,6 @@ from smelt.models.text_rules import (
     read_text_rules,
 )
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
-from smelt.pipeline.recipe.model_and_data import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 
 _POOLING_TEXTS = {

@@ -147,11 +147,7 @@ METRICS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {
     REGRESSION: ("pearson", "spearman", "mse"),
 }
 # Sentence embeddings: agreement with the baseline's vectors needs no scores, correlation does.
-AGREEMENT_METRIC = "agreement"
-CORRELATION_METRICS = ("spearman", "pearson")
-EMBEDDING_METRICS = (*CORRELATION_METRICS, AGREEMENT_METRIC)
 # Outputs of an ONNX model compared with those of the original.
-OUTPUT_METRICS = (AGREEMENT_METRIC, "top1", "relative_error")
 CLASSIFIER_METRICS = tuple(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics)
 
 

@@ -13,7 +13,7 @@ from smelt.core.stage import Settings
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
 from smelt.data.splits import ALL_TASKS, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task, Windows
 from smelt.evaluate.latency import LatencySettings
-from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.evaluate.metrics import EMBEDDING_METRICS, LOWER_IS_BETTER, OUTPUT_METRICS
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.mistakes import (
     Mistakes,
@@ -25,8 +25,6 @@ from smelt.pipeline.recipe.mistakes import (
 )
 from smelt.pipeline.recipe.model_and_data import (
     CLASSIFIER_METRICS,
-    EMBEDDING_METRICS,
-    OUTPUT_METRICS,
     DataSettings,
     EmbeddingSettings,
     UntrainedModel,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
+from smelt.runtimes.backend import Feeds
 from smelt.runtimes.third_party.convert_optimum import (
     convert_decoder_only,
     convert_encoder_decoder,
@@ -43,7 +44,6 @@ _IDS = np.array([[3, 4, 5, 2, 4, 1], [4, 3, 2, 1, 0, 0]])  # ids of every vocabu
 _MASK = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 _QUANTIZING_OPS = {"DynamicQuantizeLinear", "QuantizeLinear", "MatMulNBits", "DynamicQuantizeMatMul"}
 _NUMPY_DTYPES = {"tensor(float16)": np.float16}
-Feeds = Mapping[str, NDArray[Any]]
 
 
 class GeneratorPaths(NamedTuple):

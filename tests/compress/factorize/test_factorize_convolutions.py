@@ -7,7 +7,7 @@ import torch
 from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
-from smelt.compress.factorize import ranks as macs
+from smelt.compress.factorize import ranks as rank_rules
 from smelt.compress.factorize.convolutions import convolution_ranks, factorize_convolution
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -16,6 +16,7 @@ from smelt.core.errors import InputError
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_macs
 
 WIDE = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1]}
 CONVS = {
@@ -59,13 +60,13 @@ def test_what_takes_the_place_computes_its_kernel(name, method, ranks):
     assert new(x).shape == conv(x).shape
     assert float(off) == pytest.approx(error, rel=0.3)  # of white noise the kernel's error is the output's
     of_one = (
-        macs.cp_macs(conv, 7)
+        rank_rules.cp_macs(conv, 7)
         if method == "cp"
-        else macs.tucker2_macs(conv, ranks[0] if len(ranks) == 2 else None, ranks[-1])
+        else rank_rules.tucker2_macs(conv, ranks[0] if len(ranks) == 2 else None, ranks[-1])
     )
     assert sum(
         p.numel() for n, p in new.named_parameters() if "weight" in n
-    ) == macs.count_factorized_weights(conv, method, ranks)
+    ) == rank_rules.count_factorized_weights(conv, method, ranks)
     assert counted(new, 60)[0] == pytest.approx(of_one, rel=0.15)  # but for the borders
 
 
@@ -88,8 +89,12 @@ def test_a_ratio_is_of_operations_and_the_report_counts_them(method, source, tmp
     for name, ranks in ctx.details["ranks"].items():
         conv = convs[name]
         inner = ranks[0] if len(ranks) == 2 else None
-        now = macs.cp_macs(conv, *ranks) if method == "cp" else macs.tucker2_macs(conv, inner, ranks[-1])
-        assert 0.3 < now / macs.convolution_macs(conv) <= 0.5
+        now = (
+            rank_rules.cp_macs(conv, *ranks)
+            if method == "cp"
+            else rank_rules.tucker2_macs(conv, inner, ranks[-1])
+        )
+        assert 0.3 < now / rank_rules.convolution_macs(conv) <= 0.5
     assert "resnet.embedder.embedder.convolution" in {**ctx.details["ranks"], **ctx.details["left_alone"]}
 
 
@@ -97,7 +102,7 @@ def test_operations_are_those_of_a_count_by_hand(tmp_path):
     folder = images.write_model(tmp_path / "m", "resnet", hidden_sizes=[8], depths=[1], embedding_size=8)
     model = harness.load_output_model(harness.make_context(folder))
     # 7 x 7 of stride 2 on 16 x 16, then a pool of stride 2: two layers of 3 x 3 on 4 x 4, and two labels
-    assert macs.count_macs(model, (16, 16)) == 8 * 3 * 49 * 64 + 2 * (8 * 8 * 9 * 16) + 8 * 2
+    assert count_macs(model, (16, 16)) == 8 * 3 * 49 * 64 + 2 * (8 * 8 * 9 * 16) + 8 * 2
 
 
 @pytest.mark.parametrize("settings", [{"energy": 0.7}, {"rank": "vbmf"}, {"rank": 3}])

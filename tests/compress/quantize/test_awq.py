@@ -151,7 +151,7 @@ def test_gptq_goes_on_from_the_scales_that_awq_found(tmp_path):
     assert sum(both[n] for n in downs) < 0.7 * sum(alone[n] for n in downs)
     assert sum(both[n] for n in downs) < 0.7 * sum(plain[n] for n in downs)
     _, one = made("bert", tmp_path / "one", method="awq-gptq", calibration_samples=1)
-    assert message_codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods say so
+    assert message_codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods warn
 
 
 @pytest.mark.parametrize("family", ["bart", "phi3"])

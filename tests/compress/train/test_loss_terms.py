@@ -95,7 +95,7 @@ def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs
     labels = torch.tensor([1, 2, -100, 3, -100, 0])
     kept, t = labels != -100, 1.5
     leaf, told = logits.clone().requires_grad_(), {}
-    loss = token_loss(leaf, labels, teacher, temperature=t, logits_weight=0.5, reverse_weight=0.7, told=told)
+    loss = token_loss(leaf, labels, teacher, temperature=t, logits_weight=0.5, reverse_weight=0.7, terms=told)
     loss.backward()
     other = logits.clone().requires_grad_()
     q, p = ((x[kept] / t).log_softmax(-1) for x in (other, teacher))
@@ -116,7 +116,7 @@ def test_coins_are_compared_the_other_way_round_too():
     g = torch.Generator().manual_seed(2)
     z, t = torch.randn(3, 4, generator=g), torch.randn(3, 4, generator=g)
     told = {}
-    multi_label_loss(z, torch.ones(3, 4), t, logits_weight=1.0, reverse_weight=2.0, told=told)
+    multi_label_loss(z, torch.ones(3, 4), t, logits_weight=1.0, reverse_weight=2.0, terms=told)
     q, p = z.sigmoid(), t.sigmoid()
     kl = (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()).mean()
     assert float(told["reverse_kl"]) == pytest.approx(2 * float(kl), rel=1e-4)

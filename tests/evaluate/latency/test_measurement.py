@@ -135,7 +135,7 @@ def test_an_artifact_is_timed_with_the_threads_that_it_names(fake, monkeypatch, 
 
 
 def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
-    assert worker_process._stored_threads(tmp_path) is None  # no manifest: its worker says so
+    assert worker_process._stored_threads(tmp_path) is None  # no manifest: its worker reports it
     manifest = tiny.as_artifact(tmp_path, "translation").manifest
     manifest.details["threads"] = 2
     (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
@@ -235,7 +235,9 @@ def test_an_artifact_is_as_fast_as_itself_when_the_machine_is_calm(fake):
 
 def test_each_artifact_is_told_as_soon_as_it_is_through(fake):
     told = []
-    _measure("base", "twice", "same", told=lambda result, name: told.append((name, sorted(result.rows))))
+    _measure(
+        "base", "twice", "same", on_measured=lambda result, name: told.append((name, sorted(result.rows)))
+    )
     assert told == [("twice", ["base", "twice"]), ("same", ["base", "same", "twice"])]
 
 

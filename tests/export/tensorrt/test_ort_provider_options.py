@@ -1,4 +1,4 @@
-"""What ONNX Runtime's provider of TensorRT is told: names and spellings are those that it takes."""
+"""Options of ONNX Runtime's TensorRT provider: their names and spellings are those that it accepts."""
 
 import json
 from dataclasses import replace

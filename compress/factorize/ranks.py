@@ -328,7 +328,6 @@ def _num_parameters(layer: LayerSpectrum, rank: int) -> int:
     return layer.rows * layer.columns
 
 
-@torch.inference_mode()
 def tucker2_macs(conv: nn.Conv2d, inner: int | None, outer: int) -> int:
     """Return the multiply-accumulates of Tucker-2 for each output position.
 

@@ -178,7 +178,6 @@ def whole_kernel(module: nn.Module) -> Tensor:
     return whole
 
 
-@torch.inference_mode()
 def _channel_scores(
     model: Any, groups: Sequence[ChannelGroup], src: Artifact, settings: PruneSettings, ctx: Context
 ) -> dict[str, Tensor]:

@@ -260,7 +260,7 @@ def test_scores_text(report: ReportData) -> str:
 def failed_on_test_texts(report: ReportData) -> list[str]:
     """Return the gates that steps pass on validation, where they were chosen, and fail on test."""
     return [
-        f"'{step.name}': gate {gate_text(gate)}passes on validation and fails on test:"
+        f"'{step.name}': gate {gate_text(gate)} passes on validation and fails on test:"
         f" {gate_value_text(gate)}"
         for step in report.steps
         for gate in (step.test.gates if step.test else ())

@@ -74,7 +74,7 @@ def test_settings_licence_and_times_are_told(run, tmp_path):
     assert first.startswith(
         "3.46 ms (median) at batch 2, threads: 1: 2.00 times as fast as model [1.50, 2.50]; "
     )
-    assert second.startswith("30 ms (median) at batch 4, threads: all (other work disturbed it, so that it")
+    assert second.startswith("30 ms (median) at batch 4, threads: all (measurement disturbed")
     assert "disturbed" not in first
 
 

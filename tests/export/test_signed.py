@@ -79,7 +79,7 @@ def test_a_product_multiplies_by_what_the_codes_stand_for(inputs, outputs, size,
     module = product(inputs, outputs, size)
     x = torch.randn(3, inputs)
     matrix = module[0].matrix
-    expected = nn.functional.linear(x, matrix.values(), module[0].bias).detach().numpy()
+    expected = nn.functional.linear(x, matrix.dequantized(), module[0].bias).detach().numpy()
     model = exported(module, x)
     # nobody rounds the activations, also where DequantizeLinear and MatMul become one operator
     np.testing.assert_allclose(computed(model, tmp_path, x), expected, rtol=1e-5, atol=2e-6)
@@ -140,5 +140,5 @@ def test_the_exact_twin_leaves_the_blocks_as_they_are_beside_codes_that_round(tm
     assert [node.SerializeToString() for node, *_ in dequantized(model)] == before
     rows = x
     for layer in module:
-        rows = nn.functional.linear(rows, layer.matrix.values(), layer.bias)
+        rows = nn.functional.linear(rows, layer.matrix.dequantized(), layer.bias)
     np.testing.assert_allclose(computed(model, tmp_path, x), rows.detach().numpy(), rtol=1e-5, atol=2e-6)

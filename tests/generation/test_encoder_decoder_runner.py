@@ -19,7 +19,8 @@ BATCH = Batch(np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
 class Noting:
     """A backend that notes what it is asked for."""
 
-    name, version, device, at_once, in_all = "noting", "1", "cpu", 16, 9
+    name, version, device = "noting", "1", "cpu"
+    max_tokens_per_call, max_total_tokens = 16, 9
 
     def __init__(self):
         self.asked = []

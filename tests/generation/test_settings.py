@@ -24,5 +24,5 @@ def test_settings_that_contradict_each_other_are_refused(wishes, code, name):
 
 def test_summary_names_the_search():
     assert GenerationSettings(max_new_tokens=9).summary() == "greedy, at most 9 new tokens"
-    assert GenerationSettings(num_beams=4).summary() == "beam 4, to the model's longest output"
+    assert GenerationSettings(num_beams=4).summary() == "beam 4, up to the model's longest output"
     assert GenerationSettings(do_sample=True).summary().startswith("sampled")

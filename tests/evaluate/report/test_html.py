@@ -25,7 +25,7 @@ def test_html_fetches_nothing_and_is_small(report):
 def test_html_is_well_formed_and_holds_the_numbers(report):
     outline = HtmlOutline(render_html(report))
     assert outline.open == []
-    assert "to the first token" in outline.texts
+    assert "time to first token" in outline.texts
     text = " ".join(outline.texts)
     for one in report["steps"]:
         assert one["name"] in text
@@ -105,11 +105,11 @@ def test_long_names_leave_their_values_room(report):
 
 
 def test_bits_of_codes_stand_in_the_table_of_steps_where_a_step_has_codes(report):
-    assert "a weight" not in render_html(report)
+    assert "per weight" not in render_html(report)
     report["steps"][5]["details"] = {"bits_per_weight": 4.503}
     text = render_html(report)
-    assert "Bits<br>a weight</th>" in text
-    cells = re.findall(r'data-label="bits a weight">([^<]*)</td>', text)
+    assert "Bits<br>per weight</th>" in text
+    cells = re.findall(r'data-label="bits per weight">([^<]*)</td>', text)
     assert cells == ["–"] * 5 + ["4.503"] * 2 + ["–"]  # codes stay codes in the graph
     # a row that was not measured spans the columns that are always there, and fills those that may be hidden
     [head] = re.findall(r"<thead>.*?</thead>", text, re.DOTALL)[:1]

@@ -47,7 +47,7 @@ def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
     for step in report["steps"]:
         coded |= {step["name"]} if step["parent"] in coded else set()
     head, cells = column()
-    assert (head, cells.count("4.503"), cells.count("–")) == ("bits a weight", len(coded), 10 - len(coded))
+    assert (head, cells.count("4.503"), cells.count("–")) == ("bits per weight", len(coded), 10 - len(coded))
     assert 1 < len(coded) < 10
     assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in render_html(report)
 
@@ -66,11 +66,11 @@ def test_markdown_escapes_names(report):
 
 def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
     text = render_markdown(report)
-    block = next(b for b in text.split("\n\n") if "to the first token" in b)
+    block = next(b for b in text.split("\n\n") if "time to first token" in b)
     head, _, first = block.splitlines()[:3]
     assert cells_of(head)[2:] == [
         f"{name} ms"
-        for name in ("tokenizing", "encoder", "to the first token", "per further token", "detokenizing")
+        for name in ("tokenizing", "encoder", "time to first token", "time per output token", "detokenizing")
     ]
     assert cells_of(first)[:4] == ["model", "1", "0.30", "16.9"]
     report["recipe"]["task"] = "language-modeling"

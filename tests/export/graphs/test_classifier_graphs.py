@@ -41,7 +41,7 @@ def small(request, tmp_path_factory):
     )
     classifiers.write_labelled_rows(folder / "data.jsonl", "single_label_classification", pairs=True)
     source = tiny.as_artifact(folder / "m", TASK)
-    settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
+    settings = PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5}, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)
     thin, _ = step(
         folder,

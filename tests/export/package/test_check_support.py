@@ -77,7 +77,7 @@ def test_what_the_form_finds_itself_is_said_too(make):
 
 
 def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
-    wanted = Made(mend="Export it.")
+    wanted = Made(hint="Export it.")
     forms = [wanted, Made("torch-form", formats=frozenset({"torch"})), Made("other")]
     run = {"int8": make("int8"), "fp32": make("fp32"), "small": make("small", "torch"), "bad": make("bad")}
     (run["bad"].path / "bad").touch()
@@ -97,7 +97,7 @@ def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
 
 
 def test_a_step_is_proposed_only_where_it_helps(make):
-    form = Made(tasks=frozenset({"language-modeling"}), mend="Add the step onnx.")
+    form = Made(tasks=frozenset({"language-modeling"}), hint="Add the step onnx.")
     for task, helps, code in (
         ("translation", False, "unsupported-task"),
         ("language-modeling", True, "unsupported-format"),

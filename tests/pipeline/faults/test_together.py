@@ -81,7 +81,7 @@ def slow_run(request, home, server, tmp_path, monkeypatch):
     process = server.start(*_arguments(home, tmp_path / "one", tmp_path / "s"), before=before)
     _until((tmp_path / "at-work").exists)
     yield process
-    server.end()
+    server.kill()
 
 
 def _statuses(folder):

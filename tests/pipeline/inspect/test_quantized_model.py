@@ -42,8 +42,8 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
     assert coded.description == "int3 and int4"
     assert coded.schemes["int3"]["group_size"] == 64
     assert coded.targets == ["ort-cpu"]
-    assert coded.unsupported_by("openvino") == "int3 codes (MatMulNBits)"
-    assert coded.unsupported_by("ort-cuda") == "int3 codes (MatMulNBits) and int4 codes (MatMulNBits)"
+    assert coded.unsupported_by("openvino") == "int3 weights (MatMulNBits)"
+    assert coded.unsupported_by("ort-cuda") == "int3 weights (MatMulNBits) and int4 weights (MatMulNBits)"
     assert inspect_quantization(folder / "float", config) is None
     (folder / "broken").mkdir()
     (folder / "broken" / "structure.json").write_text("{")
@@ -54,7 +54,7 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
     ("stage", "code", "named"),
     [
         ("factorize: {}", "already-quantized", ("int3 and int4",)),
-        ("onnx: {target: openvino}", "unsupported-scheme", ("int3 codes (MatMulNBits)", "(int3 and int4)")),
+        ("onnx: {target: openvino}", "unsupported-scheme", ("int3 weights (MatMulNBits)", "(int3 and int4)")),
         ("finetune: {qat: {weight_splitting: true}}", "unsupported-scheme", ("int3",)),
         ("finetune: {qat: {scales: lsq}}", None, ()),
         ("prune: {}", None, ()),
@@ -76,7 +76,7 @@ def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, code, named, folde
 
 def test_init_proposes_what_codes_can_go_through(folder):
     seen = inspect_model(str(folder / "artifact"))
-    assert (seen.parameters, seen.dtype) == (12_300_000, "int3 and int4 codes")
+    assert (seen.parameters, seen.dtype) == (12_300_000, "int3 and int4")
     text = harness.smelt(
         "init", folder / "artifact", "--data", folder / "train.txt", "--out", folder / "new.yaml", "--force"
     )
@@ -85,4 +85,4 @@ def test_init_proposes_what_codes_can_go_through(folder):
     assert "  - prune" not in recipe
     assert "- onnx: {target: ort-cpu}" in recipe
     assert "openvino" not in recipe.partition("stages:")[2]
-    assert "an artifact of before `quantize`" in " ".join(recipe.replace("\n#", "").split())
+    assert "an artifact from before `quantize`" in " ".join(recipe.replace("\n#", "").split())

@@ -26,7 +26,8 @@ def rules(tmp_path, task="summarization", data="", kind="t5", params=T5):
 def test_the_model_s_prefix_is_taken_and_said(tmp_path):
     found, said = rules(tmp_path)
     assert found == TextRules(prefix="summarize: ")
-    assert said == ["prefix 'summarize: ' (the model's, for summarization)"]
+    assert len(said) == 1
+    assert "'summarize: '" in said[0]
 
 
 def test_the_recipe_s_prefix_wins_also_an_empty_one(tmp_path):

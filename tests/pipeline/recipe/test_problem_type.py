@@ -38,7 +38,7 @@ def test_stray_labels_are_counted_with_their_first_line():
     data = {"train": split(*[0, 1] * 20), "test": split(0, 1, 7, 0, 7)}
     [(name, found)] = label_mistakes(NEW, data, SINGLE_LABEL)
     assert (name, found.code) == ("test", "unknown-label")
-    assert "'7' (2 rows, line 4)" in found.message
+    assert "'7' (2 samples, line 4)" in found.message
 
 
 def test_the_labels_of_a_trained_classifier_are_its_own():

@@ -59,7 +59,7 @@ def test_many_callers_at_once_get_what_smelt_says(translator):
         found = list(callers.map(service.predict, TEXTS * 4))
     assert found == [(200, answer) for answer in expected * 4]
     assert service.metric("smelt_inputs_total") == 4 * len(TEXTS)
-    assert service.measured("smelt_inputs_cut_total") == 4
+    assert service.metric("smelt_inputs_cut_total") == 4
     assert files(folder) == before  # it runs where nothing may be written
 
 

@@ -141,6 +141,7 @@ def test_what_is_read_of_all_bodies_is_bounded():
             answer = line.getresponse()
             assert answer.status == status
             answer.read()
+            wait_for(lambda: service.held == 600)  # released after the answer
         line.close()
         first.sendall(b'{"inputs": []}'.ljust(400))
         assert first.recv(4096).startswith(b"HTTP/1.1 200 ")

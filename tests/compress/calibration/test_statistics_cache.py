@@ -63,7 +63,7 @@ def test_what_is_read_again_is_what_was_summed(tmp_path, passes, shop, second):
         for name in ("sums", "squares", "magnitudes", "lowest", "highest"):
             assert torch.equal(getattr(one, name), getattr(alone, name))
         assert (one.second_moment is None) == (not second)
-        assert not second or torch.equal(one.second, alone.second_moment)
+        assert not second or torch.equal(one.second_moment, alone.second_moment)
 
 
 def test_other_rows_another_model_and_other_layers_are_looked_at_anew(tmp_path, passes, shop):

@@ -16,7 +16,8 @@ def counted(parts, on, threads):
     """A second for each multiplication of weights."""
     assert (on, threads) == ("torch", 3)
     return [
-        part.tokens * sum(p.weights for p in (*part.input_layers, *([part.last] if part.last else [])))
+        part.tokens
+        * sum(p.weights for p in (*part.input_layers, *([part.output_layer] if part.output_layer else [])))
         for part in parts
     ]
 

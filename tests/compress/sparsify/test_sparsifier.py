@@ -31,7 +31,7 @@ def test_a_second_moment_goes_when_its_layer_is_done():
 
 
 class _Method:
-    looks = "moments"
+    statistics = "moments"
 
     def __init__(self, method):
         self._method = method

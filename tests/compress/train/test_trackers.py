@@ -53,7 +53,7 @@ def test_tensorboard_writes_into_the_run_unless_told_otherwise(tmp_path, monkeyp
     monkeypatch.delenv(trainer._TENSORBOARD_VARIABLE, raising=False)
     if mine:
         monkeypatch.setenv(trainer._TENSORBOARD_VARIABLE, mine)
-    ctx = harness.make_context(tmp_path / "out", logs=tmp_path / "logs" / "step")
+    ctx = harness.make_context(tmp_path / "out", tracker_folder=tmp_path / "logs" / "step")
     with trainer._tensorboard_in_run(FinetuneSettings(report_to=["tensorboard"]), ctx):
         assert os.environ[trainer._TENSORBOARD_VARIABLE] == (mine or str(tmp_path / "logs" / "step"))
     assert os.environ.get(trainer._TENSORBOARD_VARIABLE) == mine

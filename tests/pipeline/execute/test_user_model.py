@@ -45,7 +45,7 @@ def test_bits_of_a_checkpoint_of_codes_are_counted(tmp_path, method, zeros):
     wanted = taken / (narrow * 64 + 64 * 96)
     assert (wanted == 4.5) is not zeros
     assert details["bits_per_weight"] == pytest.approx(wanted, abs=5e-4)
-    assert "| bits a weight |" in text
+    assert "| bits per weight |" in text
     assert f"| {details['bits_per_weight']} |" in text
 
 
@@ -62,4 +62,4 @@ def test_floats_have_no_bits(tmp_path):
     causal.write_model(tmp_path / "m", "llama")
     details, text = _told(tmp_path)
     assert "bits_per_weight" not in details
-    assert "bits a weight" not in text
+    assert "bits per weight" not in text

@@ -35,5 +35,5 @@ def test_a_missing_openvino_stops_a_run_before_any_work_unless_optional(
     with raises_code("step-unavailable", MissingDependencyError) as caught:
         made.require_runnable()
     assert [one.line for one in caught.value.found] == [6]
-    assert f"'ov' cannot run here: {made.step('ov').unavailable}" in str(caught.value)
+    assert f"'ov' cannot run on this machine: {made.step('ov').unavailable}" in str(caught.value)
     plan_stages(folder, stages, "ov.optional=true").require_runnable()

@@ -24,8 +24,8 @@ def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPa
 recipe.yaml: translation, 8 steps
 
 model       model
-train       train.jsonl (120 rows)
-test        test.jsonl (101 rows)
+train       train.jsonl (120 samples)
+test        test.jsonl (101 samples)
 
 model
 distill -> torch  {student: {decoder_layers: 1}}  reads train
@@ -38,8 +38,8 @@ small (factorize) -> torch
    tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
        tensorrt, with an NVIDIA GPU).
 
-score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, to the model's
-            longest output; latency at batch size 1, 8 against model
+score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, up to the
+            model's longest output; latency at batch size 1, 8 against model
 gate        bleu: drop at most 1 at onnx-int8, onnx
 gate        bleu: at least 20 at onnx-int8, onnx
 gate        size_bytes: at most 1,000,000 at small"""
@@ -50,7 +50,7 @@ gate        size_bytes: at most 1,000,000 at small"""
 def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
     text = str(plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
     assert "CANNOT RUN: TensorRT is not installed" in text
-    assert "cannot run here as it is: tensorrt." in text
+    assert "cannot run on this machine: tensorrt." in " ".join(text.split())
     assert "until       tensorrt; left out: nothing" in text
 
 

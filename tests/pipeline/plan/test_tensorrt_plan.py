@@ -23,7 +23,7 @@ def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Pa
     assert caught.value.exit_code == 2
     [found] = caught.value.found
     assert (found.file, found.line) == (str(folder / "recipe.yaml"), 6)
-    assert f"'tensorrt' cannot run here: {made.step('tensorrt').unavailable}" in found.message
+    assert f"'tensorrt' cannot run on this machine: {made.step('tensorrt').unavailable}" in found.message
     plan_stages(folder, stages, "tensorrt.optional=true").require_runnable()
     plan_stages(folder, stages, until="onnx").require_runnable()
 

@@ -59,7 +59,7 @@ def test_a_state_is_scored_timed_and_used_on_its_axis(
             for name, value in wanted.items():
                 np.testing.assert_allclose(found[name], value, atol=1e-5)
     assert (
-        "this file exists"
+        "error[out-exists]"
         in harness.smelt("predict", place, "--data", "test.npz", "--out", "p.npz", code=2).output
     )
     harness.smelt("eval", place, "--data", "test.npz", "--baseline", place, code=0)

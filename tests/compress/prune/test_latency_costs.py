@@ -17,7 +17,7 @@ def counted(parts, on, threads):
     assert (on, threads) == ("torch", 3)
     return [
         part.tokens
-        * sum(p.weights for p in (*part.input_layers, *([part.output_layer] if part.output_layer else [])))
+        * sum(layer.num_weights for layer in (*part.input_layers, part.output_layer) if layer)
         for part in parts
     ]
 

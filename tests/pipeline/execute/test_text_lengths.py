@@ -40,5 +40,5 @@ def test_targets_count_and_running_text_does_not(tmp_path):
     lined = (rows[0], Example("a man", ("ein mann " * 40,), line=12))
     with raises_code("texts-too-long", InputError) as caught:
         require_texts_fit(folder, "translation", {"train": Split("x", lined)})
-    assert all(value in str(caught.value) for value in ("1 row ", "line 12."))
+    assert all(value in str(caught.value) for value in ("1 ", "line 12."))
     require_texts_fit(folder, "language-modeling", {"train": Split("x", rows)})

@@ -38,8 +38,8 @@ small (factorize) -> torch
    tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
        tensorrt, with an NVIDIA GPU).
 
-score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, up to the
-            model's longest output; latency at batch size 1, 8 against model
+score       bleu (13a), chrf, rouge1, rouge2, rougeL; greedy, up to the model's
+            longest output; latency at batch size 1, 8 compared with model
 gate        bleu: drop at most 1 at onnx-int8, onnx
 gate        bleu: at least 20 at onnx-int8, onnx
 gate        size_bytes: at most 1,000,000 at small"""
@@ -51,7 +51,7 @@ def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
     text = str(plan_stages(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
     assert "CANNOT RUN: TensorRT is not installed" in text
     assert "cannot run on this machine: tensorrt." in " ".join(text.split())
-    assert "until       tensorrt; left out: nothing" in text
+    assert "until       tensorrt; excluded: none" in text
 
 
 def test_command_ends_with_2_when_a_step_cannot_run_here(folder: Path) -> None:

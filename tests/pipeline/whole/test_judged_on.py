@@ -123,7 +123,7 @@ def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeyp
     )
     assert trial.exit_code == 0, trial.output
     said = harness.smelt("package", tmp_path / "l/artifacts/whole", "--out", tmp_path / "q")
-    assert "A trial on 4 rows" in said.output
+    assert "A trial on 4 samples" in said.output
 
 
 def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monkeypatch):

@@ -16,8 +16,7 @@ def counted(parts, on, threads):
     """A second for each multiplication of weights."""
     assert (on, threads) == ("torch", 3)
     return [
-        part.tokens
-        * sum(layer.num_weights for layer in (*part.input_layers, part.output_layer) if layer)
+        part.tokens * sum(layer.num_weights for layer in (*part.input_layers, part.output_layer) if layer)
         for part in parts
     ]
 

@@ -52,23 +52,23 @@ class RelativeBias(Protocol):
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The hidden states of one stack.
-
-    embeddings: the embeddings whose sum is the input of the stack, token embedding first, by the names of
-    their tensors in the model, [rows, width]. embedding_norm: the norm of their sum, if there is one.
-    part_norms: the norms of the parts of a block, attentions in order and then the feed-forward part, with
-    names relative to the block. pre_norm: a norm is before its part and nothing else uses its output
-    (pre-norm); otherwise it normalizes the sum of the part's input and output, which is the input of the
-    next part (post-norm). final_norm: the norm after the last block, if there is one. other_tensors: other
-    tensors of the states, each with the axis of their width (patches of an image, its first token).
-    """
+    """The hidden states of one stack."""
 
     embeddings: tuple[str, ...]
+    """Names of the embeddings whose sum is the input of the stack, token embedding first; each [rows,
+    width]."""
     part_norms: tuple[str, ...]
+    """Norms of the parts of a block, attentions in order and then the feed-forward part, relative to the
+    block."""
     pre_norm: bool
+    """Whether a norm is before its part and nothing else uses its output (pre-norm). Otherwise it normalizes
+    the sum of the part's input and output, which is the input of the next part (post-norm)."""
     embedding_norm: str | None = None
+    """The norm of the sum of the embeddings, if there is one."""
     final_norm: str | None = None
+    """The norm after the last block, if there is one."""
     other_tensors: tuple[tuple[str, int], ...] = ()
+    """Other tensors of the states, each with the axis of its width (patches of an image, its first token)."""
 
 
 Config = Mapping[str, Any]
@@ -78,49 +78,53 @@ SEQ2SEQ_TASKS: tuple[Task, ...] = ("translation", "summarization")
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a block: its linear layers and the attributes with its numbers of heads.
-
-    name: the module that computes it; the block itself is "". query, key, value, out: its linear layers; the
-    same name three times if one linear layer computes all, as `packed` defines: "equal" thirds (GPT-2), or
-    "grouped", with the rows of query, key and value heads (Phi-3). cross: cross-attention.
-    heads_attribute: the attribute with the number of heads; None if the rows of `key` define it, because
-    several queries share a key (Llama). all_head_size_attribute: the attribute with heads times width, if
-    there is one. head_dim_attribute: the attribute with the width of a head. kv_heads_attribute: the
-    attribute with the number of key heads of a "grouped" linear layer.
-    setting, kv_heads_key, head_dim_key: the config keys for heads, key heads and the width of a head,
-    one number for all attentions with the key. Without kv_heads_key there are as many as heads;
-    without head_dim_key, or a value, the width is the model's width divided by the heads.
-    fixed_heads_reason: why heads cannot be removed, None if they can. scale_attribute: the attribute with the
-    factor of the scores, or of the queries; "width" if it is the inverse root of the width; None if
-    they are not scaled (T5).
-    relative_bias: a bias per head and distance is added to the scores; "handed_on" if a stack's
-    first block computes it and each returns it for the next, "given" if the model computes it.
-    rotary: queries and keys are rotated by their positions. qk_norms: the norms of each head's queries and
-    keys, if any (Qwen3). uses_attention_interface: it calls the function in transformers' AttentionInterface
-    with queries, keys, values, mask and scale, so that a registered function gets the scores before the
-    softmax; otherwise they are computed inside its forward.
-    """
+    """One attention of a block: its linear layers and the attributes with its numbers of heads."""
 
     name: str
+    """The module that computes it; "" if it is the block itself."""
     query: str
+    """The linear layer of the queries; the same name as `key` and `value` if one layer computes all
+    (`packed`)."""
     key: str
     value: str
     out: str
     heads_attribute: str | None
+    """The attribute with the number of heads; None if the rows of `key` define it, because several queries
+    share a key (Llama)."""
     head_dim_attribute: str
+    """The attribute with the width of a head."""
     heads_key: str
+    """The config key for the number of heads, one number for all attentions with the key."""
     kv_heads_key: str | None = None
+    """The config key for the number of key heads; None if there are as many as heads."""
     head_dim_key: str | None = None
+    """The config key for the width of a head; without it, or without a value, it is the model's width divided
+    by the heads."""
     all_head_size_attribute: str | None = None
+    """The attribute with heads times width, if there is one."""
     cross: bool = False
+    """Whether it is cross-attention."""
     packed: Literal["equal", "grouped"] | None = None
+    """How one layer computes query, key and value: in "equal" thirds (GPT-2), or "grouped", with the rows of
+    query, key and value heads (Phi-3)."""
     kv_heads_attribute: str | None = None
+    """The attribute with the number of key heads of a "grouped" layer."""
     fixed_heads_reason: str | None = None
+    """Why heads cannot be removed, as text for users; None if they can."""
     scale_attribute: str | None = "scaling"
+    """The attribute with the factor of the scores, or of the queries; "width" if it is the inverse root of
+    the width; None if they are not scaled (T5)."""
     relative_bias: Literal["handed_on", "given"] | None = None
+    """A bias per head and distance is added to the scores: "handed_on" if a stack's first block computes it
+    and each returns it for the next, "given" if the model computes it."""
     rotary: bool = False
+    """Whether queries and keys are rotated by their positions."""
     qk_norms: tuple[str, str] | None = None
+    """The norms of each head's queries and keys, if any (Qwen3)."""
     uses_attention_interface: bool = True
+    """Whether it calls the function in transformers' AttentionInterface with queries, keys, values, mask and
+    scale, so that a registered function gets the scores before the softmax. Otherwise they are computed
+    inside its forward."""
 
     @property
     def linear_layers(self) -> tuple[str, ...]:
@@ -147,22 +151,23 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The feed-forward part of a block: a neuron owns a row of `up` (and of `gate`) and a column of `down`.
-
-    intermediate_size_key: the config key for the width of all parts of this kind; activation: the config key
-    for the activation function, as named in transformers' ACT2FN. gate: a second linear layer of the input,
-    whose output multiplies the first; the same name as `up` if one linear layer computes both, the gate's
-    rows first or last by `gate_first`. activated_layer: which of the two the function is applied to.
-    """
+    """The feed-forward part of a block: a neuron owns a row of `up` (and `gate`) and a column of `down`."""
 
     name: str
+    """The module that computes it; "" if it is the block itself."""
     up: str
     down: str
     intermediate_size_key: str
+    """The config key for the width of all parts of this kind."""
     activation_key: str
+    """The config key for the activation function, as named in transformers' ACT2FN."""
     gate: str | None = None
+    """A second linear layer of the input, whose output multiplies the first; the same name as `up` if one
+    layer computes both."""
     gate_first: bool = True
+    """Whether the gate's rows are first, if one layer computes both."""
     activated_layer: Literal["up", "gate"] = "gate"
+    """Which of the two outputs the activation function is applied to."""
 
     @property
     def input_layers(self) -> tuple[str, ...]:
@@ -186,23 +191,24 @@ STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
 
 @dataclass(frozen=True)
 class Stack:
-    """Consecutive blocks of the same layout.
-
-    name: layers, encoder_layers or decoder_layers, as in settings. num_layers_key: the config key for their
-    number. module_path: the list of blocks in the model of the family's tasks. stream: their hidden states.
-    causal: no token attends to a later one, except in cross-attention. per_layer_keys: the config keys whose
-    value, if set, is a list with an entry for each block; all others apply to all blocks.
-    """
+    """Consecutive blocks of the same layout."""
 
     name: str
+    """layers, encoder_layers or decoder_layers, as in settings."""
     num_layers_key: str
+    """The config key for the number of blocks."""
     module_path: str
+    """The list of blocks in the model of the family's tasks."""
     attentions: tuple[Attention, ...]
     feed_forward: FeedForward
     stream: ResidualStream
+    """The hidden states of the blocks."""
     causal: bool = False
+    """Whether no token attends to a later one, except in cross-attention."""
     per_layer_keys: tuple[str, ...] = ()
-    num_layers_fallback_key: str | None = None  # an alternative config key
+    """Config keys whose value, if set, is a list with an entry for each block; others apply to all blocks."""
+    num_layers_fallback_key: str | None = None
+    """Another config key for the number of blocks."""
 
     def num_layers(self, config: Config) -> int | None:
         """Return the number of blocks in `config`, None if it has none."""
@@ -214,147 +220,146 @@ class Stack:
 
 @dataclass(frozen=True)
 class RmsNormForm:
-    """The form of a family's root-mean-square norms.
-
-    epsilon_attribute: the attribute with the epsilon. adds_one_to_weight: they multiply by 1 + weight.
-    """
+    """The form of a family's root-mean-square norms."""
 
     epsilon_attribute: str = "variance_epsilon"
     adds_one_to_weight: bool = False
+    """Whether they multiply by 1 + weight."""
 
 
 @dataclass(frozen=True)
 class PositionEncoding:
-    """How a model encodes the positions of tokens.
-
-    max_positions_key: the config key for the rows of its table of positions; None without a table, so that
-    text length is not limited. offset_by_pad_id: the first token has position pad_token_id + 1, so that many
-    rows belong to no token. is_sinusoidal: the table has sines, which the model computes for its width; they
-    are not stored, so that a model of another width has other ones.
-    """
+    """How a model encodes the positions of tokens."""
 
     max_positions_key: str | None = "max_position_embeddings"
+    """The config key for the rows of the table of positions; None without a table, so that text length is not
+    limited."""
     offset_by_pad_id: bool = False
+    """Whether the first token has position pad_token_id + 1, so that as many rows belong to no token."""
     is_sinusoidal: bool = False
+    """Whether the table has sines, which the model computes for its width. They are not stored, so a model of
+    another width has other ones."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer of the family.
-
-    accepts_fast: a tokenizer.json (or BERT's vocab.txt) is enough. slow_files: the alternative set of files.
-    """
+    """The files of a tokenizer of the family."""
 
     slow_files: tuple[str, ...] = ()
+    """The alternative set of files."""
     accepts_fast: bool = True
+    """Whether a tokenizer.json (or BERT's vocab.txt) is enough."""
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """How to make a tokenizer of the family: its special tokens and supported models.
-
-    special_tokens: in the order of their ids. token_roles: pad, unk, ... to token. single_template,
-    pair_template: templates of the tokenizers library for one and two texts. uses_token_types: whether the
-    second text has token type 1. allowed_models: of the tokenizers library. sentencepiece: it consists of
-    SentencePiece models (Marian's); other fields are unused then.
-    """
+    """How to make a tokenizer of the family: its special tokens and supported models."""
 
     special_tokens: tuple[str, ...] = ()
+    """In the order of their ids."""
     token_roles: Mapping[str, str] = field(default_factory=dict)
+    """The role (pad, unk, ...) of each token."""
     single_template: str = "$A"
+    """Template of the tokenizers library for one text."""
     pair_template: str = "$A $B"
+    """Template for two texts."""
     uses_token_types: bool = False
+    """Whether the second text has token type 1."""
     allowed_models: tuple[str, ...] = ("bpe", "unigram", "wordpiece")
+    """Models of the tokenizers library."""
     allowed_models_reason: str = ""
+    """Why others are refused, as text for users."""
     sentencepiece: bool = False
+    """Whether the tokenizer consists of SentencePiece models (Marian's); other fields are unused then."""
 
 
 @dataclass(frozen=True)
 class PublishedLearningRate:
-    """A published learning rate of AdamW for training all weights of a pretrained model.
-
-    peak: after the warm-up. hidden_size: the width of the model that it was published for; None if
-    a family has no single width.
-    """
+    """A published learning rate of AdamW for training all weights of a pretrained model."""
 
     peak: float
+    """After the warm-up."""
     hidden_size: int | None
+    """The width of the model that it was published for; None if a family has no single width."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family.
-
-    name: the config's model_type. tasks: supported tasks, the most usual first.
-    input_kind: token ids of texts or pixels of images. A family without `stacks` has no blocks of
-    attention and feed-forward parts, but convolutions.
-    renamed_tensors: pairs of a pattern and its replacement, tried in order, for the names of tensors in older
-    checkpoints.
-    conv_and_norm: the names of a convolution and the batch norm that alone uses its output, in any module
-    with both. conv_chain: the name of a sequence of such pairs, each with the output of the one before as
-    its only use; the last output is added to the input. conv_shortcut: the module next to a chain that
-    computes the other summand, by such a pair or unchanged.
-    stacks: from a config. embedding_suffixes: possible suffixes of the token embedding, [vocabulary, width];
-    width: the config key for that width.
-    embedding_scale, output_scale: from a config, the factors of the token embedding, and of the hidden states
-    before the output layer; both may depend on the width.
-    learning_rate: the default learning rate.
-    head_modules: the modules between the last hidden states and the outputs, in order, by their names in the
-    model; each gets the output of the one before. logits_bias: a buffer that is added to the outputs.
-    float32_suffixes: suffixes of linear layers that are float32 in a 16-bit model.
-    unused_tensors: patterns of tensors in checkpoints that the model does not use; other_heads: those of
-    heads that a checkpoint was trained with before, if it becomes a classifier with a new one, or a sentence
-    embedder with none.
-    token_types: "pairs" if token types distinguish two texts, "zero" if the model has such a
-    table and uses one row of it, None if it has none.
-    decoder_start: the first token of the decoder; forces_end: checkpoints force the last token to be the end;
-    suppresses_pad: they suppress padding; holds_pad_row: padding's embedding is frozen in training.
-    language_selection: "codes" if the tokenizer has language codes, "prefix" if a word before the text names
-    the target language. example_languages: a source and a target in the notation of such a tokenizer.
-    transposed_suffixes: suffixes of linear layers whose weights are stored transposed (GPT-2).
-    relative_bias: returns the implementation of `relative_bias` of its attentions (imports torch).
-    rms_norm: the form of its root-mean-square norms, if any.
-    window: from a config and the index of a block, the number of visible tokens (of a decoder: the last ones
-    and itself; of an encoder: to each side); None for all.
-    first_layer_reason: why a student needs the first block, None if it does not.
-    unsupported_config: from a config, the settings that smelt does not support.
-    """
+    """A model family. One without `stacks` has convolutions instead of attention and feed-forward parts."""
 
     name: str
+    """The config's model_type."""
     architecture: Architecture
     tasks: tuple[Task, ...]
+    """Supported tasks, the most usual first."""
     stacks: Callable[[Config], tuple[Stack, ...]]
+    """Returns the stacks of a config."""
     embedding_suffixes: tuple[str, ...]
+    """Possible suffixes of the token embedding, [vocabulary, width]."""
     hidden_size_key: str
+    """The config key for the width of the token embedding."""
     learning_rate: PublishedLearningRate
+    """The default learning rate is derived from it."""
     head_modules: tuple[str, ...]
+    """The modules between the last hidden states and the outputs, in order, by their names in the model; each
+    gets the output of the one before."""
     input_kind: Literal["texts", "images"] = "texts"
+    """Token ids of texts, or pixels of images."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()
+    """Pairs of a pattern and its replacement, tried in order, for tensor names in older checkpoints."""
     conv_and_norm: tuple[str, str] | None = None
+    """The names of a convolution and the batch norm that alone uses its output, in any module with both."""
     conv_chain: str | None = None
+    """The name of a sequence of such pairs, each with the output of the one before as its only use; the last
+    output is added to the input."""
     conv_shortcut: str = ""
+    """The module next to a chain that computes the other summand, by such a pair or unchanged."""
     logits_bias: str | None = None
+    """A buffer that is added to the outputs."""
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
+    """From a config, the factor of the token embedding; it may depend on the width."""
     output_scale: Callable[[Config], float] = lambda config: 1.0
+    """From a config, the factor of the hidden states before the output layer."""
     float32_suffixes: tuple[str, ...] = ()
+    """Suffixes of linear layers that are float32 in a 16-bit model."""
     position_encoding: PositionEncoding = PositionEncoding()
     tokenizer_files: TokenizerFiles = TokenizerFiles()
     tokenizer_spec: TokenizerSpec | None = None
+    """None if smelt cannot train a tokenizer for the family."""
     unused_tensors: tuple[str, ...] = ()
+    """Patterns of tensors in checkpoints that the model does not use."""
     other_head_tensors: tuple[str, ...] = ()
+    """Patterns of tensors of heads that a checkpoint was trained with before, if it becomes a classifier with
+    a new head, or a sentence embedder with none."""
     token_types: Literal["pairs", "zero"] | None = None
+    """Either "pairs" if token types distinguish two texts, "zero" if the model has such a table and uses one
+    row of it, None if it has none."""
     decoder_start: Literal["pad", "eos"] = "pad"
+    """The first token of the decoder."""
     forces_eos: bool = False
+    """Whether checkpoints force the last token to be the end."""
     suppresses_pad: bool = False
+    """Whether checkpoints suppress padding."""
     freezes_pad_row: bool = False
+    """Whether padding's embedding is frozen in training."""
     language_selection: Literal["codes", "prefix"] | None = None
+    """Either "codes" if the tokenizer has language codes, "prefix" if a word before the text names the target
+    language."""
     example_languages: tuple[str, str] = ("en_XX", "de_DE")
+    """A source and a target in the notation of such a tokenizer."""
     transposed_suffixes: tuple[str, ...] = ()
+    """Suffixes of linear layers whose weights are stored transposed (GPT-2)."""
     relative_bias: Callable[[], RelativeBias] | None = None
+    """Returns the implementation of `relative_bias` of its attentions (imports torch)."""
     rms_norm: RmsNormForm = RmsNormForm()
+    """The form of its root-mean-square norms, if any."""
     window: Callable[[Config, int], int | None] = lambda config, number: None
+    """From a config and the index of a block, the number of visible tokens (of a decoder: the last ones and
+    itself; of an encoder: to each side); None for all."""
     first_layer_reason: str | None = None
+    """Why a student needs the first block, as text for users; None if it does not."""
     unsupported_config: Callable[[Config], list[str]] = lambda config: []
+    """From a config, the settings that smelt does not support."""
 
     def stack(self, config: Config, name: str) -> Stack | None:
         """Return the stack with this `name` in settings, None if there is none."""

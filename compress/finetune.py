@@ -34,8 +34,6 @@ class Finetune:
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
         - finetune: {qat: {scales: lsq}}
-        # binary inputs after scheme binary (BiT); no supported runtime gains speed
-        - finetune: {qat: {activations: one-bit}}
     """
 
     name: ClassVar[str] = "finetune"
@@ -46,8 +44,7 @@ class Finetune:
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
         " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32;"
         " scales: LSQ, Esser et al. 2020, arXiv:1902.08153;"
-        " weight_splitting: BinaryBERT, Bai et al. 2021, arXiv:2012.15701;"
-        " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
+        " weight_splitting: BinaryBERT, Bai et al. 2021, arXiv:2012.15701"
     )
     version: ClassVar[int] = 7
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
@@ -82,12 +79,10 @@ class Finetune:
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
-        from smelt.compress.quantize.binarize_inputs import insert_binary_inputs
         from smelt.compress.quantize.qat import load_trainable, save_trained
         from smelt.compress.quantize.qat_extensions import split_before_training
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
         edits = split_before_training(model, edits, settings, ctx)
-        insert_binary_inputs(model, edits, src, settings, ctx, self.name)
         train(model, src, settings, ctx, edits=edits, stage=self.name)
         save_trained(model, edits, src.path, settings, ctx)

@@ -37,33 +37,23 @@ class QuantizedInput:
     """The quantized linear layers of a step's input model.
 
     schemes: their schemes. has_corrections: whether they have low-rank corrections. is_split: whether they
-    are halves of split layers. has_binary_inputs: whether their inputs are binary.
+    are halves of split layers.
     """
 
     schemes: tuple[str, ...]
     has_corrections: bool = False
     is_split: bool = False
-    has_binary_inputs: bool = False
 
     def unit_pruning_error(self, stage: str) -> str | None:
         """Return why `stage` cannot remove units of these layers, and what to do; None where it can."""
-        if self.is_split:
-            what = (
-                "layers that were split in two (qat: {weight_splitting: true}), whose units can only be"
-                " removed from both halves"
-            )
-            training, fit = (
-                "weight_splitting: true",
-                [name for name, one in SCHEMES.items() if one.split_scheme],
-            )
-        elif self.has_binary_inputs:
-            what = "layers with one-bit inputs (activations: one-bit), which have one shift per input"
-            training, fit = "activations: one-bit", [n for n, one in SCHEMES.items() if one.binary_inputs]
-        else:
+        if not self.is_split:
             return None
+        fit = next(name for name, one in SCHEMES.items() if one.split_scheme)
         return (
-            f"the input model has {what}. Put this step before that training:"
-            f" `- quantize: {{scheme: {fit[0]}}}`, `- {stage}: {{}}`, `- distill: {{qat: {{{training}}}}}`."
+            "the input model has layers that were split in two (qat: {weight_splitting: true}), whose units"
+            " can only be removed from both halves. Put this step before that training:"
+            f" `- quantize: {{scheme: {fit}}}`, `- {stage}: {{}}`,"
+            " `- distill: {qat: {weight_splitting: true}}`."
         )
 
     def sparsity_error(self) -> str | None:

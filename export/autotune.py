@@ -35,7 +35,6 @@ from smelt.export.graphs.attention import PackedLinear, pack_projections
 from smelt.export.graphs.graph_spec import GraphSpec
 from smelt.export.onnx_settings import AutotuneSettings
 from smelt.export.parity.torch_reference import TorchReference, rerun_reference
-from smelt.quantization.binary_input_linear import BinaryInputs
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, default_options, find_scheme
@@ -371,13 +370,6 @@ def choose_layer_operators(
             rows of the output layer, which MatMulNBits does not support.
         ctx: of the stage; details and warnings are added.
     """
-    if any(isinstance(module, BinaryInputs) for module in parent.backend.model.modules()):
-        ctx.warn(
-            "operators-fixed",
-            "autotune: layers with one-bit inputs keep their operators, because a different summation order"
-            " could flip inputs near the threshold.",
-        )
-        return reference
     size = autotune.batch_size
     length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
     steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text

@@ -69,8 +69,6 @@ class Distill:
         - distill: {teacher: [large, {model: other}], student: {layers: 3}}
         # sentence-similarity
         - distill: {losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0}}
-        # binary activations after scheme binary, as BiT; no runtime is faster
-        - distill: {qat: {activations: one-bit}}
     """
 
     name: ClassVar[str] = "distill"
@@ -81,8 +79,7 @@ class Distill:
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
-        " sequence_level: Kim & Rush 2016, arXiv:1606.07947;"
-        " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
+        " sequence_level: Kim & Rush 2016, arXiv:1606.07947"
     )
     version: ClassVar[int] = 7
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
@@ -193,7 +190,6 @@ class Distill:
             load_teachers,
             teacher_identity,
         )
-        from smelt.compress.quantize.binarize_inputs import insert_binary_inputs
         from smelt.compress.quantize.qat import save_trained
         from smelt.compress.quantize.qat_extensions import split_before_training
 
@@ -218,7 +214,6 @@ class Distill:
                 rows = generate_targets(ctx.ancestors[writer], settings.sequence_level, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
             ctx = with_training_samples(settings, model.config, ctx)
-            insert_binary_inputs(model, edits, Artifact(home, src.manifest), settings, ctx, self.name)
             cached_teacher = None
             if settings.cache_logits is not None:
                 who = teacher_identity(teachers, words, model, settings, ctx)

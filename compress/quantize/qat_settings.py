@@ -17,10 +17,6 @@ class QatSettings(Settings):
         default="dynamic",
         description="dynamic: computed from the weights at each update; lsq: learned",
     )
-    activations: Literal["scheme", "one-bit"] = Field(
-        default="scheme",
-        description="scheme: as the scheme defines; one-bit: binary inputs of one-bit layers, for research",
-    )
     learning_rate: float = Field(
         default=1e-2,
         gt=0,
@@ -37,11 +33,9 @@ class QatSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        given = "learning_rate" in self.model_fields_set
-        if given and self.scales != "lsq" and self.activations != "one-bit":
+        if "learning_rate" in self.model_fields_set and self.scales != "lsq":
             raise SettingError(
-                "learning_rate has no effect without scales: lsq or activations: one-bit; set one of"
-                " these, or remove learning_rate",
+                "learning_rate has no effect without scales: lsq; set it, or remove learning_rate",
                 code="unused-setting",
             )
         return self

@@ -44,7 +44,6 @@ from smelt.models.checkpoint import load_model
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.layers import ScaledLinear
 from smelt.models.structure import Edit, is_masked, mark_masked, module_names, replace_layer, replace_module
-from smelt.quantization.binary_input_linear import BinaryInputs
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,
@@ -394,9 +393,8 @@ def _is_complete_layer(model: nn.Module, module: nn.Module, name: str, stage: st
     """Return whether `module` is a complete quantized layer, not a part of another one."""
     owner, _, last = name.rpartition(".")
     inside = model.get_submodule(owner) if owner else None
-    if isinstance(module, SplitLinear | BinaryInputs):
-        split = isinstance(module, SplitLinear)
-        why = QuantizedInput((), is_split=split, has_binary_inputs=not split).unit_pruning_error(stage)
+    if isinstance(module, SplitLinear):
+        why = QuantizedInput((), is_split=True).unit_pruning_error(stage)
         raise InputError(f"{stage}: {why}", code=AFTER_QUANTIZE)
     if last in ("coded", "linear") and isinstance(inside, LowRankCorrectedLinear | ScaledLinear):
         return False

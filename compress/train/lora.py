@@ -27,7 +27,6 @@ from smelt.core.system import require_package
 from smelt.models.families.model_blocks import blocks_of, output_modules
 from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
 from smelt.models.structure import Edit, is_masked, module_names, replace_layer, replace_module
-from smelt.quantization.binary_input_linear import BinaryInputs
 from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, with_low_rank_correction
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
@@ -72,9 +71,7 @@ def find_lora_layers(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 def _inner_layer(module: nn.Module) -> nn.Module:
-    """Return the inner layer, without the scaling or binarization of its inputs, if any."""
-    if isinstance(module, BinaryInputs):
-        return module.coded
+    """Return the inner layer, without the scaling of its inputs, if any."""
     return module.linear if isinstance(module, ScaledLinear) else module
 
 
@@ -136,7 +133,6 @@ def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -
 def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the trainable parameters of `module`; quantized weights and scales are frozen."""
     coded = {id(p) for m in module.modules() if isinstance(m, QuantizedMatrix) for p in m.parameters()}
-    coded |= {id(p) for m in module.modules() if isinstance(m, BinaryInputs) for p in (m.scale, m.shift)}
     return [p for p in module.parameters() if id(p) not in coded]
 
 

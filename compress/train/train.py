@@ -225,11 +225,6 @@ def _begin_techniques(
         from smelt.compress.prune.learned_masks import LearnedMasks
 
         found.append(LearnedMasks(model, settings.learned_masks, edits))
-    if settings.lora is None:
-        from smelt.compress.quantize.binarize_inputs import BinaryInputTraining, has_binary_inputs
-
-        if has_binary_inputs(model):
-            found.append(BinaryInputTraining(model, settings.qat))
     if settings.qat is not None and settings.qat.scales == "lsq":
         from smelt.compress.quantize.qat_extensions import StepSizeTraining
 

@@ -16,7 +16,6 @@ An edit is a dict with `op` and `module` (dotted name) and the arguments of the 
     {"op": "round", "module": m, "signed": s}                            states are rounded before m
     {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
     {"op": "adapter", "module": m, "rank": r}                            quantized Linear, low-rank addition
-    {"op": "binary_inputs", "module": m, "signed": s}                    quantized Linear with binary inputs
     {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
     {"op": "split", "module": m}                                         Linear -> the sum of two
     {"op": "share", "module": m, "with": n}                              m becomes the same module as n
@@ -290,18 +289,6 @@ def _adapter(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], LowRankCorrectedLinear(coded, edit["rank"]))
 
 
-def _binary_inputs(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.binary_input_linear import BinaryInputs
-    from smelt.quantization.layers import QuantizedLinear
-
-    old = model.get_submodule(edit["module"])
-    if not isinstance(old, QuantizedLinear):
-        raise TypeError("it is not a quantized Linear")
-    if not isinstance(edit["signed"], bool):
-        raise TypeError(f"signed {edit['signed']!r}")
-    replace_module(model, edit["module"], BinaryInputs(old, edit["signed"]))
-
-
 def _scale(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     if not isinstance(old, nn.Linear):
@@ -361,7 +348,6 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "tie": _tie,
     "quantize": _quantize,
     "adapter": _adapter,
-    "binary_inputs": _binary_inputs,
     "scale": _scale,
     "split": _split,
     "share": _share,

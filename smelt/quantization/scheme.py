@@ -138,7 +138,6 @@ class Scheme(Protocol):
         clipped; false where the values are fitted to all weights.
     represents_zero: whether it can represent 0 exactly with any parameters, so that weights can be set to it.
     split_scheme: the scheme for the two summands of a split matrix of this one; empty if unknown.
-    binary_inputs: whether training may binarize the inputs of its linear layers.
     requires_calibration: whether it needs the range of activations, calibrated on samples.
     per_tensor_activations: whether all activations of a layer are quantized with one scale, so that a channel
         of large values reduces the precision of the others.
@@ -179,7 +178,6 @@ class Scheme(Protocol):
     supports_clipping: ClassVar[bool] = True
     represents_zero: ClassVar[bool] = True
     split_scheme: ClassVar[str] = ""
-    binary_inputs: ClassVar[bool] = False
     requires_calibration: ClassVar[bool] = False
     per_tensor_activations: ClassVar[bool] = False
     supports_conv: ClassVar[bool] = False

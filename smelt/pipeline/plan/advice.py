@@ -48,14 +48,6 @@ def poor_order_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterato
                 f" low. Add distill after '{d.name}' to train the quantized weights.",
                 **at,
             )
-    codes = getattr(draft.settings, "qat", None)
-    if codes is not None and codes.activations == "one-bit":
-        yield warning(
-            "one-bit-inputs",
-            "qat: activations: one-bit lowers quality and is not faster: no runtime has kernels for binary"
-            " inputs. Remove it.",
-            **at,
-        )
     student = draft.entry.stage == "distill" and draft.entry.settings.get("student")
     if draft.settings is not None and draft.settings.replaces_model:
         yield from _unused_work_warnings(draft, above)

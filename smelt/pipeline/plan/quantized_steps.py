@@ -89,7 +89,6 @@ class _QuantizationState:
     schemes: all schemes; () if unknown.
     split_obstacle: code and text of why the layers cannot be split, with what to do; None if they can.
     is_split: whether layers were split in two by weight splitting.
-    binary_inputs: whether the layers have binary inputs.
     has_float_layers: whether patterns exclude some layers from quantization.
     has_low_rank: whether layers have a low-rank correction or adapters.
     """
@@ -98,7 +97,6 @@ class _QuantizationState:
     schemes: tuple[str, ...]
     split_obstacle: tuple[str, str] | None = None
     is_split: bool = False
-    binary_inputs: bool = False
     has_float_layers: bool = False
     has_low_rank: bool = False
 
@@ -149,7 +147,7 @@ def qat_mistakes(
 def _stage_view(before: _QuantizationState) -> QuantizedInput:
     """Return the quantized input of the linear layers in the form that stages check."""
     schemes = tuple(name for name in before.schemes if name in before.linear_scheme.split(" and "))
-    return QuantizedInput(schemes, before.has_low_rank, before.is_split, before.binary_inputs)
+    return QuantizedInput(schemes, before.has_low_rank, before.is_split)
 
 
 def _state_after_quantize(quantize: Any) -> _QuantizationState:
@@ -208,30 +206,6 @@ def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[tuple[
     elif codes.weight_splitting and before.split_obstacle:
         code, text = before.split_obstacle
         yield f"qat: weight_splitting: the quantized layers have {text}", code
-    if codes.activations == "one-bit":
-        yield from _binary_input_conflicts(
-            _state_after_step(settings, before).linear_scheme, before.has_low_rank
-        )
-
-
-def _binary_input_conflicts(scheme: str, has_low_rank: bool) -> Iterator[tuple[str, str]]:
-    """Yield (message, code) if quantized layers cannot have binary inputs.
-
-    has_low_rank: whether the layers have a low-rank correction.
-    """
-    known = [name for name, one in SCHEMES.items() if one.binary_inputs]
-    if scheme not in known:
-        yield (
-            f"qat: activations: one-bit needs layers of scheme {' or '.join(known)}, but they are {scheme}."
-            f" Quantize with scheme: {' or '.join(known)}, or remove activations.",
-            "unsupported-scheme",
-        )
-    elif has_low_rank:
-        yield (
-            "qat: activations: one-bit: the layers have a low-rank correction, which would get the same"
-            " binary inputs. Remove low_rank_correction or lora from the earlier steps.",
-            "low-rank-beside-binary-inputs",
-        )
 
 
 def _state_after_step(settings: Any, before: _QuantizationState) -> _QuantizationState:
@@ -242,8 +216,6 @@ def _state_after_step(settings: Any, before: _QuantizationState) -> _Quantizatio
         beside = ("adapters-not-splittable", text)
         unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or beside
         return replace(before, split_obstacle=unsplit, has_low_rank=True)
-    if codes is not None and codes.activations == "one-bit":
-        before = replace(before, binary_inputs=True)
     if (
         codes is not None
         and codes.weight_splitting

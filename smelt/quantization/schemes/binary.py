@@ -55,7 +55,6 @@ class Binary(Scheme):
     requires_training: ClassVar[bool] = True
     learnable_scales: ClassVar[bool] = False
     represents_zero: ClassVar[bool] = False
-    binary_inputs: ClassVar[bool] = True
     unsupported_targets: ClassVar[Mapping[str, str]] = parts.NBITS_UNSUPPORTED_TARGETS
     exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.MATMUL_NBITS

@@ -283,13 +283,9 @@ def test_codes_that_cannot_be_zero_are_refused_with_what_can(name, chain, quanti
     assert chain in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "codes"), [("ternary", {"weight_splitting": True}), ("binary", {"activations": "one-bit"})]
-)
-def test_layers_that_cannot_be_cut_are_refused_with_the_chain_that_does_it(
-    name, codes, quantized, data, tmp_path
-):
-    first, src = quantized(name)
+def test_layers_that_cannot_be_cut_are_refused_with_the_chain_that_does_it(quantized, data, tmp_path):
+    codes = {"weight_splitting": True}
+    first, src = quantized("ternary")
     ctx = context(tmp_path / "trained", data, first, src)
     training = {"max_steps": 1, "batch_size": 4, "num_evals": 0, "precision": "fp32", "qat": codes}
     Finetune()(src, FinetuneSettings.model_validate(training), ctx)

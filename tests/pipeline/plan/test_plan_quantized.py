@@ -336,7 +336,6 @@ def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: P
             "quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, sparsify: {}",
             "- sparsify: {}",
         ),
-        ("quantize: {scheme: binary}, distill: {qat: {activations: one-bit}}, prune: {}", "- prune: {}"),
     ],
 )
 def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):

@@ -146,49 +146,6 @@ def test_adapters_and_halves_of_layers_are_kept_apart(folder):
     harness.smelt("plan", recipe(folder, part, split, lora, model="float"), code=0)
 
 
-def test_binary_inputs_are_for_binary_layers_alone(folder):
-    binary, both = "quantize: {scheme: binary}", "finetune: {qat: {activations: one-bit}}"
-    again = f"{both}\n    name: again"
-    for stages, model, place, scheme in (
-        (("quantize: {}", both), "float", "stages[1].finetune", "int8-dynamic"),
-        ((both,), "gptq", "stages[0].finetune", "int4"),
-        (("quantize: {scheme: ternary}", both), "float", "stages[1].finetune", "ternary"),
-    ):
-        assert refused(folder, *stages, model=model) == [("unsupported-scheme", place)]
-        text = text_of(folder, *stages, model=model)
-        assert all(value in text for value in (f"are {scheme}.", "scheme: binary"))
-    pair = "low-rank-beside-binary-inputs"
-    for stages, code, place in (
-        ((both, binary), "not-quantized", "stages[0].finetune"),
-        (("quantize: {scheme: binary, low_rank_correction: {rank: 2}}", both), pair, "stages[1].finetune"),
-        ((binary, "finetune: {lora: {}}", again), pair, "stages[2].finetune"),
-        (
-            (binary, "finetune: {lora: {}, qat: {activations: one-bit}}"),
-            "settings-conflict",
-            "stages[1].finetune",
-        ),
-        # a graph leaves where the codes do
-        ((binary, both, "onnx: {target: openvino}"), "unsupported-scheme", "stages[2].onnx.target"),
-    ):
-        assert refused(folder, *stages, model="float") == [(code, place)]
-    split = recipe(
-        folder,
-        "quantize: {scheme: ternary}",
-        "finetune: {qat: {weight_splitting: true, activations: one-bit}}",
-        model="float",
-    )
-    harness.smelt("plan", split, code=0)
-
-
-def test_that_binary_inputs_gain_no_speed_is_said_before_work(folder):
-    both = "finetune: {qat: {activations: one-bit}}"
-    made = recipe(
-        folder, "quantize: {scheme: binary}", "finetune: {}", f"{both}\n    name: both", model="float"
-    )
-    warned = [one.step for one in load_plan(made).warnings if one.code == "one-bit-inputs"]
-    assert warned == ["both"]
-
-
 def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     quantized_checkpoints.write_gptq(folder / "float", tmp_path / "gptq", bits=3)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())

@@ -47,7 +47,6 @@ WRONG = [
         "onnx: {target: tensorrt, dtype: fp16}",
         "finetune: {qat: {scales: lsq}}",
         "finetune: {qat: {weight_splitting: true}}",
-        "finetune: {qat: {activations: one-bit}}",
     ],
 )
 @pytest.mark.parametrize(("settings", "place", "named"), WRONG)

@@ -47,8 +47,6 @@ class Case:
 # Least squares on few tokens of a tiny model multiply what kernels round differently (0.005 was seen), and
 # singular vectors of values that are nearly equal turn (0.08).
 REFIT_TOLERANCE, ROTATION_TOLERANCE = 0.02, 0.2
-# The gradient of a constant added to all keys is rounding noise, which AdamW makes large (0.024 was seen).
-SIGN_TOLERANCE = 0.05
 # A search over a grid of scales takes the neighbour where two are nearly as good (0.076 was seen).
 SEARCH_TOLERANCE = 0.1
 HALF_OF_UNITS: dict[str, Any] = {"targets": ["heads", "ffn"], "keep_ratio": 0.5}
@@ -101,13 +99,6 @@ CASES: dict[str, Case] = {
         "bert",
         TRAINING | {"qat": {"weight_splitting": True}},
         (("quantize", {"scheme": "ternary", "group_size": 32}),),
-    ),
-    "finetune bert, binary inputs": Case(
-        "finetune",
-        "bert",
-        TRAINING | {"qat": {"activations": "one-bit"}},
-        (("quantize", {"scheme": "binary", "group_size": 32}),),
-        allowed_error=SIGN_TOLERANCE,
     ),
     "vocabulary marian": Case("trim-vocabulary", "marian", {"coverage": 0.7, "multiple_of": 1}),
     "vocabulary gpt2": Case("trim-vocabulary", "gpt2", {"size": 280}),

@@ -131,7 +131,6 @@ def _quantization_before(first: Technique, schemes: list[Scheme]) -> QuantizedIn
         tuple(scheme.name for scheme in (schemes if mixed else halved)),
         has_corrections="low_rank_correction" in made.settings or "lora" in first.settings,
         is_split=bool(codes.get("weight_splitting")),
-        has_binary_inputs=codes.get("activations") == "one-bit",
     )
 
 

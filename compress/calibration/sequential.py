@@ -64,11 +64,6 @@ class BlockStateCache:
         self._plain: dict[int, bool] = {}
         self._parts: dict[int, int] = {}
 
-    @property
-    def num_on_disk(self) -> int:
-        """The number of batches on disk."""
-        return len(self._plain) - len(self._held)
-
     def put(self, number: int, value: BlockOutput) -> None:
         """Store `value` for batch `number`; replaces an earlier value."""
         self._plain[number] = isinstance(value, Tensor)

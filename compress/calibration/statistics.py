@@ -56,27 +56,19 @@ class InputStatistics:
     """Statistics of the inputs of one layer.
 
     tokens: number of tokens. second_moment: X X^T, float64 [K, K], symmetric; None if not collected. sums: of
-    x; squares: of x^2; magnitudes: of |x|, each float64 [K]. lowest, highest: float32 [K], infinite without
-    tokens. Padding is in none of them.
+    x; squares: of x^2; magnitudes: of |x|, each float64 [K]. Padding is in none of them.
     """
 
     tokens: int
     sums: Tensor
     squares: Tensor
     magnitudes: Tensor
-    lowest: Tensor
-    highest: Tensor
     second_moment: Tensor | None = None
 
     @property
     def width(self) -> int:
         """The number of inputs of the layer."""
         return len(self.sums)
-
-    @property
-    def largest_magnitudes(self) -> Tensor:
-        """The largest magnitude of each input, float32 [K]; 0 without tokens."""
-        return torch.maximum(-self.lowest, self.highest).clamp(min=0)
 
     @property
     def l2_norms(self) -> Tensor:
@@ -102,9 +94,6 @@ class InputStatistics:
         self.sums += x.sum(dim=0, dtype=torch.float64)
         self.squares += x.double().square_().sum(dim=0)
         self.magnitudes += x.abs().sum(dim=0, dtype=torch.float64)
-        low, high = x.aminmax(dim=0)
-        torch.minimum(self.lowest, low, out=self.lowest)
-        torch.maximum(self.highest, high, out=self.highest)
         if self.second_moment is not None:
             self.second_moment += x.t() @ x
 
@@ -116,7 +105,7 @@ class InputStatistics:
         )
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.sums, self.squares, self.magnitudes, self.lowest, self.highest, self.second_moment)
+        return (self.sums, self.squares, self.magnitudes, self.second_moment)
 
 
 def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: CalibrationSamples) -> str:
@@ -153,9 +142,8 @@ def empty_statistics(
         file: where to store the second moment, instead of memory; only on the CPU.
     """
     sums, squares, magnitudes = (torch.zeros(width, dtype=torch.float64, device=device) for _ in range(3))
-    lowest = torch.full((width,), float("inf"), device=device)
     moment = _empty_second_moment(width, device, file) if second else None
-    return InputStatistics(0, sums, squares, magnitudes, lowest, -lowest, moment)
+    return InputStatistics(0, sums, squares, magnitudes, moment)
 
 
 def _empty_second_moment(width: int, device: str, file: Path | None) -> Tensor:
@@ -242,7 +230,7 @@ def batches_on_device(samples: CalibrationSamples, device: str) -> list[dict[str
 
 STATISTICS_VERSION = 1  # raise it whenever the same layers and samples give other sums
 _STATISTICS_FILE = "statistics.safetensors"
-_STORED_SUMS = ("sums", "squares", "magnitudes", "lowest", "highest")  # of every layer, without `second`
+_STORED_SUMS = ("sums", "squares", "magnitudes")  # of every layer, without `second`
 
 
 class _NoRoomError(Exception):
@@ -272,7 +260,7 @@ def cached_statistics(
         limit_bytes: larger statistics are not cached, nor those that do not fit on the disk.
     """
     widths = {key: input_width(found[0]) for key, found in layers.items()}
-    needed = sum(8 * (width**2 if second else 0) + 40 * width for width in widths.values())
+    needed = sum(8 * (width**2 if second else 0) + 24 * width for width in widths.values())
     what = {
         "what": f"statistics of {len(layers)} layers on {samples.num_samples:,} samples",
         "version": STATISTICS_VERSION,
@@ -327,9 +315,9 @@ def _read_statistics(path: Path, widths: dict[str, int]) -> dict[str, InputStati
     tensors = load_file(path)
     found = {}
     for key in widths:
-        sums, squares, magnitudes, lowest, highest = (tensors[f"{key}|{name}"] for name in _STORED_SUMS)
+        sums, squares, magnitudes = (tensors[f"{key}|{name}"] for name in _STORED_SUMS)
         tokens, second = int(tensors[f"{key}|tokens"]), tensors.get(f"{key}|second")
-        found[key] = InputStatistics(tokens, sums, squares, magnitudes, lowest, highest, second)
+        found[key] = InputStatistics(tokens, sums, squares, magnitudes, second)
     return found
 
 

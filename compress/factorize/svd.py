@@ -102,11 +102,6 @@ def decompose(weight: Tensor, metric: ErrorMetric) -> Decomposition:
     return Decomposition(values.flip(0).clamp(min=0).sqrt(), vectors * largest.sign())
 
 
-def weighted_singular_values(weight: Tensor, metric: ErrorMetric) -> Tensor:
-    """Return the singular values of W L, float64, falling."""
-    return decompose(weight, metric).singular_values
-
-
 @torch.no_grad()
 def low_rank_factors(
     weight: Tensor, rank: int, metric: ErrorMetric, decomposition: Decomposition | None = None

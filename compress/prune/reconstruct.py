@@ -198,8 +198,6 @@ def _select_inputs(statistics: InputStatistics, places: Tensor) -> InputStatisti
         sums=statistics.sums[places],
         squares=statistics.squares[places],
         magnitudes=statistics.magnitudes[places],
-        lowest=statistics.lowest[places],
-        highest=statistics.highest[places],
         second_moment=statistics.second_moment[places][:, places],
     )
 

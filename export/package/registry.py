@@ -19,7 +19,6 @@ PACKAGE_FORMATS: dict[str, PackageFormat] = {
         TritonFormat(), HuggingFaceFormat(),
     )
 }  # fmt: skip
-DEFAULT_FORMAT = "standalone"
 
 
 def find_package_format(name: str) -> PackageFormat:

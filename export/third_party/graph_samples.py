@@ -248,7 +248,7 @@ def max_output_difference(got: list[Feeds], expected: list[Feeds], exact: bool =
     """Return the largest difference of an output, as a fraction of its standard deviation.
 
     Infinite if shapes differ, or if a value is not finite that was. exact: also if an integer, bool or string
-    differs; else those are left to `changed_share`.
+    differs; else those are left to `count_changed`.
     """
     worst = 0.0
     for one, other in zip(got, expected, strict=True):
@@ -258,14 +258,8 @@ def max_output_difference(got: list[Feeds], expected: list[Feeds], exact: bool =
     return worst
 
 
-def changed_share(got: list[Feeds], expected: list[Feeds]) -> float:
-    """Return the fraction of integers, bools and strings that differ, where shapes are equal."""
-    off, total = count_changed(got, expected)
-    return off / total if total else 0.0
-
-
 def count_changed(got: list[Feeds], expected: list[Feeds]) -> tuple[int, int]:
-    """Return the number of integers, bools and strings that differ, and their total, as `changed_share`."""
+    """Return the number of integers, bools and strings that differ, and their total."""
     off = total = 0
     for one, other in zip(got, expected, strict=True):
         for name, wanted in other.items():
@@ -275,19 +269,8 @@ def count_changed(got: list[Feeds], expected: list[Feeds]) -> tuple[int, int]:
     return off, total
 
 
-def record_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: list[Feeds]) -> None:
-    """Write the error of the outputs into the details, and warn if it is large.
-
-    `relative` is None if an output has another shape, or is not finite where it was.
-    """
-    rows = sum(batch_size_of(one, read_batch_axes(ctx.out)) for one in feeds)
-    record_difference(
-        ctx, rows, max_output_difference(got, expected, exact=False), changed_share(got, expected)
-    )
-
-
 def record_difference(ctx: Context, rows: int, difference: float, share: float) -> None:
-    """Write the results of `max_output_difference` and `changed_share` on `rows` samples into the details."""
+    """Write the difference and the changed share of the outputs on `rows` samples into the details."""
     ctx.details["parity"] = {"rows": rows, "relative": difference if np.isfinite(difference) else None}
     if not np.isfinite(difference):
         ctx.warn(

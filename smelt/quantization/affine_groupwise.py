@@ -210,10 +210,8 @@ class AffineGroupwise(Scheme):
         size = self.group_size(width, options)
         count = parts.num_groups(width, size)
         found = {
-            name: StoredTensor(
-                (rows, count, size * bits // 8), "uint8", values_per_element=0 if low else 8 // bits
-            )
-            for name, bits, low in _PLANES[self.bits]
+            name: StoredTensor((rows, count, size * bits // 8), "uint8")
+            for name, bits, _ in _PLANES[self.bits]
         }
         found["scales"] = StoredTensor((rows, count), "float32", file_dtype="float16")
         if not options[SYMMETRIC.name]:

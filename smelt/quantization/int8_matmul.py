@@ -56,16 +56,6 @@ def dynamic_scale_zero_point(x: Tensor) -> tuple[float, int]:
     return float(scale), int(np.clip(np.rint(-low / scale), 0, 255))
 
 
-def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, float, int]:
-    """Quantize float32 `x` as ONNX's DynamicQuantizeLinear does.
-
-    Returns:
-        Codes (uint8) in the shape of `x`, the scale, the zero point.
-    """
-    scale, zero = dynamic_scale_zero_point(x)
-    return x.div(scale).round_().add_(zero).clamp_(0, 255).to(torch.uint8), scale, zero
-
-
 def fake_quantize_dynamic(x: Tensor) -> Tensor:
     """Return float `x` after DynamicQuantizeLinear and dequantizing, on any device, in the type of `x`."""
     wide = x.float()

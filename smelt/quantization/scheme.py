@@ -2,7 +2,7 @@
 
 A scheme is one class in `smelt/quantization/schemes` and one line in its registry.py. No other code contains
 its name: the stage `quantize`, its settings and help, quantization-aware training, checkpoints, the exporter,
-its verification, the plan and the footprint query the registry.
+its verification and the plan query the registry.
 
 Files of schemes import no torch at module level, because `smelt plan` and `smelt stages` import them.
 
@@ -70,7 +70,6 @@ class StoredTensor:
     dtype: in memory, where floats are float32, because transformers takes the type of a model's first float
         parameter for its own.
     file_dtype: in files; empty where it is the same.
-    values_per_element: number of values in an element.
     per_row: axis 0 is the row of the matrix, and a row's part depends on that row only. Other tensors
         must be equal in matrices that are concatenated.
     calibrated: measured on samples (`Scheme.activation_tensors`) instead of computed from the weights
@@ -80,7 +79,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     file_dtype: str = ""
-    values_per_element: int = 1
     per_row: bool = True
     calibrated: bool = False
 
@@ -142,7 +140,6 @@ class Scheme(Protocol):
     per_tensor_activations: whether all activations of a layer are quantized with one scale, so that a channel
         of large values reduces the precision of the others.
     supports_conv: whether it quantizes convolutions too, with a scale for each output channel.
-    batch_invariant: whether the result of a row in ONNX Runtime is the same, bit for bit, in any batch.
     packages: additional packages that it needs in torch: names in the package index, with
         the oldest supported release.
     supports_shortlist: whether rows of an output layer can be gathered in a graph, so that a shortlist
@@ -181,7 +178,6 @@ class Scheme(Protocol):
     requires_calibration: ClassVar[bool] = False
     per_tensor_activations: ClassVar[bool] = False
     supports_conv: ClassVar[bool] = False
-    batch_invariant: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = {}
     supports_shortlist: ClassVar[bool] = True
     unsupported_targets: ClassVar[Mapping[str, str]]

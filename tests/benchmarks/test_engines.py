@@ -6,10 +6,10 @@ import pytest
 import tiny
 import yaml
 from expected_errors import raises_code
+from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
-from smelt.pipeline.recipe.recipe import read_recipe
 
 
 @pytest.mark.parametrize("task", engines.TASKS)
@@ -17,7 +17,7 @@ from smelt.pipeline.recipe.recipe import read_recipe
 def test_every_arm_is_a_branch_that_ends_in_an_engine(task, build, tmp_path):
     written = tmp_path / "recipe.yaml"
     written.write_text(yaml.safe_dump(engines.recipe_of(task, tmp_path, build)))
-    recipe = read_recipe(written)
+    recipe = parse_recipe(written.read_text(), written)
     stages = {stage.name: stage for stage in recipe.stages}
     assert [name for name in stages if stages[name].stage == "tensorrt"] == list(engines.ARMS)
     assert recipe.baseline == ("model" if build else "fp32")

@@ -7,9 +7,9 @@ import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import pytest
 import quantization
 import yaml
+from parsed_recipes import parse_recipe
 
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.pipeline.recipe.recipe import read_recipe
 
 ARMS = quantization.selected_arms(None)
 
@@ -18,7 +18,7 @@ ARMS = quantization.selected_arms(None)
 def test_every_arm_is_a_branch_of_a_recipe(task, tmp_path):
     written = tmp_path / "recipe.yaml"
     written.write_text(yaml.safe_dump(quantization.recipe_of(task, tmp_path, ARMS, 7)))
-    recipe = read_recipe(written)
+    recipe = parse_recipe(written.read_text(), written)
     names = [stage.name for stage in recipe.stages]
     assert {f"{quantization.step_of(arm)}-ort-cpu" for arm in ("fp32", *ARMS)} <= set(names)
     assert recipe.baseline == "fp32-ort-cpu"

@@ -25,14 +25,17 @@ def test_shipped_recipe_is_found_by_name_and_planned(path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
-    from smelt.pipeline.recipe.recipe import METRICS_BY_TASK, read_recipe
+    from parsed_recipes import parse_recipe
 
-    recipe = read_recipe(path)
+    from smelt.pipeline.recipe.recipe import METRICS_BY_TASK
+
+    recipe = parse_recipe(path.read_text(), path)
     assert set(recipe.score.quality) <= set(METRICS_BY_TASK[recipe.task])
 
 
 def test_quickstart_shows_every_kind_of_stage() -> None:
-    from smelt.pipeline.recipe.recipe import read_recipe
+    from parsed_recipes import parse_recipe
 
-    words = {entry.stage for entry in read_recipe(ROOT / "configs" / "quickstart.yaml").stages}
+    path = ROOT / "configs" / "quickstart.yaml"
+    words = {entry.stage for entry in parse_recipe(path.read_text(), path).stages}
     assert words >= {"prune", "factorize", "distill", "quantize", "onnx", "tensorrt"}

@@ -99,9 +99,6 @@ def test_tensors_are_as_the_storage_says(scheme, options):
     }
     by_row = [stored for stored in storage.values() if stored.per_row and not stored.calibrated]
     assert {len(stored.shape) and stored.shape[0] for stored in by_row} == {6}
-    assert (
-        storage["codes"].values_per_element * matrix.codes.numel() >= 6 * 200
-    )  # a last group may be filled up
 
 
 @EACH

@@ -54,7 +54,7 @@ QUICK_TESTS: dict[str, str] = {
     " test_labels"
     " test_npz_arrays"
     " test_split_division",
-    "evaluate": "test_float_dtype test_footprint test_frontier test_label_quality",
+    "evaluate": "test_float_dtype test_frontier test_label_quality",
     "evaluate/latency": "test_rounds test_settings test_summary test_timed_runner test_timing_prompts",
     "evaluate/report": "test_chart test_html test_markdown test_schema test_terminal_table test_view",
     "export": "test_choose_threads::test_the_fewest_threads_that_are_as_fast_as_any_are_taken"

@@ -320,8 +320,6 @@ class Family:
     """From a config, the factor of the token embedding; it may depend on the width."""
     output_scale: Callable[[Config], float] = lambda config: 1.0
     """From a config, the factor of the hidden states before the output layer."""
-    float32_suffixes: tuple[str, ...] = ()
-    """Suffixes of linear layers that are float32 in a 16-bit model."""
     position_encoding: PositionEncoding = PositionEncoding()
     tokenizer_files: TokenizerFiles = TokenizerFiles()
     tokenizer_spec: TokenizerSpec | None = None

@@ -139,29 +139,6 @@ def hidden_state_locations(model: Any) -> list[HiddenStateLocation]:
     return sorted(found, key=lambda state: (order[state.stack], state.index))
 
 
-def unquantized_parameters(model: Any) -> list[str]:
-    """Return the parameters of `model` that no scheme quantizes, each by its first name, in order.
-
-    They are all but the matrices of the blocks' linear layers, of the output layer and the token embeddings:
-    norms, biases of layers, tables of positions and token types, relative position biases.
-    """
-    family = family_of(model)
-    if family is None:
-        return [name for name, _ in model.named_parameters()]
-    blocks = blocks_of(model)
-    products = [name for block in blocks for part in block.parts for name in part.linear_layers]
-    words = {table for block in blocks for table in block.stack.stream.embeddings[:1]}
-    tables = tuple(f"{name.removesuffix('weight')}" for name in words)  # and their replacements
-    coded = tuple(f"{name}." for name in (*products, *output_modules(model)))
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if not (name in words or name.endswith(family.embedding_suffixes))
-        and not (name.startswith(tables) and parameter.dim() == 2)
-        and not (name.startswith(coded) and parameter.dim() == 2)
-    ]
-
-
 def _stack_blocks(model: Any, family: Family, stack: Stack, config: Config) -> Iterator[Block]:
     modules = list(model.get_submodule(stack.module_path))
     for number, module in enumerate(modules):

@@ -107,7 +107,6 @@ FAMILY = Family(
     ),  # transformers' page of T5: 1e-4 and 3e-4 suit most problems
     head_modules=("lm_head",),
     output_scale=output_scale,
-    float32_suffixes=("wo",),
     position_encoding=PositionEncoding(max_positions_key=None),
     tokenizer_files=TokenizerFiles(("spiece.model",)),
     tokenizer_spec=TokenizerSpec(

@@ -30,7 +30,7 @@ from smelt.pipeline.recipe.model_and_data import (
     UntrainedModel,
 )
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
-from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml, read_yaml
+from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 from smelt.runtimes.device import Device
 
 METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
@@ -179,28 +179,6 @@ def find_recipe(word: str) -> Path:
         f"{word}: recipe not found. No such file, and the recipes included in smelt are: {names}.{hint}",
         code="unknown-recipe",
     )
-
-
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
-    """Read the recipe at `path` and apply the `--set` options `overrides`.
-
-    Raises:
-        InputError: the recipe is invalid; the message lists every mistake, one per line.
-    """
-    recipe, mistakes, _ = check_recipe(read_yaml(path), path, overrides)
-    mistakes.raise_if_any()
-    return recipe
-
-
-def parse_recipe(text: str, path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
-    """Read a recipe from `text`, as if it were the file `path`.
-
-    Raises:
-        InputError: the recipe is invalid; the message lists every mistake, one per line.
-    """
-    recipe, mistakes, _ = check_recipe(parse_yaml(text, str(path)), path, overrides)
-    mistakes.raise_if_any()
-    return recipe
 
 
 def check_recipe(

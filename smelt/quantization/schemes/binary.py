@@ -86,7 +86,7 @@ class Binary(Scheme):
         size = self.group_size(width, options)
         count = parts.num_groups(width, size)
         return {
-            "codes": StoredTensor((rows, count, size // 8), "uint8", values_per_element=8),
+            "codes": StoredTensor((rows, count, size // 8), "uint8"),
             "scales": StoredTensor((rows, count), "float32", file_dtype="float16"),
         }
 

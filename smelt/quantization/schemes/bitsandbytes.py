@@ -246,7 +246,7 @@ class BnbNf4(Scheme):
         """Return the specs of two codes per byte, and scales."""
         count = parts.num_groups(width, NF4_BLOCK_SIZE)
         return {
-            "codes": StoredTensor((rows, count, NF4_BLOCK_SIZE // 2), "uint8", values_per_element=2),
+            "codes": StoredTensor((rows, count, NF4_BLOCK_SIZE // 2), "uint8"),
             "scales": StoredTensor((rows, count), "float32"),
         }
 

@@ -59,7 +59,6 @@ class Int8Static(Int8PerChannel):
     requires_calibration: ClassVar[bool] = True
     per_tensor_activations: ClassVar[bool] = True
     supports_conv: ClassVar[bool] = True
-    batch_invariant: ClassVar[bool] = True
     unsupported_targets: ClassVar[Mapping[str, str]] = {
         "ort-cuda": "ONNX Runtime has these operators on the CPU only"
     }

@@ -100,8 +100,8 @@ class Kmeans4(Scheme):
         size = self.group_size(width, options)
         count = parts.num_groups(width, size)
         return {
-            "codes": StoredTensor((rows, count, size // 2), "uint8", values_per_element=2),
-            "codebook": StoredTensor((rows, count, CODEBOOK_SIZE), "uint8", values_per_element=0),
+            "codes": StoredTensor((rows, count, size // 2), "uint8"),
+            "codebook": StoredTensor((rows, count, CODEBOOK_SIZE), "uint8"),
             "scales": StoredTensor((rows, count), "float32", file_dtype="float16"),
         }
 

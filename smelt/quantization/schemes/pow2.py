@@ -87,7 +87,7 @@ class Pow2(Scheme):
         size = self.group_size(width, options)
         count = parts.num_groups(width, size)
         return {
-            "codes": StoredTensor((rows, count, size // 2), "uint8", values_per_element=2),
+            "codes": StoredTensor((rows, count, size // 2), "uint8"),
             "scales": StoredTensor((rows, count), "float32", file_dtype="float16"),
         }
 

@@ -105,7 +105,7 @@ class Ternary(Scheme):
         size = self.group_size(width, options)
         count = parts.num_groups(width, size)
         return {
-            "codes": StoredTensor((rows, count, -(-size // _DIGITS)), "uint8", values_per_element=_DIGITS),
+            "codes": StoredTensor((rows, count, -(-size // _DIGITS)), "uint8"),
             "scales": StoredTensor((rows, count), "float32", file_dtype="float16"),
         }
 

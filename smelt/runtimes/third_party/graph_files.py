@@ -118,11 +118,6 @@ def _integer_field(fields: Mapping[str, str], key: str, default: int) -> int:
     return int(text)
 
 
-def existing_external_files(names: Iterator[str], graph: Path) -> list[Path]:
-    """Return the existing ones of the files `names` next to the graph."""
-    return [graph.parent / name for name in dict.fromkeys(names) if (graph.parent / name).is_file()]
-
-
 # Bits of a value, by the name of its type in ONNX. Texts have no fixed size.
 BITS_BY_TYPE = {
     "FLOAT": 32, "UINT8": 8, "INT8": 8, "UINT16": 16, "INT16": 16, "INT32": 32, "INT64": 64, "BOOL": 8,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer, weighted_singular_values
+from smelt.compress.factorize.svd import ErrorMetric, decompose, low_rank_layer
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_no_other_product_of_the_rank_is_nearer_in_the_metric(layer, kind):
         return ((layer.weight.double() - matrix) @ scale).norm()
 
     pair, error = low_rank_layer(layer, 6, metric)
-    sigma = weighted_singular_values(layer.weight, metric)
+    sigma = decompose(layer.weight, metric).singular_values
     torch.testing.assert_close(off(product(pair)), sigma[6:].square().sum().sqrt(), rtol=1e-4, atol=0)
     assert error == pytest.approx(float(off(product(pair)) / off(torch.zeros(24, 40))), rel=1e-4)
     plain, _ = low_rank_layer(layer, 6, ErrorMetric())

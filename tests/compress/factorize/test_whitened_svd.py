@@ -5,12 +5,7 @@ import torch
 from torch import nn
 
 from smelt.compress.factorize import svd as module
-from smelt.compress.factorize.svd import (
-    ErrorMetric,
-    low_rank_layer,
-    weighted_singular_values,
-    whitened_svd_metric,
-)
+from smelt.compress.factorize.svd import ErrorMetric, decompose, low_rank_layer, whitened_svd_metric
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def test_the_dropped_squares_are_the_squared_error_of_the_outputs(inputs, monkey
     monkeypatch.setattr(module, "_RIDGE_RATIO", 1e-9)
     layer = nn.Linear(32, 24, bias=bias)
     metric = metric_of(inputs, bias=bias)
-    sigma = weighted_singular_values(layer.weight, metric)
+    sigma = decompose(layer.weight, metric).singular_values
     pair, _ = low_rank_layer(layer, 5, metric)
     assert mean_square(layer, pair, inputs) == pytest.approx(float(sigma[5:].square().sum()), rel=1e-3)
 

@@ -4,12 +4,11 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.export.package.registry import DEFAULT_FORMAT, PACKAGE_FORMATS, find_package_format
+from smelt.export.package.registry import PACKAGE_FORMATS, find_package_format
 
 
 def test_forms_are_found_by_their_names():
-    assert find_package_format(DEFAULT_FORMAT).name == DEFAULT_FORMAT
-    assert all(name == form.name for name, form in PACKAGE_FORMATS.items())
+    assert all(name == form.name == find_package_format(name).name for name, form in PACKAGE_FORMATS.items())
 
 
 def test_an_unknown_form_names_those_that_there_are():

@@ -260,13 +260,6 @@ def test_the_states_of_t5_are_scaled_before_an_output_layer_that_is_the_embeddin
     test_the_outputs_are_the_head_of_the_last_states_times_the_scale_and_the_bias_that_is_said(model)
 
 
-def test_layers_that_transformers_keeps_in_float32_are_those_that_the_family_names(model):
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    assert set(family_for(model).float32_suffixes) == kept
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    assert all(any(name.endswith(end) for name in names) for end in kept)
-
-
 def test_sines_are_computed_where_it_is_said_and_no_file_holds_them(model):
     family = family_for(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())

@@ -3,16 +3,12 @@
 import family_models
 import pytest
 import torch
-from transformers import MarianConfig, MarianMTModel
 
-from smelt.compress.quantize.plan_layers import quantize_model
-from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.models.families.model_blocks import (
     blocks_of,
     hidden_state_locations,
     model_attentions,
     output_modules,
-    unquantized_parameters,
 )
 from smelt.models.families.registry import FAMILIES
 
@@ -138,21 +134,6 @@ def test_states_of_a_block_that_stands_twice_are_read_under_its_first_name():
     ]
 
 
-def test_what_stays_float_is_what_a_quantized_model_has_left(model):
-    said = unquantized_parameters(model)
-    quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
-    left = [n for n, p in model.named_parameters() if p.is_floating_point() and ".matrix." not in n]
-    assert sorted(said) == sorted(left)
-
-
-def test_both_word_embeddings_of_a_translator_with_two_are_coded():
-    apart = {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
-    config = family_models.load("marian").config
-    model = MarianMTModel(MarianConfig.from_dict(config.to_dict() | apart)).eval()
-    assert model.model.decoder.embed_tokens.weight is not model.model.encoder.embed_tokens.weight
-    test_what_stays_float_is_what_a_quantized_model_has_left(model)
-
-
 def test_the_head_is_known_where_there_is_one(model):
     family = FAMILIES[model.config.model_type]
     assert output_modules(model) == family.head_modules
@@ -162,8 +143,4 @@ def test_the_head_is_known_where_there_is_one(model):
 
 def test_a_model_of_an_unknown_family_has_nothing_that_is_known():
     model = torch.nn.Linear(2, 3)
-    assert (hidden_state_locations(model), output_modules(model), unquantized_parameters(model)) == (
-        [],
-        (),
-        ["weight", "bias"],
-    )
+    assert (hidden_state_locations(model), output_modules(model)) == ([], ())

@@ -9,6 +9,7 @@ import harness
 import pytest
 import tiny
 from expected_errors import raises_code
+from parsed_recipes import parse_recipe
 
 from smelt.cli.store import find_unused, remove_unused
 from smelt.core.artifact import Artifact
@@ -19,7 +20,6 @@ from smelt.data.splits import Example, Split
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute.run_folder import default_store, require_run_folder
-from smelt.pipeline.recipe.recipe import parse_recipe
 
 RECIPE = """
 model: m

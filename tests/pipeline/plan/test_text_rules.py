@@ -3,11 +3,11 @@
 import json
 
 from expected_errors import raises_code
+from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.models.text_rules import TextRules
 from smelt.pipeline.plan.task_checks import resolve_text_rules
-from smelt.pipeline.recipe.recipe import parse_recipe
 
 T5 = {
     "summarization": {"prefix": "summarize: ", "num_beams": 4},

@@ -9,6 +9,7 @@ import harness
 import numpy as np
 import pytest
 import tiny
+from parsed_recipes import parse_recipe
 
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
@@ -20,7 +21,6 @@ from smelt.pipeline.plan.warnings import (
     few_windows_warnings,
     last_checkpoint_warnings,
 )
-from smelt.pipeline.recipe.recipe import parse_recipe
 
 ROWS = 120
 

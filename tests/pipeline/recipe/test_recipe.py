@@ -9,6 +9,7 @@ import pytest
 from expected_errors import message_locations, raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parsed_recipes import parse_recipe
 from pydantic import TypeAdapter
 
 from smelt.core.errors import InputError
@@ -23,8 +24,6 @@ from smelt.pipeline.recipe.recipe import (
     RecipeKeys,
     ScoreSettings,
     find_recipe,
-    parse_recipe,
-    read_recipe,
 )
 
 FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -346,12 +345,6 @@ def test_a_number_that_is_none_is_said_once(written: str) -> None:
 
 def test_set_names_the_nearest_step() -> None:
     assert "'small'?" in mistakes(GOOD, "smal.keep_ratio=1")[0].message
-
-
-def test_read_recipe_reads_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(GOOD)
-    assert read_recipe(path).base == tmp_path
 
 
 def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:

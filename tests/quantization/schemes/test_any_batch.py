@@ -1,6 +1,6 @@
-"""Whole models say the same of a text alone and among longer ones, under schemes that promise it.
+"""Whole models give the same for a text alone and in a batch with longer ones, where a scheme's products do.
 
-`Scheme.batch_invariant` promises it of products bit for bit. Attention and norms are float32 kernels, which
+The products of these schemes do so bit for bit. Attention and norms are float32 kernels, which
 sum in another order in another batch; a value that lies between two codes may then round to the other one. So
 words are compared one by one, numbers up to what a scheme's own rounding does.
 """

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from smelt.compress.train.settings import (
-    TrainingSettings,
+from smelt.compress.training_techniques import (
+    TechniqueTrainingSettings,
     check_training,
     invalidated_by_training,
-    needed_by_training,
     provided_by_training,
+    train_with_techniques,
+    width_mask_errors,
 )
-from smelt.compress.train.train import missing_scores_errors, train, width_mask_errors
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need
 from smelt.data.splits import TASKS, Split, Task
+from smelt.training.settings import needed_by_training
+from smelt.training.train import missing_scores_errors
 
 
-class FinetuneSettings(TrainingSettings):
+class FinetuneSettings(TechniqueTrainingSettings):
     """Settings of `finetune`."""
 
 
@@ -83,6 +85,6 @@ class Finetune:
         from smelt.compress.quantize.qat_extensions import split_before_training
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
-        edits = split_before_training(model, edits, settings, ctx)
-        train(model, src, settings, ctx, edits=edits, stage=self.name)
-        save_trained(model, edits, src.path, settings, ctx)
+        edits = split_before_training(model, edits, settings.qat, ctx)
+        train_with_techniques(model, src, settings, ctx, edits=edits, stage=self.name)
+        save_trained(model, edits, src.path, settings.dtype, settings.qat, ctx)

@@ -302,7 +302,7 @@ def _shortlist_sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, 
 
 def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | None) -> list[TokenPair]:
     """Return source and target ids of at most `most` samples of a split, limited by memory."""
-    from smelt.compress.train.samples import encode_split, spread_indices
+    from smelt.training.samples import encode_split, spread_indices
 
     given = ctx.data[split]
     chosen = spread_indices(len(given), len(given) if most is None else most, ctx.seed)

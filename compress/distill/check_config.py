@@ -103,10 +103,10 @@ def make_external_student(
     Raises:
         InputError: the model cannot be made, or its tokenizer differs.
     """
-    from smelt.compress.train.losses import model_problem_type
     from smelt.models.checkpoint import copy_tokenizer
     from smelt.models.import_model import import_model
     from smelt.models.new_model import create_model
+    from smelt.training.losses import model_problem_type
 
     classifies = ctx.task in CLASSIFICATION_TASKS
     labels = list(teacher.config.id2label.values()) if classifies else []

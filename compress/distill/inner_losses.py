@@ -32,11 +32,11 @@ from smelt.compress.distill.settings import (
     resolve_layer_map,
     stack_map,
 )
-from smelt.compress.train.extension import AveragedOver, LossTerm
-from smelt.compress.train.losses import IGNORE_INDEX
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
 from smelt.models.families.model_blocks import blocks_of
+from smelt.training.extension import AveragedOver, LossTerm
+from smelt.training.losses import IGNORE_INDEX
 
 
 def attention_loss(student: Tensor, teacher: Tensor, visible: Tensor, mask: Tensor) -> Tensor:

@@ -34,13 +34,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.losses import blockwise_loss
-from smelt.compress.train.samples import CACHE_INDEX_KEY, EncodedSample, collate, group_by_length
-from smelt.compress.train.training_state import autocast, pick_precision, torch_threads
 from smelt.core.errors import RunError
 from smelt.core.stage import Context
 from smelt.data.images import image_hash
 from smelt.runtimes.device import torch_device
+from smelt.training.losses import blockwise_loss
+from smelt.training.samples import CACHE_INDEX_KEY, EncodedSample, collate, group_by_length
+from smelt.training.training_state import autocast, pick_precision, torch_threads
 
 
 class NpyFile:

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.extension import LossTerm, Objective, batch_sentence_vectors, model_logits
-from smelt.compress.train.losses import classification_loss
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.core.text import with_article
 from smelt.models.sentence_model import is_sentence_model
+from smelt.training.extension import LossTerm, Objective, batch_sentence_vectors, model_logits
+from smelt.training.losses import classification_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.distill.settings import LossWeights
-    from smelt.compress.train.extension import LossTerm
+    from smelt.training.extension import LossTerm
 
 
 def vector_loss_terms(
@@ -36,7 +36,7 @@ def vector_loss_terms(
         scores: float [B, 1], of pairs.
         weights: the weights.
     """
-    from smelt.compress.train.extension import (
+    from smelt.training.extension import (
         LossTerm,
         cosent_loss,
         pairwise_similarity_loss,

@@ -10,13 +10,14 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.train.settings import LOSS_METRIC, TrainingSettings
+from smelt.compress.training_techniques import TechniqueTrainingSettings
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.data.bleu_tokenizer import BleuTokenizer
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
 from smelt.models.families.registry import find_family
+from smelt.training.settings import LOSS_METRIC
 
 # Terms on inner states of both models.
 INNER_LOSSES = ("hidden_states", "input_embeddings", "cosine", "attention", "self_attention_relations")
@@ -328,7 +329,7 @@ class PhaseSettings(Settings):
     )
 
 
-class DistillSettings(TrainingSettings):
+class DistillSettings(TechniqueTrainingSettings):
     """Settings of `distill`."""
 
     student: StudentSettings | None = Field(

@@ -18,13 +18,13 @@ from smelt.compress.distill.check_config import (
 from smelt.compress.distill.sequence_level import check_unlabelled, needed_splits, with_training_samples
 from smelt.compress.distill.settings import INNER_LOSSES, DistillSettings
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
-from smelt.compress.train.settings import (
+from smelt.compress.training_techniques import (
     check_training,
     invalidated_by_training,
-    needed_by_training,
     provided_by_training,
+    train_with_techniques,
+    width_mask_errors,
 )
-from smelt.compress.train.train import train, width_mask_errors
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
@@ -36,6 +36,9 @@ from smelt.data.splits import (
     TEXT_TO_TEXT_TASKS,
     Split,
     Task,
+)
+from smelt.training.settings import (
+    needed_by_training,
 )
 
 if TYPE_CHECKING:
@@ -201,7 +204,7 @@ class Distill:
             model, edits, home = _make_student(
                 src, combine_teachers(teachers, None, settings), settings, space / "student", ctx
             )
-            edits = split_before_training(model, edits, settings, ctx)
+            edits = split_before_training(model, edits, settings.qat, ctx)
             words = align_vocabularies(teachers, model, home, ctx)
             for one in teachers:
                 check_outputs(model, one.model, settings, several=len(teachers) > 1)
@@ -222,7 +225,7 @@ class Distill:
                 _train_phases(
                     model, teacher, Artifact(home, src.manifest), settings, ctx, edits, cached_teacher
                 )
-            save_trained(model, edits, home, settings, ctx)
+            save_trained(model, edits, home, settings.dtype, settings.qat, ctx)
 
 
 def _make_student(
@@ -270,7 +273,7 @@ def _train_phases(
 ) -> None:
     """Train `model` in place, phase by phase; `cached_teacher` serves phases that use only outputs."""
     from smelt.compress.distill.objective import distill_objective, make_inner_losses
-    from smelt.compress.train.extension import TrainingExtension
+    from smelt.training.extension import TrainingExtension
 
     phase_details: list[Any] = []
     warned: list[list[Message]] = []
@@ -289,7 +292,7 @@ def _train_phases(
         )
         if kept is not None:
             extension = replace(extension, prepare_samples=kept.prepare_samples)
-        train(
+        train_with_techniques(
             model,
             src,
             training,
@@ -311,7 +314,7 @@ def _train_phases(
 
 def _starts_random(settings: DistillSettings, src: Artifact, ctx: Context) -> bool:
     """Return whether the student starts with random weights, of its own config or of `src`."""
-    from smelt.compress.train.train import starts_random
+    from smelt.training.train import starts_random
 
     student = settings.student
     if student is not None and student.is_external:

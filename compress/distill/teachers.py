@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from smelt.compress.distill.check_config import require_same_tokens
 from smelt.compress.distill.settings import DistillSettings, TeacherSettings
-from smelt.compress.train.losses import model_problem_type
 from smelt.compress.trim_vocabulary.select_tokens import map_to_teacher_tokens
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
@@ -31,6 +30,7 @@ from smelt.core.stage import Context
 from smelt.core.text import with_article
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY
+from smelt.training.losses import model_problem_type
 
 
 class Ensemble(nn.Module):
@@ -467,7 +467,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
 
 
 def _require_same_labels(ours: Any, theirs: Any) -> None:
-    from smelt.compress.train.losses import model_problem_type
+    from smelt.training.losses import model_problem_type
 
     if ours.id2label != theirs.id2label:
         raise InputError(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.drop_layers.layer_parts import LayerPart, layer_parts, part_influence, without_parts
 from smelt.compress.drop_layers.select_layers import (
     UnitId,
@@ -20,12 +20,12 @@ from smelt.compress.drop_layers.select_layers import (
     model_on_device,
 )
 from smelt.compress.drop_layers.settings import DropLayersSettings, check_parts, kept_fraction
-from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.skip_sublayer import skip_sublayer
 from smelt.models.structure import Edit
+from smelt.training.train import missing_scores_errors
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from smelt.compress.calibration.samples import model_outputs
-from smelt.compress.train.samples import TensorBatch
+from smelt.calibration.samples import model_outputs
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.model_blocks import Block, blocks_of, skipped_parts
 from smelt.models.skip_sublayer import sublayer_name
+from smelt.training.samples import TensorBatch
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from smelt.compress.calibration.samples import load_calibration_samples, model_outputs
-from smelt.compress.calibration.sequential import PrefixCachedModel, forward_restorer
+from smelt.calibration.samples import load_calibration_samples, model_outputs
+from smelt.calibration.sequential import PrefixCachedModel, forward_restorer
 from smelt.compress.drop_layers.settings import DropLayersSettings
-from smelt.compress.train.extension import label_objective, mean_loss
-from smelt.compress.train.samples import TensorBatch
-from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
@@ -34,6 +31,9 @@ from smelt.models.families.family import Stack
 from smelt.models.families.model_blocks import skipped_parts
 from smelt.models.families.registry import family_of
 from smelt.runtimes.device import torch_device
+from smelt.training.extension import label_objective, mean_loss
+from smelt.training.samples import TensorBatch
+from smelt.training.train import missing_scores_errors
 
 # A layer: the name of its stack and its index there.
 UnitId = tuple[str, int]

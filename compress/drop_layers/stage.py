@@ -14,7 +14,6 @@ from smelt.compress.drop_layers.settings import (
     kept_fraction,
     kept_layers,
 )
-from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
@@ -22,6 +21,7 @@ from smelt.core.stage import Context, Need
 from smelt.data.splits import TASKS, Split, Task
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
+from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack
@@ -107,9 +107,9 @@ class DropLayers:
     def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
         from smelt.compress.distill.layer_selection import keep_layers
-        from smelt.compress.train.training_state import torch_threads
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.count_parameters import count_parameters
+        from smelt.training.training_state import torch_threads
 
         with torch_threads(ctx.threads):
             model, edits = load_model(src.path)

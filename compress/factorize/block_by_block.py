@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from smelt.compress.calibration.samples import load_calibration_samples
-from smelt.compress.calibration.sequential import RunningBlock, run_blocks
-from smelt.compress.calibration.statistics import InputStatistics, StatisticsCollector, input_width
+from smelt.calibration.samples import load_calibration_samples
+from smelt.calibration.sequential import RunningBlock, run_blocks
+from smelt.calibration.statistics import InputStatistics, StatisticsCollector, input_width
 from smelt.compress.factorize.layer_metrics import (
     LayerMetrics,
     layers_with_few_tokens,

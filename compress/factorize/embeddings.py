@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.factorize.ranks import rank_of_energy
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.quantize.plan_layers import token_lookup_modules
-from smelt.compress.train.losses import IGNORE_INDEX
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
@@ -31,6 +30,7 @@ from smelt.models.edits import tie_linear
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.models.structure import Edit, module_names, replace_layer, replace_module
 from smelt.quantization.layers import copy_embed_scale, is_embedding_table
+from smelt.training.losses import IGNORE_INDEX
 
 
 def factorize_embeddings(

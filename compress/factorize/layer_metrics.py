@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.compress.calibration.statistics import InputStatistics, cached_statistics, squared_gradients
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.statistics import InputStatistics, cached_statistics, squared_gradients
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.svd import (
     Decomposition,
@@ -23,10 +23,10 @@ from smelt.compress.factorize.svd import (
     fwsvd_metric,
     whitened_svd_metric,
 )
-from smelt.compress.train.extension import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.training.extension import label_objective
 
 # Memory for cached singular vectors.
 DECOMPOSITION_CACHE_BYTES = 2**30

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
+from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.compress.factorize.layer_metrics import LayerMetrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import low_rank_layer
-from smelt.compress.train.losses import IGNORE_INDEX
-from smelt.compress.train.samples import TensorBatch
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.layers import SharedLinear
 from smelt.models.structure import replace_layer
+from smelt.training.losses import IGNORE_INDEX
+from smelt.training.samples import TensorBatch
 
 # Overhead of one more linear layer, in weights
 DECODING_OVERHEAD_WEIGHTS = 100_000

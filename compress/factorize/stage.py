@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.model_input import count_stored_parameters, load_float_model
-from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
 from smelt.core.text import with_article
 from smelt.data.splits import TASKS, Split, Task
+from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +108,7 @@ class Factorize:
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
-        from smelt.compress.train.training_state import torch_threads
+        from smelt.training.training_state import torch_threads
 
         with torch_threads(ctx.threads):
             (self._factorize_convolutions if settings.for_convolutions else self._factorize)(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.costs import (
     UnitCosts,

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import model_outputs
-from smelt.compress.train.samples import TensorBatch
+from smelt.calibration.samples import model_outputs
 from smelt.models.families.model_blocks import model_attentions, norm_consumers
 from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import hidden_axes
+from smelt.training.samples import TensorBatch
 
 
 def hidden_norms(model: Any) -> list[nn.Module]:

@@ -20,7 +20,6 @@ from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.compress.prune.importance import UnitScores, score_on_labelled_samples
 from smelt.compress.prune.settings import PruneSettings, check_units, count_kept_channels
 from smelt.compress.prune.units import allocate_globally
-from smelt.compress.train.extension import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
@@ -30,6 +29,7 @@ from smelt.models.families.registry import family_of
 from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.models.layers import LowRankConv, conv_end_names, resize_conv
 from smelt.models.structure import Edit, replace_layer
+from smelt.training.extension import label_objective
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ from smelt.compress.prune.masked_parts import (
 )
 from smelt.compress.prune.reconstruct import bias_owner, cut_units
 from smelt.compress.prune.units import FeedForwardGroup, linear_with_inputs, update_config
-from smelt.compress.train.extension import (
+from smelt.core.stage import Context
+from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.structure import Edit
+from smelt.training.extension import (
     LossTerm,
     LossTerms,
     Objective,
@@ -50,9 +53,6 @@ from smelt.compress.train.extension import (
     TrainingExtension,
     as_loss_terms,
 )
-from smelt.core.stage import Context
-from smelt.models.skip_sublayer import skip_sublayer
-from smelt.models.structure import Edit
 
 
 def cut_masked(

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.compress.calibration.sequential import RunningBlock, ignore_block, run_blocks
-from smelt.compress.calibration.statistics import InputStatistics, empty_statistics, few_tokens_text
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.sequential import RunningBlock, ignore_block, run_blocks
+from smelt.calibration.statistics import InputStatistics, empty_statistics, few_tokens_text
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.units import (
     AttentionGroup,

@@ -17,12 +17,12 @@ from smelt.compress.prune.settings import (
     fixed_heads_warnings,
     narrowed_config,
 )
-from smelt.compress.train.train import missing_scores_errors
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
 from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task
 from smelt.quantization.schemes.registry import STATIC_SCHEME
+from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,7 @@ class Prune:
         """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""
         from smelt.compress.prune.channels import prune_channels
         from smelt.compress.prune.width import prune_width
-        from smelt.compress.train.training_state import torch_threads
+        from smelt.training.training_state import torch_threads
 
         with torch_threads(ctx.threads):
             if "width" in settings.targets:

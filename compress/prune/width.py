@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
-from smelt.compress.calibration.sequential import RunningBlock, run_blocks
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
+from smelt.calibration.sequential import RunningBlock, run_blocks
 from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.channel_scores import activation_scores, channel_magnitudes, gradient_scores
 from smelt.compress.prune.importance import score_on_labelled_samples
@@ -35,7 +35,6 @@ from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner,
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
 from smelt.compress.prune.units import linear_with_inputs
 from smelt.compress.quantize.requantize import load_dequantized
-from smelt.compress.train.extension import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
@@ -45,6 +44,7 @@ from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.models.structure import is_masked
 from smelt.runtimes.device import torch_device
+from smelt.training.extension import label_objective
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.calibration.statistics import InputStatistics, collect_statistics, few_tokens_text
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.statistics import InputStatistics, collect_statistics, few_tokens_text
 from smelt.compress.quantize.channel_scales import (
     LayerToScale,
     ScaleSearchResult,

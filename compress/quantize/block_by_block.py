@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.calibration.samples import load_calibration_samples
-from smelt.compress.calibration.sequential import ObserveInputs, run_blocks
+from smelt.calibration.samples import load_calibration_samples
+from smelt.calibration.sequential import ObserveInputs, run_blocks
 from smelt.compress.quantize.calibrate_layers import grid_finder, quantizer_factory
 from smelt.compress.quantize.gptq import GptqRunner
 from smelt.compress.quantize.plan_layers import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.compress.quantize.plan_layers import (
     GridFinder,
     PlannedLayer,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.calibration.samples import CalibrationSamples
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.quantize.ranges import ObservedRange, observe_ranges
 from smelt.compress.quantize.settings import QuantizeSettings

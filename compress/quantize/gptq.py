@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.calibration.sequential import ObserveInputs, run_blocks
-from smelt.compress.calibration.statistics import (
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import ObserveInputs, run_blocks
+from smelt.calibration.statistics import (
     HESSIAN_DAMPING,
     InputStatistics,
     NotInvertibleError,

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
-from smelt.compress.calibration.sequential import PrefixCachedModel
+from smelt.calibration.samples import CalibrationSamples, model_outputs
+from smelt.calibration.sequential import PrefixCachedModel
 from smelt.compress.quantize.plan_layers import PlannedLayer, quantize_planned
 from smelt.compress.quantize.settings import MaxExcluded
 from smelt.core.errors import InputError

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.calibration.statistics import InputStatistics, cached_statistics, collect_statistics
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.statistics import InputStatistics, cached_statistics, collect_statistics
 from smelt.compress.factorize.svd import ErrorMetric, asvd_metric, low_rank_factors, whitened_svd_metric
 from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, output_layer
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from smelt.compress.calibration.samples import CalibrationSamples, model_outputs
-from smelt.compress.candidate import candidate_artifact
+from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.compress.quantize.layer_sensitivity import output_changes, output_variance
 from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, plan_layers, quantize_layers
 from smelt.compress.quantize.settings import MixedPrecision, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
-from smelt.core.stage import Context
+from smelt.core.stage import Context, candidate_artifact
 from smelt.models.structure import replace_layer
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, stored_bytes
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -37,12 +38,12 @@ from smelt.compress.quantize.plan_layers import (
     round_to_nearest,
     straight_through,
 )
+from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.settings import AWQ_METHODS
 from smelt.compress.quantize.smoothquant import smooth_like
 from smelt.compress.quantize.step_sizes import StepSizes
-from smelt.compress.train.settings import TrainingSettings
 from smelt.core.artifact import Artifact
-from smelt.core.stage import Context
+from smelt.core.stage import Context, StoredDtype
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import fold_batch_norms
 from smelt.models.stored_dtype import stored_dtypes
@@ -56,6 +57,7 @@ from smelt.quantization.layers import (
     is_quantized,
 )
 from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
+from smelt.training.extension import Objective, TrainingExtension
 
 
 class QatLinear(nn.Linear):
@@ -184,19 +186,6 @@ class QatEmbedding(nn.Embedding):
 
 
 QatLayer: TypeAlias = QatLinear | QatConv2d | QatEmbedding
-
-
-def is_mostly_low_bit(model: nn.Module) -> bool:
-    """Return whether most fake-quantized weights have fewer than four bits.
-
-    A matrix that several layers share counts once.
-    """
-    matrices = {
-        id(m.quantized.matrix): m.quantized.matrix for m in model.modules() if isinstance(m, QatLayer)
-    }
-    weights = [(matrix.scheme, len(matrix.codes) * matrix.width) for matrix in matrices.values()]
-    few = sum(count for scheme, count in weights if scheme.requires_training or 0 < scheme.bits < 4)
-    return 2 * few > sum(count for _, count in weights)
 
 
 def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:
@@ -329,7 +318,9 @@ def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
     return cast(Tensor, floats.get_submodule(name).weight)
 
 
-def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSettings, ctx: Context) -> None:
+def save_trained(
+    model: Any, edits: list[Edit], src: Path, dtype: StoredDtype, qat: QatSettings | None, ctx: Context
+) -> None:
     """Convert a trained model, and write it and its master weights to `ctx.out`.
 
     `ctx.details["latent_bytes"]` is the size of the master weights, `ctx.details["bits_per_weight"]` the mean
@@ -339,14 +330,15 @@ def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSet
         model: the trained model from `load_trainable`; its quantized layers are restored.
         edits: the edits of the model.
         src: the folder that defines the stored dtypes.
-        settings: settings of the training.
+        dtype: of the stored float weights.
+        qat: settings of the quantization-aware training.
         ctx: the context of the stage.
     """
     weights = convert_qat(model, ctx)
-    ctx.warnings.extend(save_model(model, edits, ctx.out, src, settings.dtype))
+    ctx.warnings.extend(save_model(model, edits, ctx.out, src, dtype))
     if any(is_quantized(module) for module in model.modules()):
         ctx.details["bits_per_weight"] = quantized_weight_bits(model, stored_dtypes(ctx.out).default.itemsize)
-    if weights and settings.saves_master_weights:
+    if weights and (qat is None or qat.save_master_weights):
         ctx.details["latent_bytes"] = write_master_weights(weights, ctx.out)
 
 
@@ -396,6 +388,32 @@ def with_original_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for latent in latents:
             latent.as_came = False
+
+
+class QuantizedWeights:
+    """The quantized weights of a model in training, as a technique of the training loop.
+
+    Checkpoints are scored with quantized weights, and the initial ones as they came.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def objective(self, objective: Objective) -> Objective:
+        """Return `objective` unchanged."""
+        return objective
+
+    def extension(self) -> TrainingExtension:
+        """Return the extension of the training."""
+        return TrainingExtension(
+            as_stored=partial(as_converted, self.model),
+            as_incoming=partial(with_original_weights, self.model),
+        )
+
+    def finalize(self, ctx: Context) -> None:
+        """Mark the model as trained, unless the initial weights were kept."""
+        if ctx.details.get("training", {}).get("kept_step", 1):
+            mark_trained(self.model)
 
 
 def mark_trained(model: nn.Module) -> None:

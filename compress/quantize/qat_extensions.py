@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from smelt.compress.quantize.qat import QatEmbedding, QatLinear, qat_layers
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.step_sizes import ActivationStepSize, StepSizes
-from smelt.compress.train.extension import Objective, ParameterGroup, TrainingExtension
-from smelt.compress.train.settings import TrainingSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.structure import Edit, replace_module
@@ -41,6 +39,7 @@ from smelt.quantization.layers import QuantizedLinear, SplitLinear
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.scheme import Scheme, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, find_scheme
+from smelt.training.extension import Objective, ParameterGroup, TrainingExtension
 
 
 class StepSizeTraining:
@@ -155,14 +154,14 @@ def split_ternary_groups(
 
 
 def split_before_training(
-    model: nn.Module, edits: list[Edit], settings: TrainingSettings, ctx: Context
+    model: nn.Module, edits: list[Edit], settings: QatSettings | None, ctx: Context
 ) -> list[Edit]:
     """Split the ternary layers of `model` before training if the settings ask for it; return its edits.
 
     Raises:
         InputError: layers cannot be split (see `split_ternary_layers`).
     """
-    if settings.qat is None or not settings.qat.weight_splitting:
+    if settings is None or not settings.weight_splitting:
         return edits
     edits, ctx.details["split_layers"] = split_ternary_layers(model, edits)
     return edits

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples, observe_inputs
+from smelt.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError

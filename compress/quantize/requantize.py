@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.statistics import InputStatistics, NotInvertibleError
+from smelt.calibration.statistics import InputStatistics, NotInvertibleError
 from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput, kept_indices
 from smelt.compress.quantize.calibrate_layers import grid_finder
 from smelt.compress.quantize.gptq import gptq_quantize

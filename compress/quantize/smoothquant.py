@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples, observe_inputs
+from smelt.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning

@@ -119,10 +119,10 @@ class Quantize:
             unused_patterns,
         )
         from smelt.compress.quantize.scheme_options import two_bit_warnings
-        from smelt.compress.train.training_state import torch_threads
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
         from smelt.models.stored_dtype import stored_dtypes, weight_files_size
+        from smelt.training.training_state import torch_threads
 
         streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)

@@ -30,7 +30,12 @@ from torch.nn import functional as F
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.sparsify.methods import linear_layer_names, linear_layers
 from smelt.compress.sparsify.settings import GradualSparsitySettings, SparsityPattern, parse_pattern
-from smelt.compress.train.extension import (
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.models.structure import is_masked, mark_masked
+from smelt.training.extension import (
     LossTerm,
     LossTerms,
     Objective,
@@ -38,11 +43,6 @@ from smelt.compress.train.extension import (
     TrainingExtension,
     as_loss_terms,
 )
-from smelt.core.errors import InputError
-from smelt.core.stage import Context
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.layers import LowRankLinear, SharedLinear
-from smelt.models.structure import is_masked, mark_masked
 
 _MIN_KEPT_SHARE = 0.005  # of a matrix is always kept by soft-movement
 

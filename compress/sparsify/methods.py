@@ -16,9 +16,9 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Generator, Tensor, nn
 
-from smelt.compress.calibration.samples import CalibrationSamples
-from smelt.compress.calibration.sequential import ObserveInputs
-from smelt.compress.calibration.statistics import (
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.statistics import (
     InputStatistics,
     StatisticsCollector,
     few_tokens_text,

@@ -17,7 +17,7 @@ from smelt.data.splits import TASKS, Task
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 
 if TYPE_CHECKING:
-    from smelt.compress.calibration.samples import CalibrationSamples
+    from smelt.calibration.samples import CalibrationSamples
     from smelt.compress.sparsify.methods import SparsityMethod
     from smelt.models.streamed_model import StreamedModel
 
@@ -141,11 +141,11 @@ class Sparsify:
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Make the model of `src` sparse and write it to `ctx.out`."""
-        from smelt.compress.calibration.samples import load_calibration_samples
+        from smelt.calibration.samples import load_calibration_samples
         from smelt.compress.quantize.requantize import load_dequantized
-        from smelt.compress.train.training_state import torch_threads
         from smelt.models.checkpoint import save_model
         from smelt.models.streamed_model import open_streamed
+        from smelt.training.training_state import torch_threads
 
         streamed = open_streamed(src.path, ctx.out, settings.dtype) if _can_stream(ctx) else None
         codes = None
@@ -200,7 +200,7 @@ def _sparsify_blocks(
     """Sparsify the blocks of `model` in place; report to `ctx`."""
     import torch
 
-    from smelt.compress.calibration.sequential import ignore_block, run_blocks
+    from smelt.calibration.sequential import ignore_block, run_blocks
     from smelt.compress.sparsify.methods import Sparsifier, linear_layers
     from smelt.models.families.model_blocks import blocks_of
 

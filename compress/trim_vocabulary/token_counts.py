@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from smelt.compress.train.samples import encode_targets
 from smelt.compress.trim_vocabulary.select_tokens import TokenCounts
 from smelt.data.splits import TEXT_TO_TEXT_TASKS, Split, Task, input_texts
 from smelt.runtimes.predict_texts import encode_texts
+from smelt.training.samples import encode_targets
 
 _NO_LIMIT = 10**9  # no truncation
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smelt.core.artifact import Artifact, Format
-from smelt.core.files import resolve_path
+from smelt.core.artifact import Artifact, FileRecord, Format, Manifest
+from smelt.core.files import json_hash, resolve_path, sha256_of
 from smelt.core.messages import Message, warning
 from smelt.data.splits import Split, Task
 
@@ -271,3 +271,26 @@ def stage_needs(
     narrower = getattr(stage, "needs_with", None)
     found: frozenset[Need] = narrower(settings, available) if narrower else stage.needs
     return found
+
+
+def candidate_artifact(folder: Path, src: Artifact, ctx: Context) -> Artifact:
+    """Return the torch model in `folder`, derived from `src`, as an artifact keyed by its file hashes."""
+    files = {
+        path.relative_to(folder).as_posix(): FileRecord(
+            sha256=sha256_of(path), size_bytes=path.stat().st_size
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    manifest = Manifest(
+        key=json_hash({name: record.sha256 for name, record in files.items()}),
+        format="torch",
+        task=ctx.task,
+        stage="checkpoint",
+        settings={},
+        seed=ctx.seed,
+        parent=src.key,
+        versions=dict(src.manifest.versions),
+        files=files,
+    )
+    return Artifact(folder, manifest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,17 @@ def _scale_rows(scale: float, module: nn.Module, inputs: tuple[Tensor, ...], row
 QuantizedLayer: TypeAlias = QuantizedLinear | QuantizedConv2d | QuantizedEmbedding
 
 
+@runtime_checkable
+class MasterWeightLayer(Protocol):
+    """A layer that trains float master weights and computes like the quantized layer made from them."""
+
+    weight: nn.Parameter
+
+    @property
+    def quantized(self) -> QuantizedLayer:
+        """The quantized layer."""
+
+
 def is_quantized(module: nn.Module) -> TypeGuard[QuantizedLayer]:
     """Return whether `module` is a quantized layer."""
     return isinstance(module, QuantizedLayer)
@@ -229,7 +240,7 @@ def concat_quantized(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
 class LowRankCorrectedLinear(nn.Module):
     """y = coded(x) + adapter(x), both [..., K] -> [..., N]; the bias is that of `coded`.
 
-    The correction is a trained adapter (compress/train/lora.py), or compensates quantization error
+    The correction is a trained adapter (smelt/training/lora.py), or compensates quantization error
     (compress/quantize/low_rank_correction.py).
 
     The adapter that training added to quantized weights is kept separate. Merged, the sum would have to be

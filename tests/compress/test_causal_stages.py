@@ -15,13 +15,13 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.train.extension import label_objective
-from smelt.compress.train.samples import collate, encode_split
 from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.model_blocks import blocks_of
+from smelt.training.extension import label_objective
+from smelt.training.samples import collate, encode_split
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
 

@@ -16,13 +16,13 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.train.samples import collate, encode_split
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.models.structure import read_edits
 from smelt.models.text_rules import TextRules
 from smelt.models.write_text_rules import write_text_rules
 from smelt.quantization.layers import QuantizedEmbedding
+from smelt.training.samples import collate, encode_split
 
 MADE = {
     "t5": seq2seq.write_t5,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = {"core", "data", "models", "quantization", "runtimes", "generation"}
+BASE = {"core", "data", "models", "quantization", "calibration", "training", "runtimes", "generation"}
 USERS = {"compress", "export", "evaluate"}
 MAY_IMPORT = {
     "core": {"core", "data"},  # a stage's context holds the splits

@@ -199,8 +199,8 @@ def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
 
 
 def test_training_is_told_the_device(tmp_path):
-    from smelt.compress.train.settings import TrainingSettings
-    from smelt.compress.train.trainer import _training_arguments
+    from smelt.training.settings import TrainingSettings
+    from smelt.training.trainer import _training_arguments
 
     def device_for(word):
         ctx = harness.make_context(tmp_path, device=word)

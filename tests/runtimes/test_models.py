@@ -9,11 +9,11 @@ import torch
 from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.train.checkpoint_selector import CheckpointSelector
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.import_model import import_model
+from smelt.training.checkpoint_selector import CheckpointSelector
 
 OLDER = {
     r"^vit\.layers\.": "vit.encoder.layer.",

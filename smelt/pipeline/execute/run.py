@@ -95,7 +95,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             ) from error
         stack.callback(display.close)
         if any(step.needs & {"train", "unlabelled", "calibration"} for step in plan.steps):
-            from smelt.compress.train.training_state import denormals_as_zero
+            from smelt.training.training_state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())
         if new_store:

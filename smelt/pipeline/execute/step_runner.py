@@ -175,7 +175,7 @@ class StepRunner:
 
     def _scoring_key(self, step: PlanStep) -> dict[str, Any]:
         """Return the scoring conditions, if a metric selects the checkpoint; else an empty dict."""
-        from smelt.compress.train.settings import LOSS_METRIC
+        from smelt.training.settings import LOSS_METRIC
 
         chosen = getattr(step.settings, "metric_for_best_model", LOSS_METRIC)
         return {} if chosen == LOSS_METRIC else {"score": self.validation_scorer.key_conditions()}

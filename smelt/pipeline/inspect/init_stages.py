@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.compress.train.settings import TrainingSettings
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
@@ -22,6 +21,7 @@ from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.pipeline.recipe.yaml_file import parse_yaml
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES
+from smelt.training.settings import TrainingSettings
 
 # Training samples from which a shortlist is proposed: with 2,000 it cost a translator 2.4 BLEU, with 29,000
 # little (docs/measurements/techniques.md); nothing in between was measured.

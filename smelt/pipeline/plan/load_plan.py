@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.quantize.scheme_options import two_bit_warnings
-from smelt.compress.train.learning_rates import TrainedPart, default_learning_rate, has_fewer_layers
-from smelt.compress.train.settings import TrainingSettings
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
@@ -73,6 +71,8 @@ from smelt.pipeline.recipe.recipe import ParsedRecipe, check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.training.learning_rates import TrainedPart, default_learning_rate, has_fewer_layers
+from smelt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.pipeline.recipe.yaml_file import KeyPath

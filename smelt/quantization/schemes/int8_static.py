@@ -5,7 +5,7 @@ with it:
 
     scale = range / 127        x_q = clamp(round(x / scale), -128, 127)        round half to even
 
-as in the ONNX operator QuantizeLinear. The range is calibrated on samples (`compress/calibration`).
+as in the ONNX operator QuantizeLinear. The range is calibrated on samples (`smelt/calibration`).
 Integer products are summed in int32, then y = (scale * weight scale) * sum + bias. So a row of the output
 depends only on its input row.
 

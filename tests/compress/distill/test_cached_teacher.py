@@ -21,8 +21,6 @@ from smelt.compress.distill.logit_cache import teacher_inputs_fingerprint
 from smelt.compress.distill.objective import distill_objective, make_cached_teacher
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.compress.train.extension import total_loss
-from smelt.compress.train.samples import collate, encode_split
 from smelt.core.errors import RunError
 from smelt.core.store.caches import StageCache
 from smelt.core.store.store import Store
@@ -30,6 +28,8 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.image_processor import read_processor
+from smelt.training.extension import total_loss
+from smelt.training.samples import collate, encode_split
 
 ALL = 10**6
 WHO = {"artifacts": ["a"]}

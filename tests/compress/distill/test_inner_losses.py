@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from smelt.compress.distill.inner_losses import relation_loss
 from smelt.compress.distill.objective import distill_objective, make_inner_losses
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.extension import TrainingExtension
-from smelt.compress.train.samples import EncodedSample, collate
-from smelt.compress.train.trainer import run_training
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
+from smelt.training.extension import TrainingExtension
+from smelt.training.samples import EncodedSample, collate
+from smelt.training.trainer import run_training
 
 ALL = {"hidden_states": 1.0, "input_embeddings": 0.5, "attention": 0.7, "self_attention_relations": 0.3}
 TEXTS = [

@@ -12,11 +12,11 @@ from transformers import BertConfig, BertForSequenceClassification
 from smelt.compress.distill.objective import distill_objective
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.compress.train.extension import total_loss
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
+from smelt.training.extension import total_loss
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
 

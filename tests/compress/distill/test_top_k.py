@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.distill.logit_cache import TopKLogits, top_k_logits, top_k_loss
-from smelt.compress.train.losses import token_loss
+from smelt.training.losses import token_loss
 
 V, K, T = 11, 4, 2.0
 

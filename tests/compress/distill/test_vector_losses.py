@@ -6,13 +6,13 @@ import torch
 
 from smelt.compress.distill.objective import distill_objective
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.extension import (
+from smelt.models.checkpoint import load_model
+from smelt.training.extension import (
     cosent_loss,
     pairwise_similarity_loss,
     total_loss,
     vector_distance_loss,
 )
-from smelt.models.checkpoint import load_model
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import harness
 import pytest
 import torch
 
-from smelt.compress.calibration.sequential import PrefixCachedModel
+from smelt.calibration.sequential import PrefixCachedModel
 from smelt.compress.drop_layers.select_layers import ablation_losses, without_layers
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers

@@ -9,7 +9,7 @@ import torch
 from expected_errors import raises_code, raises_setting_codes
 from transformers import MarianConfig, MarianMTModel
 
-from smelt.compress.calibration.samples import load_calibration_samples, model_outputs, observe_inputs
+from smelt.calibration.samples import load_calibration_samples, model_outputs, observe_inputs
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.core.artifact import Artifact, Manifest

@@ -12,10 +12,10 @@ from smelt.compress.prune.channel_scores import (
     gradient_scores,
     hidden_norms,
 )
-from smelt.compress.train.extension import label_objective
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width
+from smelt.training.extension import label_objective
 
 
 def _batches(model):

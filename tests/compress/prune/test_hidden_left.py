@@ -22,7 +22,7 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
-from smelt.compress.train.settings import provided_by_training
+from smelt.compress.training_techniques import provided_by_training
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.examples import read_split

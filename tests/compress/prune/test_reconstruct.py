@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.calibration.statistics import empty_statistics
+from smelt.calibration.statistics import empty_statistics
 from smelt.compress.prune import reconstruct
 from smelt.compress.prune.reconstruct import refit_layer
 from smelt.compress.prune.stage import Prune, PruneSettings

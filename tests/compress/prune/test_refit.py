@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.calibration.samples import load_calibration_samples
+from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING
 from smelt.compress.prune.width import fit_norm, refit_narrow_layer, refit_width
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
@@ -129,7 +129,7 @@ def _rows(model, family, task, ctx, space):
 
 def _error(whole, model, rows):
     """Return the squared distance of the last states' products, at tokens."""
-    from smelt.compress.calibration.samples import model_outputs
+    from smelt.calibration.samples import model_outputs
 
     total = 0.0
     for a, b in zip(model_outputs(whole, rows.batches), model_outputs(model, rows.batches), strict=True):

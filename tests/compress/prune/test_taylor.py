@@ -13,9 +13,9 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups, linear_with_inputs, linear_with_outputs
-from smelt.compress.train.extension import label_objective
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.layers import LowRankLinear
+from smelt.training.extension import label_objective
 
 RANK = 5
 MADE = {

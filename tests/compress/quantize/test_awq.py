@@ -10,8 +10,8 @@ import torch
 import usability_checks
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.compress.calibration.statistics import collect_statistics
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.statistics import collect_statistics
 from smelt.compress.quantize.awq import apply_awq
 from smelt.compress.quantize.channel_scales import ScaleTarget
 from smelt.compress.quantize.plan_layers import output_layer, plan_layers

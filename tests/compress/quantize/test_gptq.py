@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compress.calibration.statistics import NotInvertibleError, empty_statistics, inverse_cholesky
+from smelt.calibration.statistics import NotInvertibleError, empty_statistics, inverse_cholesky
 from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest, scheme_grid

@@ -7,7 +7,7 @@ import pytest
 import third_party_tools
 import torch
 
-from smelt.compress.calibration.statistics import empty_statistics
+from smelt.calibration.statistics import empty_statistics
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import scheme_grid
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, default_options

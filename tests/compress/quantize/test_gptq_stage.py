@@ -13,8 +13,8 @@ import torch
 from expected_errors import raises_setting_codes
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.calibration.samples import load_calibration_samples
-from smelt.compress.calibration.statistics import collect_statistics
+from smelt.calibration.samples import load_calibration_samples
+from smelt.calibration.statistics import collect_statistics
 from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid

@@ -12,7 +12,7 @@ import usability_checks
 from expected_errors import raises_setting_codes
 from safetensors import safe_open
 
-from smelt.compress.calibration.statistics import empty_statistics
+from smelt.calibration.statistics import empty_statistics
 from smelt.compress.factorize.svd import ErrorMetric
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.low_rank_correction import (

@@ -16,7 +16,6 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.master_weights import read_master_weights, write_master_weights
 from smelt.compress.quantize.qat import load_trainable, qat_layers, save_trained
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.train.train import train
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
@@ -24,6 +23,7 @@ from smelt.core.messages import message_codes
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model
+from smelt.training.train import train
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 2)))
@@ -58,7 +58,7 @@ def test_a_second_training_starts_from_the_float_weights_that_the_first_ended_wi
     assert ctx.details["latent_weights"] == "codes"
     train(model, source, settings, ctx, edits=edits)
     ended = latents(model)
-    save_trained(model, edits, coded, settings, ctx)
+    save_trained(model, edits, coded, settings.dtype, settings.qat, ctx)
     assert ctx.details["latent_bytes"] == (ctx.out / MASTER_WEIGHTS_FILE).stat().st_size
     later = harness.make_context(tmp_path / "second", TASK, ROWS)
     again, _ = load_trainable(tiny.as_artifact(ctx.out, TASK), later)
@@ -74,7 +74,7 @@ def test_a_second_training_starts_from_the_float_weights_that_the_first_ended_wi
 def test_codes_of_kept_weights_are_those_that_are_stored(first, tmp_path):
     ctx = harness.make_context(tmp_path / "out", TASK)
     model, edits = load_trainable(tiny.as_artifact(first.out, TASK), ctx)
-    save_trained(model, edits, first.out, FinetuneSettings(), ctx)
+    save_trained(model, edits, first.out, "keep", None, ctx)
     assert ctx.details["codes_changed"] == 0
     assert sha256_of(ctx.out / "model.safetensors") == sha256_of(first.out / "model.safetensors")
     assert sha256_of(ctx.out / MASTER_WEIGHTS_FILE) == sha256_of(first.out / MASTER_WEIGHTS_FILE)

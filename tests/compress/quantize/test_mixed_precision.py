@@ -10,7 +10,7 @@ import tiny
 import torch
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
 from smelt.compress.quantize import mixed_precision
 from smelt.compress.quantize.awq import apply_awq
 from smelt.compress.quantize.mixed_precision import measure_matrix_sensitivities, weight_matrices

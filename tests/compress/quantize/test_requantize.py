@@ -174,7 +174,7 @@ def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind
 def test_a_refit_that_rounding_undoes_is_left_out(tmp_path):
     torch.manual_seed(0)
     x, kept = torch.randn(60, 6) @ torch.randn(6, 6), torch.tensor([0, 2, 5])
-    from smelt.compress.calibration.statistics import empty_statistics
+    from smelt.calibration.statistics import empty_statistics
 
     found = empty_statistics(6, second=True)
     found.update(x)

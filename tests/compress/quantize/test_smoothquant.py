@@ -7,7 +7,7 @@ import torch
 from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
-from smelt.compress.calibration.samples import CalibrationSamples
+from smelt.calibration.samples import CalibrationSamples
 from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import apply_smoothquant, smoothquant_scales

@@ -18,7 +18,6 @@ from smelt.compress.quantize.qat_extensions import StepSizeTraining
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.step_sizes import StepSizes
-from smelt.compress.train.train import train
 from smelt.core.errors import InputError
 from smelt.core.store.caches import StepCheckpoints
 from smelt.data.splits import Example, Split
@@ -26,6 +25,7 @@ from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import is_quantized
+from smelt.training.train import train
 
 TASK = "text-classification"
 LSQ = {"qat": {"scales": "lsq", "learning_rate": 0.05}}

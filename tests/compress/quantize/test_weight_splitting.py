@@ -132,7 +132,7 @@ def test_the_split_model_computes_what_the_ternary_one_did(family, tmp_path):
     for name, half in halves.items():  # and what is behind them is what the training before kept
         assert (half.first.weight + half.second.weight).allclose(kept[name], atol=1e-6)
     assert before == {"ternary", "int4"}
-    save_trained(model, edits, first.out, FinetuneSettings(), ctx)
+    save_trained(model, edits, first.out, "keep", None, ctx)
     again, _ = load_model(ctx.out)
     assert harness.logits(again).allclose(expected, atol=2e-3 * spread)
     assert {layer_scheme(m) for m in again.modules()} - {None} == {"binary", "int4"}
@@ -199,4 +199,4 @@ def test_what_cannot_be_split_is_refused(tmp_path):
 
 
 def test_nothing_is_split_unless_asked():
-    assert split_before_training(None, [1], FinetuneSettings(), None) == [1]
+    assert split_before_training(None, [1], None, None) == [1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compress.calibration.statistics import empty_statistics
+from smelt.calibration.statistics import empty_statistics
 from smelt.compress.sparsify import methods
 from smelt.compress.sparsify.methods import SparseGpt, Wanda
 from smelt.compress.sparsify.settings import SparsityPattern

@@ -14,13 +14,13 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.compress.train.lora import LoraAdapters
-from smelt.compress.train.settings import LoraSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import load_model
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.structure import read_edits
+from smelt.training.lora import LoraAdapters
+from smelt.training.settings import LoraSettings
 
 TRAIN = FinetuneSettings(
     max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1

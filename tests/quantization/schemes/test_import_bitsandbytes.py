@@ -44,7 +44,7 @@ assert "kernels" not in sys.modules and "bitsandbytes" in sys.modules
 """
 
 
-@pytest.mark.parametrize("code", [FETCHES_NOTHING, "import smelt.compress.train.checkpoint_selector"])
+@pytest.mark.parametrize("code", [FETCHES_NOTHING, "import smelt.training.checkpoint_selector"])
 def test_importing_it_fetches_nothing_and_says_nothing(code):
     """In a process of its own, which has not imported it: a package `kernels` would fetch compiled code."""
     pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")

@@ -8,8 +8,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer
-from smelt.compress.train.losses import token_loss
 from smelt.models.structure import replace_module
+from smelt.training.losses import token_loss
 
 
 def marian_model() -> Any:

@@ -32,7 +32,7 @@ _RUN_IMPORTS = [
     *(
         "smelt.compress.prune.stage",
         "smelt.compress.prune.importance",
-        "smelt.compress.train.trainer",
+        "smelt.training.trainer",
     ),
     *("smelt.compress.quantize.plan_layers", "smelt.evaluate.environment", "smelt.evaluate.quality"),
     *("smelt.evaluate.report.render", "smelt.evaluate.report.render", "smelt.evaluate.report.render"),

@@ -1,0 +1,166 @@
+"""What `finetune` and `distill` share: the training loop with the techniques that change a model in training.
+
+smelt/training knows none of them: each is a `TrainingTechnique`, which `train_with_techniques` gives to the
+loop. Imports no torch, so that the table of stages loads quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, model_validator
+
+from smelt.compress.drop_layers.settings import check_part_kinds
+from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR
+from smelt.compress.quantize.qat_settings import QatSettings
+from smelt.compress.sparsify.settings import GradualSparsitySettings
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, SettingError
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Context
+from smelt.data.splits import SENTENCE_SIMILARITY, Task
+from smelt.models.families.registry import no_blocks_reason
+from smelt.training.settings import TrainingSettings
+from smelt.training.train import train
+
+if TYPE_CHECKING:
+    from smelt.models.structure import Edit
+    from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
+
+
+class TechniqueTrainingSettings(TrainingSettings):
+    """Settings of a training with techniques."""
+
+    sparsify: GradualSparsitySettings | None = Field(
+        default=None, description="set single weights to zero during training"
+    )
+    learned_masks: LearnedMasksSettings | None = Field(
+        default=None,
+        description="learn which units to remove",
+    )
+    qat: QatSettings | None = Field(default=None, description="quantization-aware training, after `quantize`")
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if self.lora is not None and self.qat is not None:
+            raise SettingError(
+                "lora does not train the quantized weights, so qat has no effect; remove qat or lora",
+                code="settings-conflict",
+            )
+        changing = [word for word in ("sparsify", "learned_masks") if getattr(self, word) is not None]
+        if len(changing) + (self.lora is not None) > 1:
+            raise SettingError(
+                "set only one of lora, sparsify and learned_masks",
+                code="settings-conflict",
+            )
+        return self
+
+
+def provided_by_training(settings: TechniqueTrainingSettings) -> frozenset[str]:
+    """Return what later steps may lose of a training, or cannot process."""
+    masks = settings.learned_masks
+    found = {
+        "widths": masks and set(masks.targets) - {"width"},
+        "parts": masks and masks.parts,
+        "zeros": settings.sparsify,
+    }
+    return frozenset({"training", *(word for word, said in found.items() if said)})
+
+
+def invalidated_by_training(settings: TechniqueTrainingSettings) -> Mapping[str, str]:
+    """Return what a training loses of earlier steps."""
+    if settings.lora is not None:  # next to quantized weights, which are not changed
+        return {}
+    units = {
+        "pattern": "removed inputs shift their neighbours, and the n:m pattern of '{step}' is lost;"
+        " remove units before '{step}'"
+    }
+    return (units if settings.learned_masks is not None and settings.learned_masks.targets else {}) | {
+        "codes": "training updates float weights and rounds them at the end, so the weights that '{step}'"
+        " calibrated are lost; train with lora, which does not change them, or remove method in"
+        " '{step}'"
+    }
+
+
+def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return the mistakes, each with its setting, of techniques that do not apply to a model.
+
+    config: the Hugging Face config of the step's input model, as a dict.
+    """
+    lack = no_blocks_reason(config)
+    words = [word for word in ("lora", "sparsify", "learned_masks") if getattr(settings, word) is not None]
+    if lack:
+        return [
+            error_message("does-not-fit-model", f"{lack}; remove it to train all weights.", setting=word)
+            for word in words
+        ]
+    masks = settings.learned_masks
+    return check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts")
+
+
+def width_mask_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
+    """Return the mistakes if width masks are used on a model whose outputs are hidden states."""
+    narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
+    return (
+        [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets")]
+        if narrows and task == SENTENCE_SIMILARITY
+        else []
+    )
+
+
+def train_with_techniques(
+    model: Any,
+    src: Artifact,
+    settings: TechniqueTrainingSettings,
+    ctx: Context,
+    *,
+    edits: list[Edit],
+    stage: str,
+    objective: Objective | None = None,
+    extension: TrainingExtension | None = None,
+    random: bool | None = None,
+) -> None:
+    """Train `model`, from `load_trainable`, in place with the techniques that are set; see `train`.
+
+    Raises:
+        InputError: as `train`; or width masks are set for a model whose outputs are hidden states.
+    """
+    for found in width_mask_errors(settings, ctx.task):
+        raise InputError(f"{stage}: {found.setting}: {found.message}", code=found.code, setting=found.setting)
+    train(
+        model,
+        src,
+        settings,
+        ctx,
+        objective=objective,
+        edits=edits,
+        stage=stage,
+        extension=extension,
+        techniques=_techniques(model, settings, edits, stage),
+        random=random,
+    )
+
+
+def _techniques(
+    model: Any, settings: TechniqueTrainingSettings, edits: list[Edit], stage: str
+) -> list[Callable[[], TrainingTechnique]]:
+    """Return what starts each technique; the quantized weights last, so that they are converted last."""
+    from smelt.compress.quantize.qat import QuantizedWeights
+
+    found: list[Callable[[], TrainingTechnique]] = []
+    if settings.sparsify is not None:
+        from smelt.compress.sparsify.gradual import GradualSparsifier
+
+        found.append(partial(GradualSparsifier, model, settings.sparsify))
+    if settings.learned_masks is not None:
+        from smelt.compress.prune.learned_masks import LearnedMasks
+
+        found.append(partial(LearnedMasks, model, settings.learned_masks, edits))
+    if settings.qat is not None and settings.qat.scales == "lsq":
+        from smelt.compress.quantize.qat_extensions import StepSizeTraining
+
+        found.append(partial(StepSizeTraining, model, settings.qat, stage))
+    return [*found, partial(QuantizedWeights, model)]

@@ -1,0 +1,268 @@
+"""Calibration samples, drawn with the recipe's seed, and hooks that observe the inputs of layers on them.
+
+By default samples of equal lengths share a batch, so that there is no padding to ignore; the tokens of a
+batch are limited. A translation model gets its targets as decoder inputs (teacher forcing), a language model
+windows of running text.
+
+Shapes: B = batch, L = source length, T = target length, K = inputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.data.splits import Split
+from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import family_of
+from smelt.models.sentence_model import encoder_result
+from smelt.models.structure import module_names
+from smelt.training.losses import IGNORE_INDEX
+from smelt.training.samples import (
+    EncodedSample,
+    TensorBatch,
+    collate,
+    encode_split,
+    group_by_length,
+    load_processor,
+    spread_indices,
+)
+
+# Tokens of a batch, unless one sample is longer: inputs of a layer of width 4096 take 16 MB then.
+_MAX_BATCH_TOKENS = 1024
+# Pairs per batch for a loss on their scores.
+_PAIRS_PER_BATCH = 16
+
+
+@dataclass(frozen=True)
+class CalibrationSamples:
+    """Inputs of a model, in batches.
+
+    origin: of the split, for messages. num_samples: number of texts (or pairs), or windows. tokens: of all,
+    without padding.
+    """
+
+    origin: str
+    batches: list[TensorBatch]
+    num_samples: int
+    tokens: int
+
+    def subset(self, rows: int) -> CalibrationSamples:
+        """Return `rows` samples, spread over the batches: the first of each, or more if these are too few."""
+        most = 1 if len(self.batches) >= rows else rows
+        single = [
+            {name: value[at : at + 1] for name, value in batch.items()}
+            for batch in self.batches
+            for at in range(min(most, *map(len, batch.values())))
+        ]
+        chosen = [single[i] for i in spread_indices(len(single), rows, 0)]
+        return replace(self, batches=chosen, num_samples=len(chosen), tokens=sum(map(_count_tokens, chosen)))
+
+
+def load_calibration_samples(
+    model: Any,
+    src: Artifact,
+    count: int,
+    ctx: Context,
+    stage: str,
+    *,
+    labels: bool = False,
+    padded: bool = False,
+) -> CalibrationSamples:
+    """Return `count` samples of the split `calibration`, else of `train`; all if there are fewer.
+
+    Args:
+        model: its config defines the inputs.
+        src: the artifact with the tokenizer.
+        count: number of samples; of running text, windows.
+        ctx: data, task, seed; receives a warning about truncated texts.
+        stage: the name of the stage, for messages.
+        labels: whether batches also have `labels` (see `collate`), for a loss. Pairs of texts that are
+            embedded separately are kept together then, several in a padded batch: their loss compares
+            them.
+        padded: whether samples of similar lengths share a batch, if the caller ignores padding (as
+            `observe_inputs` does); short texts then need far fewer batches. Batches also have `labels`,
+            which mark the padding of a target.
+
+    Raises:
+        InputError: there are no samples.
+    """
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is None or not len(split):
+        raise InputError(
+            f"{stage}: calibration requires samples, and the recipe has none. Add data:"
+            f" {{calibration: FILE}} or data: {{train: FILE}}.",
+            code="no-calibration-data",
+            setting="data.calibration",
+        )
+    rows = _draw_samples(split, model, load_processor(src.path), count, ctx, stage)
+    if labels and any(row.second_ids is not None for row in rows):
+        groups = group_by_length(rows, _PAIRS_PER_BATCH, None, None)
+        batches = [collate([rows[i] for i in group], model.config) for group in groups]
+    elif padded:
+        single = _split_pairs(rows)
+        groups = group_by_length(single, len(single), 2 * _MAX_BATCH_TOKENS, None)
+        batches = [collate([single[i] for i in group], model.config) for group in groups]
+    else:
+        batches = list(_make_batches(_split_pairs(rows), model.config))
+    if not labels and not padded:
+        for batch in batches:
+            del batch["labels"]
+    return CalibrationSamples(split.origin, batches, len(rows), sum(map(_count_tokens, batches)))
+
+
+def _draw_samples(
+    split: Split, model: Any, tokenizer: Any, wanted: int, ctx: Context, stage: str
+) -> list[EncodedSample]:
+    windows = ctx.task == "language-modeling"  # cut from one text before any are selected
+    if not windows:
+        split = split.select(spread_indices(len(split), wanted, ctx.seed))
+    rows = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
+    return [rows[i] for i in spread_indices(len(rows), wanted, ctx.seed)] if windows else rows
+
+
+def _split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+    """Return `samples`; pairs of texts that are embedded separately become two samples."""
+    single = [replace(row, second_ids=None) for row in samples]
+    return single + [
+        replace(row, input_ids=row.second_ids, second_ids=None)
+        for row in samples
+        if row.second_ids is not None
+    ]
+
+
+def _make_batches(samples: Sequence[EncodedSample], config: Any) -> Iterator[TensorBatch]:
+    alike: dict[tuple[int, int], list[EncodedSample]] = {}
+    for row in samples:
+        alike.setdefault(row.token_counts, []).append(row)
+    for lengths in sorted(alike):
+        size = max(1, _MAX_BATCH_TOKENS // max(1, sum(lengths)))
+        group = alike[lengths]
+        for at in range(0, len(group), size):
+            yield collate(group[at : at + size], config)
+
+
+def _count_tokens(batch: TensorBatch) -> int:
+    """Return the number of tokens in `batch`, source and target, without padding; of images, the images."""
+    if "attention_mask" not in batch:
+        return len(batch["pixel_values"])
+    labels = batch.get("labels")
+    targets = batch.get("decoder_input_ids")
+    count = int(batch["attention_mask"].sum())
+    if targets is None:
+        return count
+    return count + (targets.numel() if labels is None else int((labels != IGNORE_INDEX).sum()))
+
+
+@torch.inference_mode()
+def model_outputs(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """Yield the outputs of `model` for each batch: logits or embeddings, float [..., V]."""
+    plain = model.can_generate() and {"use_cache": False}
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        yield encoder_result(model(**inputs, **(plain or {})))
+
+
+LayersByKey = Mapping[str, Sequence[nn.Module]]
+InputCallback = Callable[[str, Tensor], None]
+
+
+def observe_inputs(
+    model: Any, samples: CalibrationSamples, layers: LayersByKey, callback: InputCallback, ctx: Context
+) -> None:
+    """Run `model` over `samples` and call `callback(key, x)` with the inputs of layers, float [tokens, K].
+
+    Padding is removed if a batch has any.
+
+    Args:
+        model: in eval mode, on the CPU.
+        samples: calibration samples.
+        layers: by any key; several modules may have one key.
+        callback: called for each call of a layer; it must keep no reference to `x`.
+        ctx: reports progress.
+    """
+    batch: TensorBatch = {}
+
+    def batches() -> Iterator[TensorBatch]:
+        for found in samples.batches:
+            batch.clear()
+            batch.update(found)
+            yield found
+
+    with input_hooks(model, layers, callback, batch):
+        for done, _ in enumerate(model_outputs(model, batches()), start=1):
+            ctx.progress(done, len(samples.batches), "calibration")
+
+
+@contextmanager
+def input_hooks(
+    model: Any, layers: LayersByKey, callback: InputCallback, batch: TensorBatch
+) -> Iterator[None]:
+    """Call `callback(key, x)` whenever one of `layers` is called inside the context.
+
+    Args:
+        model: the model with these layers.
+        layers: see `observe_inputs`.
+        callback: see `observe_inputs`.
+        batch: the current inputs of the model; the caller updates it. Its masks, and -100 among its
+            labels, define the padding.
+    """
+    source = _source_modules(model)
+
+    def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda module, inputs: callback(key, _token_rows(inputs[0].detach(), batch, module in source))
+
+    handles = [m.register_forward_pre_hook(hook(key)) for key, found in layers.items() for m in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _source_modules(model: Any) -> Collection[nn.Module]:
+    """Return the modules of `model` whose inputs have one state for each source token."""
+    family = family_of(model)
+    if family is None or family.architecture != "seq2seq":
+        return set(model.modules())
+    blocks = blocks_of(model)
+    encoder = blocks[0].stack
+    crossed = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
+    norms = [name for name in (encoder.stream.embedding_norm, encoder.stream.final_norm) if name]
+    inside = tuple(f"{name}." for name in (encoder.module_path, *norms, *crossed))
+    return {m for m, names in module_names(model).items() if any(f"{n}.".startswith(inside) for n in names)}
+
+
+def _token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
+    """Return the rows of `x`, float [..., K], that belong to tokens: [tokens, K].
+
+    `x` may be [B, L, K], [B, L, ..., K], or [B L, K] (OPT flattens its states before the feed-forward part).
+    Inputs of other shapes, such as one vector per sample, are returned whole.
+    """
+    mask = _token_mask(batch, source)
+    if mask is None or bool(mask.all()):
+        return x.flatten(0, -2)
+    if x.shape[:-1] == mask.flatten().shape:
+        return x[mask.flatten().to(x.device)]
+    if x.shape[: mask.dim()] == mask.shape:
+        return x[mask.to(x.device)].flatten(0, -2)
+    return x.flatten(0, -2)
+
+
+def _token_mask(batch: TensorBatch, source: bool) -> Tensor | None:
+    """Return the positions of tokens, bool [B, L] or [B, T]; None if the batch has no mask."""
+    if source or "decoder_input_ids" not in batch:
+        found = batch.get("attention_mask")
+        return None if found is None else found.bool()
+    if "decoder_attention_mask" in batch:
+        return batch["decoder_attention_mask"].bool()
+    labels = batch.get("labels")  # the token that follows each of decoder_input_ids
+    return None if labels is None else labels != IGNORE_INDEX

@@ -1,0 +1,430 @@
+"""Run a model block by block: change each block in turn, or resume from cached states before a change.
+
+Later blocks are calibrated on the outputs of the changed blocks before them, and only the states between two
+blocks are stored, for all samples (as in SparseGPT, GPTQ and Wanda). The encoder comes first; then the
+decoder, on the states of the changed encoder.
+
+    for step in run_blocks(model, rows, ctx):
+        step.observe({"fc1": [step.module.fc1]}, see)  # on the unchanged block
+        ...  # change step.module in place
+
+The model itself calls its blocks: those before the current one are replaced by the stored states, and masks,
+rotary positions, windows and biases are computed by the model's own code, so nothing here depends on a
+family. States are kept in memory up to a limit and on disk beyond.
+
+Shapes: B = batch, S = tokens of a sequence, D = width of the model, V = outputs of a model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from smelt.calibration.samples import (
+    CalibrationSamples,
+    InputCallback,
+    LayersByKey,
+    input_hooks,
+    model_outputs,
+)
+from smelt.calibration.statistics import batches_on_device
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.families.family import Stack
+from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import FAMILIES, family_of
+from smelt.runtimes.device import torch_device
+from smelt.training.samples import TensorBatch
+from smelt.training.training_state import torch_threads
+
+# Output of a block: hidden states, or a tuple of these and further outputs (T5's bias; None).
+BlockOutput: TypeAlias = Tensor | tuple[Any, ...]
+
+
+class BlockStateCache:
+    """Outputs of blocks by the number of their batch; each can be replaced.
+
+    Args:
+        folder: created when the first output is stored on disk.
+        limit_bytes: memory for all outputs together.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._held: dict[int, list[Tensor | None]] = {}
+        self._plain: dict[int, bool] = {}
+        self._parts: dict[int, int] = {}
+
+    def put(self, number: int, value: BlockOutput) -> None:
+        """Store `value` for batch `number`; replaces an earlier value."""
+        self._plain[number] = isinstance(value, Tensor)
+        parts = [value] if isinstance(value, Tensor) else list(value)
+        parts = [None if part is None else part.detach().cpu() for part in parts]
+        self._parts[number] = len(parts)
+        self._held.pop(number, None)
+        if sum(map(_size_bytes, self._held.values())) + _size_bytes(parts) <= self._limit:
+            self._held[number] = parts
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tensors = {str(at): part.contiguous() for at, part in enumerate(parts) if part is not None}
+        save_file(tensors, self._file(number))
+
+    def get(self, number: int, device: str) -> BlockOutput:
+        """Return the value of batch `number`, on `device`."""
+        parts = self._held.get(number)
+        if parts is None:
+            found = load_file(self._file(number))
+            parts = [found.get(str(at)) for at in range(self._parts[number])]
+        placed = [None if part is None else part.to(device) for part in parts]
+        return placed[0] if self._plain[number] and placed[0] is not None else tuple(placed)
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number}.safetensors"
+
+
+def _size_bytes(parts: list[Tensor | None]) -> int:
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+# Beyond this the states of all samples are stored on disk.
+STATES_MEMORY_BYTES = 2**30
+
+
+class SequentialRunner:
+    """A model that is run block by block.
+
+    states: by batch, output of the last position that has run. encoded: by batch, output of the encoder.
+    """
+
+    def __init__(self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int) -> None:
+        self.model, self.batches = model, batches
+        self.states = BlockStateCache(folder / "states", limit_bytes)
+        self.encoded: BlockStateCache | None = None
+        self._encoded = BlockStateCache(folder / "encoded", limit_bytes)
+        self._stack: Stack | None = None
+        self._done = 0  # positions of the stack that have run
+
+    def run_before(self, block: Block) -> None:
+        """Run the blocks before `block` that have not run yet."""
+        self.run_before_index(block.stack, block.index)
+
+    def run_before_index(self, stack: Stack, number: int) -> None:
+        """Run the blocks before position `number` of `stack` that have not run yet."""
+        if self._stack is not None and self._stack.name != stack.name:
+            self._run_to(len(self._stack_modules(self._stack)))
+            with torch.inference_mode():
+                for batch in range(len(self.batches)):
+                    self._encoded.put(batch, self._encoder_states(batch))
+            self.encoded, self._stack = self._encoded, None
+        if self._stack is None:
+            self._stack, self._done = stack, 0
+        self._run_to(number)
+
+    def is_past(self, stack: Stack, number: int) -> bool:
+        """Return whether position `number` of `stack` has already run."""
+        if self._stack is None or self._stack.name != stack.name:
+            return self.encoded is not None
+        return self._done > number
+
+    @contextmanager
+    def resume_batch(self, number: int) -> Iterator[None]:
+        """Resume the model from the stored states of batch `number` inside the context."""
+        with ExitStack() as stack:
+            if self.encoded is not None:
+                states = self.encoded.get(number, str(self.model.device))
+                encoder = self.model.get_encoder()
+                stack.callback(forward_restorer(encoder))
+                encoder.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=states)
+            if self._stack is not None:
+                stack.enter_context(self._replay_states(number, None))
+            yield
+
+    def run_block(self, block: Block) -> None:
+        """Run `block` and store its outputs instead of its inputs."""
+        self._run_to(block.index + 1)
+
+    def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
+        """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
+        wanted = {module for found in layers.values() for module in found}
+        places = self._stack_modules(block.stack)
+        last = max(at for at, m in enumerate(places) if at == block.index or _contains_any(m, wanted))
+        batch: TensorBatch = {}
+        with input_hooks(self.model, layers, see, batch), torch.inference_mode():
+            for number, inputs in enumerate(self.batches):
+                batch.clear()
+                batch.update(inputs)
+                self._run(number, last)
+
+    def observe_after_blocks(self, layers: LayersByKey, see: InputCallback) -> None:
+        """Run the model after its blocks on their outputs; call `see` with the inputs of `layers` there."""
+        self._run_to(len(self._stack_modules(self._current_stack)))
+        batch: TensorBatch = {}
+        with input_hooks(self.model, layers, see, batch), torch.inference_mode():
+            for number, inputs in enumerate(self.batches):
+                batch.clear()
+                batch.update(inputs)
+                with self._replay_states(number, None):
+                    self.model(**self._inputs(number))
+
+    def _run_to(self, end: int) -> None:
+        """Run the positions before `end` that have not run yet."""
+        if end > self._done:
+            with torch.inference_mode():
+                for number in range(len(self.batches)):
+                    self.states.put(number, self._run(number, end - 1))
+            self._done = end
+
+    def _stack_modules(self, stack: Stack) -> list[nn.Module]:
+        return list(self.model.get_submodule(stack.module_path))
+
+    def _run(self, number: int, last: int) -> BlockOutput:
+        """Return the output of position `last` for a batch, from the stored states."""
+        try:
+            with self._replay_states(number, last):
+                self.model(**self._inputs(number))
+        except _StopForward as reached:
+            return reached.result
+        raise RuntimeError(
+            f"the model never called block {last} of {len(self._stack_modules(self._current_stack))}"
+        )
+
+    def _encoder_states(self, number: int) -> BlockOutput:
+        """Return the encoder's output from the output of its last block, float [B, S, D]."""
+        inputs = self.batches[number]
+        with self._replay_states(number, None):
+            found: BlockOutput = self.model.get_encoder()(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            ).last_hidden_state
+        return found
+
+    def _inputs(self, number: int) -> dict[str, Any]:
+        inputs: dict[str, Any] = {k: v for k, v in self.batches[number].items() if k != "labels"}
+        if self.encoded is not None:
+            del inputs["input_ids"]
+            states = self.encoded.get(number, str(self.model.device))
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+        return inputs | ({"use_cache": False} if self.model.can_generate() else {})
+
+    @property
+    def _current_stack(self) -> Stack:
+        assert self._stack is not None
+        return self._stack
+
+    @contextmanager
+    def _replay_states(self, number: int, last: int | None) -> Iterator[None]:
+        """Replace positions that have run by the stored states; stop the forward pass after `last`."""
+        places = self._stack_modules(self._current_stack)
+        kept = self.states.get(number, str(self.model.device)) if self._done else None
+        calls = 0
+
+        def stand_in(forward: Callable[..., BlockOutput]) -> Callable[..., BlockOutput]:
+            def call(*args: Any, **kwargs: Any) -> BlockOutput:
+                nonlocal calls
+                at, calls = calls, calls + 1
+                if at < self._done:
+                    assert kept is not None
+                    return kept
+                result = forward(*args, **kwargs)
+                if at == last:
+                    raise _StopForward(result)
+                return result
+
+            return call
+
+        modules: list[Any] = list(dict.fromkeys(places))
+        with ExitStack() as stack:
+            for module in modules:
+                stack.callback(forward_restorer(module))
+                module.forward = stand_in(module.forward)
+            yield
+
+
+class _StopForward(Exception):  # noqa: N818 - no error: it ends a forward pass after the requested block
+    def __init__(self, result: BlockOutput) -> None:
+        super().__init__()
+        self.result = result
+
+
+def _contains_any(module: nn.Module, wanted: set[nn.Module]) -> bool:
+    return not wanted.isdisjoint(module.modules())
+
+
+def forward_restorer(module: Any) -> Callable[[], None]:
+    """Return a function that restores the present forward of `module`, its own or that of its class."""
+    own = vars(module).get("forward")
+
+    def restore() -> None:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+    return restore
+
+
+# Called with a block before its first run and after its last run.
+BlockCallback = Callable[[Block], None]
+# Calls back with the inputs of layers on all samples (see `observe_inputs`).
+ObserveInputs = Callable[[LayersByKey, InputCallback], None]
+
+
+def ignore_block(block: Block) -> None:
+    """Do nothing."""
+
+
+def run_blocks(
+    model: Any,
+    rows: CalibrationSamples,
+    ctx: Context,
+    *,
+    stage: str = "calibration",
+    enter: BlockCallback = ignore_block,
+    leave: BlockCallback = ignore_block,
+    behind: Callable[[ObserveInputs], None] | None = None,
+    limit_bytes: int = STATES_MEMORY_BYTES,
+) -> Iterator[RunningBlock]:
+    """Yield each block of `model` once, in order, to be observed and changed in place.
+
+    A repeated block is yielded at its first position. A changed block runs when the next one is requested, so
+    the loop must run to its end.
+
+    Args:
+        model: of a supported family, float32, in eval mode, on the CPU.
+        rows: calibration samples.
+        ctx: device, threads, progress; a temporary folder next to `ctx.out` if memory is short.
+        stage: the name of the stage, for messages.
+        enter: called with a block before its first run.
+        leave: called with a block after its last run; only for models whose blocks share no layer.
+        behind: called after the last block with a function that observes the layers after the blocks, such as
+            the output layer; no block runs for that.
+        limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
+
+    Raises:
+        InputError: the family of the model is not supported.
+    """
+    if family_of(model) is None:
+        raise InputError(
+            f"{stage}: {model.config.model_type} models are not supported. Supported: {', '.join(FAMILIES)}.",
+            code="unsupported-family",
+        )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="states-", dir=ctx.out.parent)))
+        stack.enter_context(torch_threads(ctx.threads))
+        device = torch_device(ctx.device)
+        if device != "cpu":
+            stack.callback(model.to, "cpu")
+            model.to(device)
+        walk = SequentialRunner(model, batches_on_device(rows, device), folder, limit_bytes)
+        blocks = blocks_of(model)
+        for done, block in enumerate(blocks, start=1):
+            walk.run_before(block)
+            enter(block)
+            yield RunningBlock(block, walk)
+            walk.run_block(block)
+            leave(block)
+            ctx.progress(done, len(blocks), block.module_path)
+        if behind is not None:
+            behind(walk.observe_after_blocks)
+
+
+class RunningBlock:
+    """One block of a model in process, with its inputs."""
+
+    def __init__(self, block: Block, walk: SequentialRunner) -> None:
+        self.block, self._walk = block, walk
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the block."""
+        found: nn.Module = self.block.module
+        return found
+
+    def observe(self, layers: LayersByKey, see: InputCallback) -> None:
+        """Run the unchanged block on all samples and call `see(key, x)` with the inputs of `layers`.
+
+        If later blocks also use one of `layers`, all blocks up to the last of them run, unchanged, and all
+        uses are observed (see `observe_inputs`).
+        """
+        self._walk.observe(self.block, layers, see)
+
+
+# Computes a result from a model and a batch, such as a loss.
+BatchFunction = Callable[[Any, Mapping[str, Tensor]], Any]
+
+
+class PrefixCachedModel:
+    """Runs a model on the same batches again and again, each time with another change in it.
+
+    The blocks before the change give the same states each time: they run once, and the model resumes from
+    their cached states, with identical results.
+
+        cached = PrefixCachedModel(model, batches, folder)
+        for ...:
+            cached.start_at(stack, number)  # the unchanged model
+            ...  # change something at this position of the stack, or after it
+            cached.outputs()
+
+    Args:
+        model: in eval mode, on the device of `batches`.
+        batches: inputs of the model.
+        folder: for states beyond `limit_bytes`.
+        limit_bytes: memory for the states between two blocks.
+    """
+
+    def __init__(
+        self, model: Any, batches: Sequence[TensorBatch], folder: Path, limit_bytes: int = STATES_MEMORY_BYTES
+    ) -> None:
+        self.model, self.batches = model, batches
+        self._folder, self._limit = folder, limit_bytes
+        self._walk: SequentialRunner | None = None
+        family = family_of(model)
+        self._stacks = () if family is None else family.stacks(model.config.to_dict())
+
+    def start_at(self, stack: str, number: int) -> None:
+        """Run the blocks before position `number` of a stack, so that the model resumes from there.
+
+        If the model has no such stack, or repeats blocks, it starts from the beginning.
+        """
+        found = next((one for one in self._stacks if one.name == stack), None)
+        if found is None or self._shares_blocks:
+            return self.reset()
+        if self._walk is None or self._walk.is_past(found, number):
+            self._walk = SequentialRunner(self.model, self.batches, self._folder, self._limit)
+            self._walk.run_before_index(self._stacks[0], 0)
+        self._walk.run_before_index(found, number)
+
+    def reset(self) -> None:
+        """Clear the cached states: call it when the model changes before the cached position."""
+        self._walk = None
+
+    @property
+    def _shares_blocks(self) -> bool:
+        places = [list(self.model.get_submodule(stack.module_path)) for stack in self._stacks]
+        return any(len(set(modules)) < len(modules) for modules in places)
+
+    def outputs(self) -> Iterator[Tensor]:
+        """Yield the model's outputs for each batch: logits or embeddings, float [B, V] or [B, S, V]."""
+        call = self.resume_each(lambda model, batch: next(model_outputs(model, [batch])))
+        return (call(self.model, batch) for batch in self.batches)
+
+    def resume_each(self, called: BatchFunction) -> BatchFunction:
+        """Return `called` resuming from the cached states; call it on the batches in their order."""
+        numbers, walk = cycle(range(len(self.batches))), self._walk
+
+        @torch.inference_mode()
+        def resumed(model: Any, batch: Mapping[str, Tensor]) -> Any:
+            if walk is None:
+                return called(model, batch)
+            with walk.resume_batch(next(numbers)):
+                return called(model, batch)
+
+        return resumed

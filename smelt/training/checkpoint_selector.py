@@ -1,0 +1,223 @@
+"""Select the weights to keep after training: the best on validation, else the averaged, else the last.
+
+The initial weights are a candidate too. The best weights are kept in memory, so no file outlives the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.stage import Progress
+from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
+from smelt.training.extension import TOTAL_LOSS, TrainingExtension
+
+# transformers imports peft with its Trainer, and peft imports bitsandbytes, if they are installed
+with silence_bitsandbytes():
+    from transformers import TrainerCallback
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The result of one validation.
+
+    step: 0 before the first update. score: of `metric_for_best_model`, higher is better. beside: scores of
+    other metrics, for a warning if the loss selects; higher is better.
+    """
+
+    step: int
+    loss: float
+    score: float | None = None
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+    def beats(self, other: Validation | None) -> bool:
+        """Return whether this result is better than `other`; ties are decided by the loss."""
+        if other is None:
+            return not math.isnan(self.loss)
+        return self._rank() > other._rank()
+
+    def _rank(self) -> tuple[float, float]:
+        return (0.0 if self.score is None else self.score, -self.loss)
+
+
+def running_statistics(model: nn.Module) -> dict[str, Any]:
+    """Return the running means and variances of batch norms by name; they are part of the weights to keep."""
+    return {
+        f"{name}.{word}": getattr(module, word)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        for word in ("running_mean", "running_var")
+    }
+
+
+class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
+    """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ema: float | None,
+        progress: Progress,
+        extension: TrainingExtension | None = None,
+    ) -> None:
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.parameters |= running_statistics(model)
+        self.evaluate: Callable[[], float] | None = None
+        self.score: Callable[[], float] | None = None
+        self.probe: Callable[[], Mapping[str, float]] | None = None
+        self.sign = 1  # of reported scores: -1 if `score` is a negated metric
+        self.evals, self.ema, self.progress = 0, ema, progress
+        self.extension = extension or TrainingExtension()
+        self.average: dict[str, Tensor] = {}
+        self.best_weights: dict[str, Tensor] = {}
+        self.best: Validation | None = None
+        self.validations: list[Validation] = []
+        # of the last batches: mean and number of items of each loss term
+        self.recent: deque[Mapping[str, tuple[float, int]]] = deque(maxlen=50)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Validate the initial weights."""
+        if self.evals and not self.validations:  # a resumed training has done it
+            self._validate(0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Call the technique before the update."""
+        self.extension.before_step(state.global_step + 1, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Average, report, and at the set steps validate."""
+        step, total = state.global_step, state.max_steps
+        self.extension.after_step(step, total)
+        if self.ema is not None:
+            self._update_average(step)
+        self.progress(step, total, f"loss {self.recent_loss():.3f}")
+        if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
+            self._validate(step)
+
+    def details(self, steps: int) -> dict[str, Any]:
+        """Return the details for the report after `steps` updates."""
+        found = {
+            "train_loss": self.recent_loss(),
+            "validation_loss": self.best.loss if self.best else None,
+            "kept_step": self.best.step if self.best else steps,
+            "validations": self.validation_history(),
+        }
+        losses = self.recent_losses()
+        return found if set(losses) == {TOTAL_LOSS} else found | {"train_losses": losses}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without weights, as plain values."""
+        return {
+            "validations": [asdict(found) for found in self.validations],
+            "best": None if self.best is None else asdict(self.best),
+            "recent": [{name: list(value) for name, value in batch.items()} for batch in self.recent],
+        }
+
+    def load_state(
+        self, state: Mapping[str, Any], best: dict[str, Tensor], average: dict[str, Tensor]
+    ) -> None:
+        """Restore the state of `state_dict`, with the best and the averaged weights."""
+        self.validations = [Validation(**found) for found in state["validations"]]
+        self.best = None if state["best"] is None else Validation(**state["best"])
+        self.best_weights, self.average = best, average
+        self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in state["recent"])
+
+    def load_best(self) -> None:
+        """Load the best weights (else the averaged, else keep the last) into the model."""
+        self._load_weights(self.best_weights or self.average)
+
+    def recent_loss(self) -> float:
+        """Return the mean loss over the items of the last batches."""
+        return sum(self.recent_losses().values())
+
+    def recent_losses(self) -> dict[str, float]:
+        """Return the weighted mean of each named loss term; their sum is the loss."""
+        sums: dict[str, tuple[float, int]] = {}
+        for batch in self.recent:
+            for name, (mean, items) in batch.items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = total + mean * items, count + items
+        return {name: total / max(1, count) for name, (total, count) in sums.items()}
+
+    def last_good_text(self) -> str:
+        """Return a sentence about the last good weights, for an error message."""
+        if self.best is None:
+            return "No validation had run before, so no checkpoint is known to be good."
+        if self.best.step == 0:
+            return (
+                f"No checkpoint was better than the initial weights (validation loss {self.best.loss:.3f})."
+            )
+        return (
+            f"The last good checkpoint was at step {self.best.step} (validation loss"
+            f" {self.best.loss:.3f}); max_steps: {self.best.step} stops there."
+        )
+
+    def validation_history(self) -> list[dict[str, Any]]:
+        """Return every validation as plain values, for the report."""
+        plain = [
+            {k: v for k, v in asdict(found).items() if v not in (None, {})} for found in self.validations
+        ]
+        return [p | {"score": self.sign * p["score"]} if "score" in p else p for p in plain]
+
+    def no_improvement_text(self, select: str) -> str | None:
+        """Return a warning if the initial weights are the best, else None."""
+        later = [found for found in self.validations if found.step]
+        if self.best is None or self.best.step or not later:
+            return None
+        other = max(later, key=Validation._rank)
+        word, before, after = "loss", self.best.loss, other.loss
+        if self.best.score is not None and other.score is not None and self.best.score != other.score:
+            word, before, after = select, self.sign * self.best.score, self.sign * other.score
+        return (
+            f"Training did not improve the model: the validation {word} was {before:.4g} before and at best"
+            f" {after:.4g} after it (step {other.step}). The weights from before training are kept. Lower"
+            " learning_rate, or add training samples or steps."
+        )
+
+    def worse_than_random_text(self) -> str | None:
+        """Return a warning if random initial weights had a lower loss than the kept ones, else None."""
+        first = self.validations[0] if self.validations else None
+        if first is None or first.step or self.extension.may_be_best(0) or self.best is None:
+            return None
+        if self.best.loss <= first.loss:
+            return None
+        return (
+            f"The validation loss of the kept weights, {self.best.loss:.4g} (step {self.best.step}), is above"
+            f" that of the random initial weights, {first.loss:.4g}. Lower learning_rate, or add training"
+            " samples or steps."
+        )
+
+    def _validate(self, step: int) -> None:
+        assert self.evaluate is not None
+        last = self._copy_weights() if self.average else {}
+        self._load_weights(self.average)
+        with contextlib.nullcontext() if step else self.extension.as_incoming():
+            score = self.score() if self.score else None
+            found = Validation(step, self.evaluate(), score, self.probe() if self.probe else {})
+        self.validations.append(found)
+        if self.extension.may_be_best(step) and found.beats(self.best):
+            self.best_weights, self.best = self._copy_weights(), found
+        self._load_weights(last)
+
+    def _update_average(self, step: int) -> None:
+        if not self.average:
+            self.average = self._copy_weights()
+            return
+        decay = min(self.ema or 0.0, (1 + step) / (10 + step))  # the first weights decay quickly
+        for name, value in self.parameters.items():
+            self.average[name].lerp_(value.detach().to(self.average[name].device), 1 - decay)
+
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().to("cpu", copy=True) for n, p in self.parameters.items()}
+
+    def _load_weights(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)

@@ -1,0 +1,390 @@
+"""The objective of a training as terms of a loss, and extensions of the shared training by a technique.
+
+    train(model, src, settings, ctx, objective=..., extension=TrainingExtension(modules={"scores": scores}))
+
+The loop, its checks and the selection of checkpoints are the same for every training; every part of an
+extension is optional.
+
+The gradient of an update is that of one batch with all its samples: a mean over all items, independent of
+their division into batches. Terms of a loss are means over different items (labels of the decoder, tokens of
+the encoder), so each names its items, and is weighted by its share of those.
+
+The objective with the labels, and the losses of a sentence embedder (the order of pairs' scores, and a
+teacher's embeddings), are here too, separate from the loop: stages that measure without training do not
+import transformers' Trainer, which takes seconds (it imports peft).
+
+Shapes: B = pairs or texts, T = texts of a batch (2 B for pairs: all first texts first), D = width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.core.stage import Context
+from smelt.models.sentence_model import is_sentence_model
+from smelt.training.losses import IGNORE_INDEX, classification_loss
+from smelt.training.samples import EncodedSample, TensorBatch, model_inputs
+from smelt.training.training_state import autocast
+
+# labels: see `count_items`. inputs: input tokens without padding (of an encoder, of a classifier).
+AveragedOver = Literal["labels", "inputs"]
+AVERAGED_OVER: tuple[AveragedOver, ...] = ("labels", "inputs")
+TOTAL_LOSS = "loss"  # the name of a loss with a single term
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One summand of a loss.
+
+    value: float32 scalar with a gradient: a mean over the batch's items, times its weight. averaged_over: the
+    items. components: named summands of `value`, if it has several.
+    """
+
+    value: Tensor
+    averaged_over: AveragedOver = "labels"
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LossTerms: TypeAlias = Mapping[str, LossTerm]
+# Maps a model and a batch to the mean loss over its labels (a float32 scalar), or to several terms.
+Objective: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | LossTerms]
+
+
+def as_loss_terms(found: Tensor | LossTerms) -> LossTerms:
+    """Return the result of an objective as terms by name."""
+    return {TOTAL_LOSS: LossTerm(found)} if isinstance(found, Tensor) else found
+
+
+def total_loss(found: Tensor | LossTerms) -> Tensor:
+    """Return the sum of the terms of an objective, a scalar."""
+    terms = list(as_loss_terms(found).values())
+    total = terms[0].value
+    for term in terms[1:]:
+        total = total + term.value
+    return total
+
+
+def term_values(terms: LossTerms) -> dict[str, tuple[float, AveragedOver]]:
+    """Return the value of each named term, and the items of its mean."""
+    found: dict[str, tuple[float, AveragedOver]] = {}
+    for name, term in terms.items():
+        for part, value in (term.components or {name: term.value}).items():
+            found[part] = float(value.detach()), term.averaged_over
+    return found
+
+
+def count_items(labels: Tensor) -> int:
+    """Return the number of items over which the objective of a batch with these labels is a mean.
+
+    -100 marks padding among classes and tokens only; in regression it is a value.
+    """
+    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
+
+
+def count_batch_items(batch: Mapping[str, Tensor]) -> dict[AveragedOver, int]:
+    """Return the number of items of each kind in a batch; inputs without tokens count like labels."""
+    labels, mask = count_items(batch["labels"]), batch.get("attention_mask")
+    return {"labels": labels, "inputs": labels if mask is None else int(mask.sum())}
+
+
+_MODULES_NAME = "smelt_extension"  # attribute of the model that holds the modules while it trains
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with optimizer settings of their own.
+
+    learning_rate: the peak; the schedule is that of the others. weight_decay: of these. None: as the
+    others. maximize: gradient ascent, as for the multipliers of a constraint.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    maximize: bool = False
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Return the settings that are not None, by the optimizer's names."""
+        said = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        found: dict[str, Any] = {word: value for word, value in said.items() if value is not None}
+        return found | ({"maximize": True} if self.maximize else {})
+
+
+def _allow_any_step(step: int) -> bool:
+    return True
+
+
+def _unchanged_samples(
+    samples: list[EncodedSample], validation: list[EncodedSample] | None
+) -> tuple[list[EncodedSample], list[EncodedSample] | None]:
+    return samples, validation
+
+
+def _ignore_step(step: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class TrainingExtension:
+    """Parts that a technique adds to a training.
+
+    modules: trained with the model (same device, gradient clipping, averages, checkpoint selection) and
+        not saved: projections, scores of masks, multipliers.
+    groups: parameters of the model or of `modules` with their own learning rate or weight decay.
+    prepare_samples: gets the encoded training and validation samples and returns the ones to use.
+    training_context: active while the model trains (hooks that capture tensors).
+    as_stored: active while a checkpoint is written; makes the model as it will be stored.
+    as_incoming: active while the model is validated before the first update: a quantized model computes with
+        its incoming quantized weights, which differ from those of its float master weights.
+    before_step, after_step: called with the number of the update, from 1, and the number of updates; the
+        latter after the weights are updated, and before they are averaged or validated.
+    supports_resume: whether an interrupted training can resume with it: all its state is in parameters and
+        buffers. None: if it has no calls in each step.
+    may_be_best: whether the weights after this update (0: before the first) may be selected: while weights
+        are still being pruned, the densest have the lowest loss.
+    """
+
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    groups: Sequence[ParameterGroup] = ()
+    prepare_samples: Callable[
+        [list[EncodedSample], list[EncodedSample] | None],
+        tuple[list[EncodedSample], list[EncodedSample] | None],
+    ] = _unchanged_samples
+    training_context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    as_stored: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    as_incoming: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    before_step: Callable[[int, int], None] = _ignore_step
+    after_step: Callable[[int, int], None] = _ignore_step
+    supports_resume: bool | None = None
+    may_be_best: Callable[[int], bool] = _allow_any_step
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a training with it can resume from a checkpoint."""
+        plain = self.before_step is _ignore_step and self.after_step is _ignore_step
+        return plain if self.supports_resume is None else self.supports_resume
+
+
+class TrainingTechnique(Protocol):
+    """A technique that changes the model while it trains: it starts when it is created."""
+
+    def objective(self, objective: Objective) -> Objective:
+        """Return the objective to minimize instead of `objective`."""
+
+    def extension(self) -> TrainingExtension:
+        """Return the extension of the training."""
+
+    def finalize(self, ctx: Context) -> None:
+        """Convert the model to its stored form, and report to `ctx`."""
+
+
+def combine_extensions(first: TrainingExtension, second: TrainingExtension) -> TrainingExtension:
+    """Return the combination of two extensions; weights may be selected if both allow it."""
+
+    def entering(
+        *parts: Callable[[], AbstractContextManager[Any]],
+    ) -> Callable[[], AbstractContextManager[Any]]:
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for part in parts:
+                    stack.enter_context(part())
+                yield
+
+        return entered
+
+    def after_one_another(*parts: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def called(step: int, total: int) -> None:
+            for part in parts:
+                part(step, total)
+
+        return called
+
+    def rows(
+        train: list[EncodedSample], validation: list[EncodedSample] | None
+    ) -> tuple[list[EncodedSample], list[EncodedSample] | None]:
+        return second.prepare_samples(*first.prepare_samples(train, validation))
+
+    return TrainingExtension(
+        modules={**first.modules, **second.modules},
+        prepare_samples=rows,
+        groups=[*first.groups, *second.groups],
+        training_context=entering(first.training_context, second.training_context),
+        as_stored=entering(first.as_stored, second.as_stored),
+        as_incoming=entering(first.as_incoming, second.as_incoming),
+        before_step=after_one_another(first.before_step, second.before_step),
+        after_step=after_one_another(first.after_step, second.after_step),
+        may_be_best=lambda step: first.may_be_best(step) and second.may_be_best(step),
+        supports_resume=first.can_resume and second.can_resume,
+    )
+
+
+@contextlib.contextmanager
+def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Attach `modules` to `model` inside the context, so that they move with it."""
+    if not modules:
+        yield
+        return
+    model.add_module(_MODULES_NAME, nn.ModuleDict(dict(modules)))
+    try:
+        yield
+    finally:
+        del model._modules[_MODULES_NAME]
+
+
+@contextlib.contextmanager
+def modules_detached(model: nn.Module) -> Iterator[None]:
+    """Detach the attached modules from `model` inside the context, as it will be stored."""
+    there = model._modules.pop(_MODULES_NAME, None)
+    try:
+        yield
+    finally:
+        if there is not None:
+            model._modules[_MODULES_NAME] = there
+
+
+def split_parameter_groups(
+    options: Sequence[Mapping[str, Any]], groups: Sequence[ParameterGroup]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups without the parameters of `groups`, followed by those groups.
+
+    Args:
+        options: torch's parameter groups.
+        groups: the groups to split off; each inherits unset values from the group of its parameters.
+    """
+    found: list[dict[str, Any]] = []
+    own = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
+    for option in options:
+        kept = [p for p in option["params"] if id(p) not in own]
+        found.append({**option, "params": kept})
+        for number, group in enumerate(groups):
+            mine = [p for p in option["params"] if own.get(id(p)) == number]
+            if mine:
+                found.append({**option, "params": mine, **group.optimizer_options()})
+    return [option for option in found if option["params"]]
+
+
+COSENT_SCALE = 20.0  # scale of cosines, as in sentence-transformers' CoSENTLoss
+
+
+def batch_sentence_vectors(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the embeddings of a batch's texts, float32 [T, D]; `labels` are not passed to the model."""
+    out: Any = model(**model_inputs(batch))
+    vectors: Tensor = out.sentence_embedding
+    return vectors.float()
+
+
+def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
+    """Return CoSENT: log(1 + sum over pairs i, j with score_i > score_j of exp(20 (cos_j - cos_i))).
+
+    Only the order of the scores counts, so they may be on any scale. 0 if all scores of a batch are equal.
+    Huang et al. 2024, CoSENT: Consistent Sentence Embedding via Similarity Ranking, IEEE/ACM TASLP 32;
+    sentence-transformers' CoSENTLoss.
+
+    Args:
+        vectors: float [2 B, D].
+        scores: float [B] or [B, 1].
+    """
+    first, second = vectors.chunk(2)
+    cosines = COSENT_SCALE * F.cosine_similarity(first, second)
+    scores = scores.flatten()
+    higher = scores[:, None] > scores[None, :]
+    wrong = (cosines[None, :] - cosines[:, None])[higher]
+    return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(dim=0)
+
+
+def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
+    """Return the squared distance of each vector from the teacher's, mean over texts.
+
+    It is D times torch's MSELoss, which Reimers & Gurevych 2020 (arXiv:2004.09813) train students with, so
+    that it is independent of the width: 2 - 2 cos for vectors of length 1.
+
+    Args:
+        vectors: float [T, D].
+        teacher: float [T, D]; no gradient flows into it.
+    """
+    return (vectors - teacher.detach()).square().sum(dim=1).mean()
+
+
+def pairwise_similarity_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference of all pairwise cosines in a batch, student against teacher.
+
+    Works for vectors of different widths: Tung & Mori 2019 (arXiv:1907.09682), with cosines for the rows of
+    its similarity matrix.
+
+    Args:
+        vectors: float [T, D].
+        teacher: float [T, any width]; no gradient flows into it.
+    """
+    return F.mse_loss(_cosine_matrix(vectors), _cosine_matrix(teacher.detach()))
+
+
+def _cosine_matrix(vectors: Tensor) -> Tensor:
+    """Return all pairwise cosines, [T, T]."""
+    directions = F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=1)
+    with torch.autocast(vectors.device.type, enabled=False):  # otherwise matmul is bfloat16
+        return directions @ directions.t()
+
+
+def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits: float [B, T, V] for a generating model, [B, C] for a classifier.
+
+    `labels` are not passed to the model.
+    """
+    inputs = model_inputs(batch)
+    labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
+    if labels.dim() == 2 and not labels.is_floating_point():
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    else:
+        logits = model(**inputs).logits
+    return logits
+
+
+def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
+    """Return the function for the mean loss with the labels, smoothed only in training mode.
+
+    See `classification_loss`; for a sentence embedder it is `cosent_loss` with the scores.
+    """
+
+    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        plain: Any = getattr(model, "module", model)
+        if is_sentence_model(plain):
+            return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
+        return classification_loss(
+            plain.config,
+            model_logits(model, batch),
+            batch["labels"],
+            smoothing=smoothing if model.training else 0.0,
+        )
+
+    return objective
+
+
+def mean_loss(
+    model: Any, batches: Sequence[TensorBatch], objective: Objective, precision: str, device: torch.device
+) -> float:
+    """Return the objective's mean over all items of `batches`, in eval mode, without gradients."""
+    sums: dict[str, float] = {}
+    counts: dict[AveragedOver, int] = dict.fromkeys(AVERAGED_OVER, 0)
+    kinds: dict[str, AveragedOver] = {}
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), autocast(precision, device):
+        for batch in batches:
+            there = {name: value.to(device) for name, value in batch.items()}
+            items = count_batch_items(batch)
+            for over in AVERAGED_OVER:
+                counts[over] += items[over]
+            for name, (mean, over) in term_values(as_loss_terms(objective(model, there))).items():
+                sums[name] = sums.get(name, 0.0) + mean * items[over]
+                kinds[name] = over
+    model.train(was_training)
+    return sum(total / max(1, counts[kinds[name]]) for name, total in sums.items())

@@ -1,0 +1,256 @@
+"""Training of low-rank adapters.
+
+Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W frozen. The adapters are peft's. They are
+merged into float weights before storing. For a sparse layer the sum keeps the zeros of W, during training and
+after merging.
+
+With quantized weights (Dettmers et al. 2023, QLoRA, arXiv:2305.14314) they are stored as a low-rank
+correction of the layer (see smelt/quantization/layers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
+from smelt.core.system import require_package
+from smelt.models.families.model_blocks import blocks_of, output_modules
+from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
+from smelt.models.structure import Edit, is_masked, module_names, replace_layer, replace_module
+from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, with_low_rank_correction
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
+from smelt.training.settings import PEFT_VERSION, LoraSettings
+
+_BYTES_PER_WEIGHT = 12  # bytes a trained weight: a gradient and AdamW's two moments in float32
+
+
+def find_lora_layers(model: Any, targets: Sequence[str]) -> list[str]:
+    """Return the linear layers that get adapters, each by its first name; of composed ones all parts.
+
+    Raises:
+        InputError: no layer of the model is selected, or one has a type that cannot have an adapter.
+    """
+    chosen: dict[str, None] = {}
+    for block in blocks_of(model):
+        feed = block.feed_forward
+        if "attention" in targets:
+            chosen |= {name: None for part in block.attentions for name in part.linear_layers}
+        if "ffn" in targets and feed is not None:
+            chosen |= dict.fromkeys(feed.linear_layers)
+    if not chosen:
+        raise InputError(
+            f"lora: {model.config.model_type} models are not supported. Remove lora to train all weights.",
+            code="unsupported-family",
+            setting="lora",
+        )
+    found: dict[str, None] = {}
+    names = module_names(model)
+    for name in chosen:
+        for module in map(_inner_layer, component_layers(model.get_submodule(name)).values()):
+            if type(module) is not nn.Linear and not isinstance(
+                module, QuantizedLinear | LowRankCorrectedLinear
+            ):
+                raise InputError(
+                    f"lora: '{name}' is a {type(module).__name__}, which does not support adapters."
+                    " Exclude it with targets, or remove lora to train all weights.",
+                    code="unsupported-layer",
+                    setting="lora",
+                )
+            found[names[module][0]] = None
+    return list(found)
+
+
+def _inner_layer(module: nn.Module) -> nn.Module:
+    """Return the inner layer, without the scaling of its inputs, if any."""
+    return module.linear if isinstance(module, ScaledLinear) else module
+
+
+class QuantizedLoraLinear(nn.Module):
+    """A quantized linear layer and its adapter, initialized as peft does for float layers."""
+
+    weight = None  # T5 reads the dtype of a layer's weight, and accepts None
+
+    def __init__(self, base: QuantizedLinear | LowRankCorrectedLinear, settings: LoraSettings) -> None:
+        super().__init__()
+        self.base_layer, self.scaling = base, settings.alpha / settings.rank
+        # torch initializes a Linear as peft initializes A (He et al. 2015, a = 5 ** 0.5); B is zero
+        self.pair = LowRankLinear(base.in_features, base.out_features, settings.rank, bias=False)
+        nn.init.zeros_(self.pair.up.weight)
+
+    def get_base_layer(self) -> nn.Module:
+        """Return the quantized layer; the name is peft's."""
+        return self.base_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N]."""
+        out: Tensor = self.base_layer(x) + self.scaling * self.pair(x)
+        return out
+
+    def to_adapted(self) -> LowRankCorrectedLinear:
+        """Return the layer with the adapter as low-rank correction, added to an earlier one."""
+        base: nn.Module = self.base_layer
+        down, up = self.pair.down.weight.detach(), self.scaling * self.pair.up.weight.detach()
+        if isinstance(base, LowRankCorrectedLinear):
+            before = base.adapter
+            down, up = torch.cat([before.down.weight, down]), torch.cat([before.up.weight, up], dim=1)
+            base = base.coded
+        assert isinstance(base, QuantizedLinear)
+        rows, columns = len(up), down.shape[1]
+        if len(down) > min(rows, columns):  # the rank is at most the smaller side
+            one = torch.eye(min(rows, columns), device=up.device)
+            down, up = (up @ down, one) if rows < columns else (one, up @ down)
+        return with_low_rank_correction(base, up, down).train(self.training)
+
+
+def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
+    """Add adapters to the layers `names`, peft's to float ones; all other weights are frozen."""
+    coded = [n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | LowRankCorrectedLinear)]
+    floats = [name for name in names if name not in coded]
+    model.requires_grad_(False)
+    if floats:
+        with silence_bitsandbytes():  # peft imports bitsandbytes if it is installed
+            from peft import LoraConfig, inject_adapter_in_model
+
+            config = LoraConfig(
+                r=settings.rank, lora_alpha=settings.alpha, target_modules=floats, bias="none"
+            )
+            inject_adapter_in_model(config, model)
+    for name in coded:
+        base = model.get_submodule(name)
+        replace_module(model, name, QuantizedLoraLinear(base, settings).train(base.training))
+
+
+def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters of `module`; quantized weights and scales are frozen."""
+    coded = {id(p) for m in module.modules() if isinstance(m, QuantizedMatrix) for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in coded]
+
+
+class LoraAdapters:
+    """Adapters of the layers of one model during training."""
+
+    def __init__(self, model: Any, settings: LoraSettings, edits: list[Edit] | None = None) -> None:
+        """Add adapters to the layers; all else is frozen except the output layer of a classifier, as in peft.
+
+        edits: the edits of `model`, to which low-rank corrections of quantized layers are added.
+        """
+        require_package("peft", PEFT_VERSION, "lora: the adapters are peft's")
+        self.model, self.settings = model, settings
+        self.edits: list[Edit] = [] if edits is None else edits
+        self.frozen = [p for p in model.parameters() if p.requires_grad]
+        names = module_names(model)
+        self.places = {n: names[model.get_submodule(n)] for n in find_lora_layers(model, settings.targets)}
+        coded = {id(m): len(m.codes) * m.width for m in model.modules() if isinstance(m, QuantizedMatrix)}
+        self.whole = sum(p.numel() for p in self.frozen) + sum(coded.values())
+        _inject_adapters(model, list(self.places), settings)
+        self.layers: dict[str, Any] = {}
+        for name, others in self.places.items():
+            self.layers[name] = model.get_submodule(name)
+            base = self.layers[name].get_base_layer()
+            if isinstance(base, nn.Linear) and is_masked(base):
+                self.layers[name].forward = partial(_masked_forward, self.layers[name])
+            self._replace_layers(others, self.layers[name])  # a layer with several names has one adapter
+        if any("Classification" in str(name) for name in model.config.architectures or ()):
+            for name in output_modules(model):
+                for parameter in _trainable_parameters(model.get_submodule(name)):
+                    parameter.requires_grad_(True)
+
+    def details(self) -> dict[str, int]:
+        """Return the number of trained weights and the memory of their training, for the report."""
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        coded = sum(isinstance(layer, QuantizedLoraLinear) for layer in self.layers.values())
+        return {
+            "rank": self.settings.rank,
+            "layers": len(self.layers),
+            **({"beside_codes": coded} if coded else {}),
+            "trained_weights": trained,
+            "optimizer_bytes": _BYTES_PER_WEIGHT * trained,
+            "optimizer_bytes_of_all_weights": _BYTES_PER_WEIGHT * self.whole,
+        }
+
+    def warnings(self) -> list[Message]:
+        """Return warnings where adapters have more weights than their layers, so that nothing is saved."""
+        bases = {name: layer.get_base_layer() for name, layer in self.layers.items()}
+        shapes = {name: (base.out_features, base.in_features) for name, base in bases.items()}
+        rank = self.settings.rank
+        wide = [name for name, (rows, columns) in shapes.items() if rank * (rows + columns) >= rows * columns]
+        if not wide:
+            return []
+        least = min(math.ceil(rows * columns / (rows + columns)) for rows, columns in shapes.values())
+        less = f". Set rank below {least} to make every adapter smaller than its layer" if least > 1 else ""
+        return [
+            warning(
+                "no-size-reduction",
+                f"lora: with rank {rank} the adapters of {len(wide)} of {len(shapes)} layers have at least as"
+                f" many weights as the layers ({', '.join(wide[:3])}){less}.",
+                setting="lora.rank",
+            )
+        ]
+
+    @contextlib.contextmanager
+    def as_stored(self) -> Iterator[None]:
+        """Convert the model to its stored form inside the context, with the adapters merged."""
+        floats = {
+            name: layer.get_base_layer()
+            for name, layer in self.layers.items()
+            if not isinstance(layer, QuantizedLoraLinear)
+        }
+        kept = {name: base.weight.detach().clone() for name, base in floats.items()}
+        edits = list(self.edits)
+        self._merge()
+        try:
+            yield
+        finally:
+            self.edits[:] = edits
+            for name, layer in self.layers.items():
+                if name in kept:
+                    floats[name].weight.data.copy_(kept[name])
+                self._replace_layers(self.places[name], layer)
+
+    def finalize(self) -> None:
+        """Merge the adapters into trainable weights, or convert them to low-rank corrections."""
+        self._merge()
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)
+        if hasattr(self.model, "peft_config"):  # left by peft
+            del self.model.peft_config
+
+    def _merge(self) -> None:
+        with torch.no_grad():
+            for name, layer in self.layers.items():
+                if isinstance(layer, QuantizedLoraLinear):
+                    new = layer.to_adapted()
+                    edit = {"op": "adapter", "module": name, "rank": new.adapter.rank}
+                    replace_layer(self.model, self.edits, name, new, edit)
+                    continue
+                base = layer.get_base_layer()
+                base.weight.data += _adapter_delta(layer).to(base.weight)
+                self._replace_layers(self.places[name], base)
+
+    def _replace_layers(self, names: Sequence[str], module: nn.Module) -> None:
+        for name in names:
+            if self.model.get_submodule(name) is not module:
+                replace_module(self.model, name, module)
+
+
+def _adapter_delta(layer: Any) -> Tensor:
+    """Return alpha / r * B A, float32 [out, in]; 0 at the zeros of a sparse weight."""
+    found: Tensor = layer.get_delta_weight("default")
+    base = layer.get_base_layer()
+    return found * (base.weight != 0) if is_masked(base) else found
+
+
+def _masked_forward(layer: Any, x: Tensor) -> Tensor:
+    """Return the output of a sparse layer with its adapter; peft's own sum would fill the zeros."""
+    base = layer.get_base_layer()
+    return F.linear(x, base.weight + _adapter_delta(layer), base.bias)

@@ -1,0 +1,331 @@
+"""Samples as token ids, and batches of samples of similar length.
+
+Shapes: B = batch, L = source length, T = target length. Pairs of texts that are embedded separately (sentence
+similarity) give 2 B texts in a batch of B.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from smelt.core.files import read_json_object
+from smelt.core.stage import Context
+from smelt.core.text import with_count
+from smelt.data.labels import (
+    MULTI_LABEL,
+    REGRESSION,
+    class_names,
+    class_targets,
+    multi_label_targets,
+    regression_targets,
+)
+from smelt.data.splits import (
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
+    Example,
+    Split,
+    input_texts,
+)
+from smelt.models.checkpoint import load_tokenizer
+from smelt.models.families.registry import reads_images
+from smelt.models.image_processor import read_processor
+from smelt.models.length_limits import max_input_length
+from smelt.models.text_windows import cut_windows
+from smelt.runtimes.images import ImageInput, split_images, stack_image_inputs
+from smelt.runtimes.predict_texts import encode_texts, uses_token_types
+from smelt.training.losses import IGNORE_INDEX, model_problem_type
+
+CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
+_NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY})
+TensorBatch: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """One tokenized sample: source ids, type ids of a text pair, and the target.
+
+    target: target ids; a class index; for multi-label or regression one float per output; for a pair
+    its score (NaN if it has none); None for a window of running text, whose targets are its own
+    tokens shifted by one. second_ids: ids of the second text of a pair that is embedded separately.
+    cache_index: key of cached values of the sample. image: of an image sample, which has no ids; it is
+    decoded when its batch is made.
+    """
+
+    input_ids: list[int]
+    token_type_ids: list[int] | None
+    target: list[int] | int | tuple[float, ...] | None
+    second_ids: list[int] | None = None
+    cache_index: int | None = None
+    image: ImageInput | None = None
+
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """Source and target length in tokens; for two texts, twice the longer one.
+
+        An image counts as patches of 16 x 16 pixels.
+        """
+        if self.image is not None:
+            return self.image.patches, 0
+        if self.second_ids is not None:
+            longer = max(len(self.input_ids), len(self.second_ids))
+            return longer, longer
+        return len(self.input_ids), len(self.target) if isinstance(self.target, list) else 0
+
+
+def encode_split(
+    split: Split,
+    config: Any,
+    tokenizer: Any,
+    ctx: Context,
+    *,
+    max_length: int | None = None,
+    split_name: str = "train",
+) -> list[EncodedSample]:
+    """Return the tokenized samples of `split`. A sample with several references gives several samples.
+
+    Texts longer than the model's limit (or `max_length` tokens) are truncated and counted in a warning. For a
+    language model all samples are one text, cut into windows (of `max_length` tokens if given). For an
+    image model `tokenizer` is its image processor (see `load_processor`).
+
+    Raises:
+        InputError: a label that is not in the model's config.
+    """
+    limit = (
+        0
+        if ctx.task == IMAGE_CLASSIFICATION
+        else min(max_length or 10**9, max_input_length(tokenizer, config.to_dict()))
+    )
+    if ctx.task == "language-modeling":
+        text = cut_windows(split, tokenizer, limit, length=max_length, strided=False)
+        return [EncodedSample(ids.tolist(), None, None) for ids in text.ids]
+    examples = split.examples
+    if ctx.task == IMAGE_CLASSIFICATION:
+        labels = classifier_targets(examples, config, split.origin)
+        images = split_images(split, tokenizer)
+        return [EncodedSample([], None, y, image=image) for image, y in zip(images, labels, strict=True)]
+    texts, pairs = input_texts(examples, ctx.task)
+    sources = encode_texts(texts, tokenizer, limit, pairs)
+    cut = sources.truncated
+    types: Sequence[list[int] | None] = sources.types or [None] * len(examples)
+    if ctx.task in TEXT_TO_TEXT_TASKS:
+        references = [reference for e in examples for reference in e.references]
+        targets = encode_targets(references, tokenizer, limit)
+        cut += targets[1]
+        owner = [i for i, e in enumerate(examples) for _ in e.references]
+        rows = [
+            EncodedSample(sources.ids[i], types[i], ids) for i, ids in zip(owner, targets[0], strict=True)
+        ]
+    elif ctx.task == SENTENCE_SIMILARITY:
+        rows = [_encoded_pair(sources.ids, len(examples), i, e.label) for i, e in enumerate(examples)]
+    else:
+        labels = classifier_targets(examples, config, split.origin)
+        rows = [EncodedSample(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
+    if cut:
+        those = f"{with_count(cut, 'text')} of {len(examples)} samples"
+        ctx.warn(
+            "truncated-texts",
+            f"{split_name}: {those} {'was' if cut == 1 else 'were'} truncated to {limit} tokens.",
+        )
+    return rows
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the tokenizer of the model in `folder`, or its image processor.
+
+    Raises:
+        InputError: its files are missing or do not match.
+    """
+    if reads_images(read_json_object(folder / "config.json")):
+        return read_processor(folder)
+    return load_tokenizer(folder)
+
+
+def _encoded_pair(ids: Sequence[list[int]], rows: int, at: int, score: object) -> EncodedSample:
+    """Return sample `at` of `rows` samples; ids of the second texts follow those of all first ones."""
+    second = ids[rows + at] if len(ids) > rows else None
+    return EncodedSample(ids[at], None, (score if isinstance(score, float) else math.nan,), second)
+
+
+def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
+    """Return the target ids and the number of texts that were truncated to `limit` tokens.
+
+    The tokenizer truncates, because it knows the special tokens around a text: the end (Marian, T5),
+    beginning and end (BART), a language code before the text (mBART-50) or after its end (mBART).
+    """
+    found: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
+    long = [i for i, ids in enumerate(found) if len(ids) > limit]
+    if long:
+        again = tokenizer(
+            text_target=[texts[i] for i in long], truncation=True, max_length=limit, verbose=False
+        )
+        for i, ids in zip(long, again["input_ids"], strict=True):
+            found[i] = ids
+    return found, len(long)
+
+
+def classifier_targets(
+    examples: Sequence[Example], config: Any, split_name: str = ""
+) -> Sequence[int | tuple[float, ...]]:
+    """Return the class of each example; for multi-label C numbers, 1 or 0; for regression one number.
+
+    Raises:
+        InputError: a label that the model lacks; the message has the label, its samples and the known ones.
+    """
+    names, problem = class_names({"id2label": config.id2label}), model_problem_type(config)
+    if problem == REGRESSION:
+        return [(value,) for value in regression_targets(examples, split_name)]
+    if problem == MULTI_LABEL:
+        sets = multi_label_targets(examples, names, split_name)
+        return [tuple(float(i in found) for i in range(len(names))) for found in sets]
+    return class_targets(examples, names, split_name)
+
+
+def model_inputs(batch: Mapping[str, Tensor]) -> TensorBatch:
+    """Return the model inputs in `batch`."""
+    return {name: value for name, value in batch.items() if name not in _NON_INPUTS}
+
+
+def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+    """Pad `samples` on the right into the model's inputs plus `labels`.
+
+    Returns input_ids, attention_mask (and token_type_ids if there are any) as int64 [B, L]. For a
+    translation model labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
+    labels shifted right after the decoder's start token; for a classifier labels are int64 [B], or
+    float32 [B, C] for multi-label and regression. For a language model labels are int64
+    [B, L], the token after each of input_ids, -100 for padding. For pairs that are embedded separately the
+    inputs are [2 B, L], all first texts first, and labels are float32 [B, 1]. For images the input is
+    pixel_values, float32 [B, 3, h, w]. Cache indices of samples are in `rows`, int64 [B].
+    """
+    numbers = [row.cache_index for row in samples if row.cache_index is not None]
+    if samples[0].image is not None:
+        found = _collate_images(samples)
+    else:
+        found = _collate_windows(samples) if samples[0].target is None else _collate_texts(samples, config)
+    return found | ({CACHE_INDEX_KEY: torch.tensor(numbers)} if numbers else {})
+
+
+def _collate_texts(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+    pad = int(config.pad_token_id or 0)
+    texts = [r.input_ids for r in samples] + [r.second_ids for r in samples if r.second_ids is not None]
+    batch = {"input_ids": _pad(texts, pad)}
+    batch["attention_mask"] = _pad([[1] * len(ids) for ids in texts], 0)
+    types = [r.token_type_ids for r in samples if r.token_type_ids is not None]
+    if types and uses_token_types({"model_type": config.model_type}):
+        batch["token_type_ids"] = _pad(types, 0)
+    targets = [r.target for r in samples if isinstance(r.target, list)]
+    if targets:
+        batch["labels"] = _pad(targets, IGNORE_INDEX)
+        start = config.decoder_start_token_id
+        batch["decoder_input_ids"] = _pad([[start, *ids[:-1]] for ids in targets], pad)
+    else:
+        batch["labels"] = _class_labels(samples)
+    return batch
+
+
+def _class_labels(samples: Sequence[EncodedSample]) -> Tensor:
+    kind = torch.float32 if isinstance(samples[0].target, tuple) else torch.int64
+    return torch.tensor([r.target for r in samples], dtype=kind)
+
+
+def _collate_images(samples: Sequence[EncodedSample]) -> TensorBatch:
+    pixels = stack_image_inputs([row.image for row in samples if row.image is not None])
+    return {"pixel_values": torch.from_numpy(pixels), "labels": _class_labels(samples)}
+
+
+def _collate_windows(samples: Sequence[EncodedSample]) -> TensorBatch:
+    return {
+        "input_ids": _pad([r.input_ids[:-1] for r in samples], 0),
+        "attention_mask": _pad([[1] * (len(r.input_ids) - 1) for r in samples], 0),
+        "labels": _pad([r.input_ids[1:] for r in samples], IGNORE_INDEX),
+    }
+
+
+def _pad(lists: Sequence[Sequence[int]], value: int) -> Tensor:
+    out = torch.full((len(lists), max(map(len, lists))), value, dtype=torch.int64)
+    for row, values in zip(out, lists, strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    return out
+
+
+def group_by_length(
+    samples: Sequence[EncodedSample], batch_size: int, tokens: int | None, shuffle: random.Random | None
+) -> list[list[int]]:
+    """Return batches of indices into `samples`; samples of similar length share one.
+
+    With `tokens`, a batch has at most that many padded source plus target tokens (a longer sample is a
+    batch of its own). With `shuffle`, samples are sorted only within pools of 50 batches and the
+    order of the batches is random, so that batches differ between epochs.
+    """
+    order = list(range(len(samples)))
+    pool = len(order)
+    if shuffle is not None:
+        shuffle.shuffle(order)
+        mean = sum(sum(r.token_counts) for r in samples) / max(1, len(samples))
+        pool = 50 * (batch_size if tokens is None else max(1, int(tokens / mean)))
+    batches: list[list[int]] = []
+    for at in range(0, len(order), max(1, pool)):
+        batches += _fill_batches(
+            sorted(order[at : at + pool], key=lambda i: samples[i].token_counts), samples, batch_size, tokens
+        )
+    if shuffle is not None:
+        shuffle.shuffle(batches)
+    return batches
+
+
+def _fill_batches(
+    order: list[int], samples: Sequence[EncodedSample], batch_size: int, tokens: int | None
+) -> list[list[int]]:
+    if tokens is None:
+        return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    longest = (0, 0)
+    for i in order:
+        source, target = samples[i].token_counts
+        wider = (max(longest[0], source), max(longest[1], target))
+        if batch and sum(wider) * (len(batch) + 1) > tokens:
+            batches.append(batch)
+            batch, wider = [], (source, target)
+        batch.append(i)
+        longest = wider
+    return [*batches, batch] if batch else batches
+
+
+def spread_indices(count: int, num_indices: int, seed: int) -> list[int]:
+    """Return `num_indices` of the indices 0 to `count` - 1 (all if there are fewer), rising.
+
+    One is drawn from each of `num_indices` equal parts, so that a sorted file is covered from end to end.
+    """
+    if num_indices >= count:
+        return list(range(count))
+    draw = random.Random(seed)
+    return [
+        draw.randrange(k * count // num_indices, (k + 1) * count // num_indices) for k in range(num_indices)
+    ]
+
+
+def plan_batches(
+    samples: Sequence[EncodedSample],
+    batch_size: int,
+    tokens: int | None,
+    *,
+    epochs: float,
+    steps: int | None,
+    seed: int,
+) -> list[list[int]]:
+    """Return all batches of a training in order: `steps` of them, or `epochs` passes over `samples`."""
+    shuffle = random.Random(seed)
+    batches = group_by_length(samples, batch_size, tokens, shuffle)
+    wanted = steps if steps is not None else max(1, round(epochs * len(batches)))
+    while len(batches) < wanted:
+        batches += group_by_length(samples, batch_size, tokens, shuffle)
+    return batches[:wanted]

@@ -1,0 +1,216 @@
+"""The shared training of all training stages: `train` is the single entry point.
+
+The loop itself is `transformers.Trainer` (smelt/training/trainer.py); this module imports no torch,
+so that the table of stages loads quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.messages import Message, error_message
+from smelt.core.stage import Context
+from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
+from smelt.training.settings import LOSS_METRIC, TrainingSettings
+
+if TYPE_CHECKING:
+    from smelt.models.structure import Edit
+    from smelt.training.checkpoints import RoundingCheck
+    from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
+    from smelt.training.lora import LoraAdapters
+    from smelt.training.samples import EncodedSample
+
+
+def missing_scores_errors(task: Task, data: Mapping[str, Split], names: Sequence[str]) -> list[Message]:
+    """Return the mistakes if a sentence embedder would train on pairs without scores.
+
+    names: of the splits to check, if they are in `data`.
+    """
+    lack = [data[name] for name in names if name in data and not data[name].has_labels]
+    return (
+        [error_message("missing-scores", no_scores_text(lack[0]))]
+        if task == SENTENCE_SIMILARITY and lack
+        else []
+    )
+
+
+def no_scores_text(split: Split) -> str:
+    """Return the error text for a split without scores."""
+    return (
+        f"the samples of {split.origin} have no scores (column 'label'), which the loss needs. Use"
+        " pairs with scores, or distill with losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0},"
+        " which needs only texts."
+    )
+
+
+def train(
+    model: Any,
+    src: Artifact,
+    settings: TrainingSettings,
+    ctx: Context,
+    *,
+    objective: Objective | None = None,
+    edits: list[Edit] | None = None,
+    stage: str = "finetune",
+    extension: TrainingExtension | None = None,
+    techniques: Sequence[Callable[[], TrainingTechnique]] = (),
+    random: bool | None = None,
+) -> None:
+    """Train `model` in place on `ctx.data["train"]`; afterwards it is float32, on the CPU, in eval mode.
+
+    Args:
+        model: of transformers or a sentence embedder, with its edits applied.
+        src: the artifact with the tokenizer.
+        settings: lengths, batches, optimizer.
+        ctx: data, seed, progress; receives details (`train_loss`, `validation_loss`, `kept_step`,
+            `steps`, `precision`, `validations`; `train_losses` if the loss has several terms) and
+            warnings (truncated samples, a training without improvement).
+        objective: the loss to minimize; by default the loss with the labels, or with the scores of pairs.
+        edits: the model's edits, for storing checkpoints to score (`metric_for_best_model`); receives
+            low-rank corrections of quantized layers, and the cuts of learned masks.
+        stage: the name of the stage, for messages.
+        extension: of the stage.
+        techniques: each starts one that changes the model while it trains. In their order, their objectives
+            wrap each other, the model is converted for storing, and they end.
+        random: whether weights or output layer are random, so that the initial model is no candidate; None:
+            derived from the history of `src`.
+
+    Raises:
+        InputError: no training samples, no validation samples to select by, or a label that the model
+            lacks.
+        RunError: the loss became infinite or NaN.
+    """
+    from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
+    from smelt.training.extension import TrainingExtension, combine_extensions, label_objective
+    from smelt.training.samples import encode_split, load_processor, spread_indices
+    from smelt.training.trainer import run_training
+
+    _require_samples(settings, ctx, stage, scores=objective is None)
+    tokenizer = load_processor(src.path)
+
+    def encode(split: Split, name: str) -> list[EncodedSample]:
+        return encode_split(
+            split, model.config, tokenizer, ctx, max_length=settings.max_length, split_name=name
+        )
+
+    rows = encode(ctx.data["train"], "train")
+    validation, score, probe = None, None, None
+    if settings.num_evals and (split := ctx.data.get("validation")):
+        windows = ctx.task == "language-modeling"  # cut from one text before any are selected
+        if not windows:
+            split = split.select(spread_indices(len(split), settings.max_validation_samples, ctx.seed))
+        validation = encode(split, "validation")
+        if windows:
+            validation = [
+                validation[i]
+                for i in spread_indices(len(validation), settings.max_validation_samples, ctx.seed)
+            ]
+        probe = CheckpointScorer(model, [] if edits is None else edits, src, split, settings, ctx)
+        score = None if settings.metric_for_best_model == LOSS_METRIC else probe
+        # a score needs generation for texts, one pass over the samples for classes
+        probe = (
+            probe
+            if settings.metric_for_best_model == LOSS_METRIC and ctx.task in CLASSIFICATION_TASKS
+            else None
+        )
+    elif settings.metric_for_best_model != LOSS_METRIC:
+        raise InputError(
+            f"{stage}: metric_for_best_model: {settings.metric_for_best_model} requires validation"
+            f" samples. Add data: {{validation: FILE}}.",
+            code="missing-data",
+            setting="data.validation",
+        )
+    rounding = RoundingCheck(model, src.path, settings.lora is not None) if settings.dtype == "keep" else None
+    begun = [begin() for begin in techniques]
+    objective = objective or label_objective(settings.label_smoothing)
+    for technique in begun:
+        objective = technique.objective(objective)
+        extension = combine_extensions(extension or TrainingExtension(), technique.extension())
+    adapters = _begin_lora(model, settings, edits, ctx)
+    extension = extension or TrainingExtension()
+    rows, validation = extension.prepare_samples(rows, validation)
+    if starts_random(src, ctx) if random is None else random:
+        extension = replace(extension, may_be_best=partial(_may_be_best_after_start, extension.may_be_best))
+    if adapters is not None:
+        extension = replace(extension, as_stored=adapters.as_stored)
+    run_training(
+        model,
+        rows,
+        validation,
+        objective=objective,
+        settings=settings,
+        ctx=ctx,
+        score=score,
+        probe=None if probe is None else probe.scores,
+        extension=extension,
+        src=src,
+    )
+    if adapters is not None:
+        adapters.finalize()
+    if rounding is not None:
+        _warn_of_rounding(rounding, ctx)
+    for technique in begun:
+        technique.finalize(ctx)
+
+
+def starts_random(src: Artifact, ctx: Context) -> bool:
+    """Return whether the weights or the output layer of `src` are random and not trained since."""
+    by_key = {artifact.key: artifact for artifact in ctx.ancestors.values()}
+    current: Artifact | None = src
+    while current is not None:
+        details = current.manifest.details
+        if "training" in details or "phases" in details:
+            return False
+        if details.get("untrained") or details.get("new_head"):
+            return True
+        current = by_key.get(current.manifest.parent or "")
+    return False
+
+
+def _may_be_best_after_start(eligible: Callable[[int], bool], step: int) -> bool:
+    return step > 0 and eligible(step)
+
+
+def _require_samples(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:
+    """Require training samples, and scores of pairs if needed."""
+    if "train" not in ctx.data:
+        raise InputError(
+            f"{stage}: training samples are required. Add data: {{train: FILE}}.",
+            code="missing-data",
+            setting="data.train",
+        )
+    if scores and (found := missing_scores_errors(ctx.task, ctx.data, ("train", "validation"))):
+        raise InputError(f"{stage}: {found[0].message}", code=found[0].code)
+
+
+def _warn_of_rounding(rounding: RoundingCheck, ctx: Context) -> None:
+    """Report the part of the training that is lost by rounding to the stored dtype."""
+    if not rounding.before:
+        return
+    share = rounding.lost_share()
+    ctx.details["training"]["rounding"] = round(share, 5)
+    if text := rounding.warning(share):
+        ctx.warn("lost-in-rounding", text)
+
+
+def _begin_lora(
+    model: Any, settings: TrainingSettings, edits: list[Edit] | None, ctx: Context
+) -> LoraAdapters | None:
+    """Add low-rank adapters to `model` if set, and report them."""
+    if settings.lora is None:
+        return None
+    import torch
+
+    from smelt.training.lora import LoraAdapters
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.seed)
+        found = LoraAdapters(model, settings.lora, edits)
+    ctx.details["lora"] = found.details()
+    ctx.warnings.extend(found.warnings())
+    return found

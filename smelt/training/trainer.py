@@ -1,0 +1,303 @@
+"""The training loop: `transformers.Trainer` with planned batches, objectives and checkpoint selection.
+
+The best weights are kept in memory, and the folder that Trainer requires is a temporary one next to the
+stage's result. Checkpoints that survive an interrupted run are smelt's own
+(smelt/training/checkpoints.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import RunError
+from smelt.core.messages import warning
+from smelt.core.stage import Context
+from smelt.runtimes.device import torch_device
+from smelt.training.checkpoint_selector import CheckpointSelector
+from smelt.training.checkpoints import make_checkpoint_callback
+from smelt.training.extension import (
+    AVERAGED_OVER,
+    Objective,
+    TrainingExtension,
+    as_loss_terms,
+    count_batch_items,
+    mean_loss,
+    modules_attached,
+    modules_detached,
+    split_parameter_groups,
+    term_values,
+)
+from smelt.training.learning_rates import with_learning_rate
+from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
+from smelt.training.settings import TrainingSettings
+from smelt.training.training_state import (
+    autocast,
+    pick_precision,
+    require_training_memory,
+    torch_threads,
+    training_state,
+)
+
+# Output folder of transformers' TensorBoard callback.
+_TENSORBOARD_VARIABLE = "TENSORBOARD_LOGGING_DIR"
+_LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+
+ResultT = TypeVar("ResultT")
+
+
+class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
+    """Trainer with a planned list of batches and an objective of smelt.
+
+    The gradient of an update is that of the mean over all items (tokens, samples) of its batches, on all
+    processes, as if they were one batch: each batch's mean is weighted by its share of the items. So Trainer
+    must not divide by the number of batches: from 5.19 on an attribute controls this, before that the
+    signature of the model's forward, which takes keywords in all supported families.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        rows: Sequence[EncodedSample],
+        *,
+        plan: list[list[int]],
+        objective: Objective,
+        keeper: CheckpointSelector,
+        precision: str,
+    ) -> None:
+        pack = partial(collate, config=model.config)
+        super().__init__(model=model, args=args, train_dataset=rows, callbacks=[keeper], data_collator=pack)
+        self.remove_callback(transformers.trainer_callback.PrinterCallback)
+        self.plan, self.objective, self.keeper, self.precision = plan, objective, keeper, precision
+
+    def get_train_dataloader(self) -> Any:
+        """Return the planned batches; accelerate distributes them to processes."""
+        loader = DataLoader(self.train_dataset, batch_sampler=self.plan, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return the optimizer, with separate settings for the technique's groups."""
+        optimizer = super().create_optimizer(model)
+        groups = self.keeper.extension.groups
+        if groups:
+            optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
+        return optimizer
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of one update, and the number of labels in those of all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [count_batch_items(batch) for batch in batches]
+        items = torch.tensor([sum(found[over] for found in counts) for over in AVERAGED_OVER], device=device)
+        whole = self.accelerator.gather(items).reshape(-1, len(AVERAGED_OVER)).sum(dim=0)
+        self.items = dict(zip(AVERAGED_OVER, whole.tolist(), strict=True))
+        return batches, whole[0]
+
+    def compute_loss(
+        self, model: Any, inputs: TensorBatch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the batch's part of the update's mean loss; raise if it is not finite."""
+        with autocast(self.precision, self.args.device):
+            terms = as_loss_terms(self.objective(model, inputs))
+        values, counts = term_values(terms), count_batch_items(inputs)
+        value = sum(mean for mean, _ in values.values())
+        if not math.isfinite(value):
+            raise RunError(
+                f"The training loss became {value} at step {self.state.global_step + 1}"
+                f" of {self.state.max_steps}. {self.keeper.last_good_text()}"
+                " Lower learning_rate, raise warmup, or set precision: fp32.",
+                code="non-finite-loss",
+            )
+        self.keeper.recent.append({name: (mean, counts[over]) for name, (mean, over) in values.items()})
+        # gradients are averaged over processes afterwards
+        whole, processes = self.items, self.accelerator.num_processes
+        shares = {over: counts[over] * processes / max(1, whole[over]) for over in AVERAGED_OVER}
+        parts = [term.value * shares[term.averaged_over] for term in terms.values()]
+        return sum(parts[1:], parts[0])
+
+
+def run_training(
+    model: Any,
+    samples: Sequence[EncodedSample],
+    validation: Sequence[EncodedSample] | None,
+    *,
+    objective: Objective,
+    settings: TrainingSettings,
+    ctx: Context,
+    score: Callable[[], float] | None = None,
+    probe: Callable[[], Mapping[str, float]] | None = None,
+    extension: TrainingExtension | None = None,
+    src: Artifact | None = None,
+) -> None:
+    """Train `model` in place (see `smelt.training.train.train`).
+
+    score: of the current weights; higher is better. None: the validation loss selects.
+    probe: scores weights at each validation, for a warning if metric and loss disagree.
+    src: the step's input.
+    """
+    extension, settings = extension or TrainingExtension(), with_learning_rate(settings, model, src, ctx)
+    plan = plan_batches(
+        samples,
+        settings.batch_size,
+        settings.max_tokens_per_batch,
+        epochs=settings.epochs,
+        steps=None
+        if settings.max_steps is None
+        else settings.max_steps * settings.gradient_accumulation_steps,
+        seed=ctx.seed,
+    )
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
+        stack.enter_context(torch_threads(ctx.threads))
+        stack.enter_context(_tensorboard_in_run(settings, ctx))
+        args = _training_arguments(settings, folder, ctx)
+        precision = pick_precision(settings.precision, args.device)
+        stack.enter_context(modules_attached(model, extension.modules))
+        stack.enter_context(training_state(model, settings.dropout, args.device))
+        stack.enter_context(extension.training_context())
+        keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension)
+        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
+        if resume.saved is not None and resume.saved.details is not None:
+            ctx.details["training"] = resume.saved.details
+            ctx.warnings.extend(resume.saved.warnings)
+            return
+        if resume.saved is not None:
+            plan, args.max_steps = plan[resume.step * settings.gradient_accumulation_steps :], resume.total
+        loop = PlannedTrainer(
+            model, args, samples, plan=plan, objective=objective, keeper=keeper, precision=precision
+        )
+        loop.add_callback(resume)
+        if validation:
+            groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
+            batches = [collate([validation[i] for i in group], model.config) for group in groups]
+            keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
+            keeper.evals = settings.num_evals
+            keeper.score = None if score is None else partial(_as_stored, model, extension, score)
+            keeper.probe = None if probe is None else partial(_as_stored, model, extension, probe)
+            keeper.sign = -1 if settings.metric_for_best_model in ctx.negated_metrics else 1
+        require_training_memory(
+            model, args.device, keeps_best=bool(keeper.evals), keeps_average=settings.ema_decay is not None
+        )
+        loop.train()
+        steps = int(loop.state.global_step)
+        keeper.load_best()
+        _require_finite(model, keeper)
+        ctx.details["training"] = {
+            "steps": steps,
+            "rows": len(samples),
+            "learning_rate": settings.learning_rate,
+            **({} if settings.dropout is None else {"dropout": settings.dropout}),
+            "precision": precision,
+            "device": args.device.type,
+            **keeper.details(steps),
+        }
+        doubts = {
+            "no-improvement": keeper.no_improvement_text(settings.metric_for_best_model),
+            "loss-disagrees": metric_disagreement_text(keeper, len(validation or ()), ctx),
+            "worse-than-random": keeper.worse_than_random_text(),
+        }
+        warnings = [warning(code, text) for code, text in doubts.items() if text]
+        ctx.warnings.extend(warnings)
+        resume.finish(steps, ctx.details["training"], warnings)
+
+
+def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Context) -> str | None:
+    """Return a warning if other weights score clearly better than those with the lowest loss.
+
+    Clearly: by two standard errors of a paired difference in which an eighth of the samples change.
+    """
+    there = [
+        found for found in selector.validations if found.beside and selector.extension.may_be_best(found.step)
+    ]
+    if selector.best is None or not selector.best.beside or not rows:
+        return None
+    metric, kept = next(iter(selector.best.beside.items()))
+    best = max(there, key=lambda found: found.beside[metric])
+    if best.beside[metric] - kept <= 2 * 100 * math.sqrt(0.125 / rows):
+        return None
+    sign = -1 if metric in ctx.negated_metrics else 1
+    return (
+        f"Validation loss and {metric} disagree: the weights of step {selector.best.step} are kept for their"
+        f" loss ({selector.best.loss:.4g}; {metric} {sign * kept:.4g}), but those of step {best.step} have"
+        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep them, set"
+        f" metric_for_best_model: {metric}."
+    )
+
+
+def _as_stored(model: nn.Module, extension: TrainingExtension, score: Callable[[], ResultT]) -> ResultT:
+    with modules_detached(model), extension.as_stored():
+        return score()
+
+
+def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
+    """Require finite weights after the last update, which no later loss would check.
+
+    Raises:
+        RunError: a weight is infinite or NaN.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+            raise RunError(
+                f"After the last training update, '{name}' is infinite or NaN."
+                f" {selector.last_good_text()} Lower learning_rate, raise warmup, or set"
+                " precision: fp32.",
+                code="non-finite-weights",
+            )
+
+
+@contextlib.contextmanager
+def _tensorboard_in_run(settings: TrainingSettings, ctx: Context) -> Iterator[None]:
+    """Make TensorBoard's callback write to the run's folder, unless the user set another."""
+    told = (
+        ctx.tracker_folder is None
+        or "tensorboard" not in settings.report_to
+        or _TENSORBOARD_VARIABLE in os.environ
+    )
+    if told:
+        yield
+        return
+    os.environ[_TENSORBOARD_VARIABLE] = str(ctx.tracker_folder)
+    try:
+        yield
+    finally:
+        del os.environ[_TENSORBOARD_VARIABLE]
+
+
+def _training_arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:
+    if ctx.device == "cuda":
+        torch_device(ctx.device)  # raises if CUDA is missing; Trainer would silently use the CPU
+    return transformers.TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=1,  # the plan of batches covers all epochs
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=_LR_SCHEDULES[settings.lr_schedule],
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=ctx.seed,
+        use_cpu=ctx.device == "cpu",
+        save_strategy="no",
+        eval_strategy="no",
+        logging_strategy="steps" if settings.report_to else "no",
+        logging_steps=10,
+        report_to=list(settings.report_to) or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        accelerator_config={"even_batches": False},
+    )

@@ -1,0 +1,73 @@
+"""Squared gradients against one backward pass a row, and what they leave behind."""
+
+import embedders
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+
+from smelt.calibration.samples import load_calibration_samples
+from smelt.calibration.statistics import squared_gradients
+from smelt.core.errors import RunError
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+from smelt.training.extension import label_objective
+
+
+@pytest.fixture
+def given(tmp_path):
+    """A classifier, its rows with labels, and a context."""
+    source = every_family.model_with_layers("bert", 1)
+    task = "text-classification"
+    split = read_split(str(tiny.write_labelled(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
+    ctx = harness.make_context(tmp_path / "out", task, split)
+    model, _ = load_model(source)
+    artifact = tiny.as_artifact(source, task)
+    return model, load_calibration_samples(model, artifact, 6, ctx, "test", labels=True), ctx
+
+
+def test_they_are_the_mean_of_each_rows_squared_gradient(given):
+    model, rows, ctx = given
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    wanted, count = torch.zeros_like(weight), 0
+    for batch in rows.batches:
+        for ids, label in zip(batch["input_ids"], batch["labels"], strict=True):
+            model.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(ids[None]).logits, label[None])
+            loss.backward()
+            wanted += weight.grad**2
+            count += 1
+    model.zero_grad()
+    found = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
+    assert count == rows.num_samples == 6
+    torch.testing.assert_close(found["fc2"], wanted / count, rtol=1e-4, atol=1e-9)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_gradient_that_is_no_number_is_said(given):
+    model, rows, ctx = given
+    with torch.no_grad():
+        model.classifier.weight[0, 0] = float("nan")
+    with raises_code("non-finite-gradients", RunError) as caught:
+        squared_gradients(model, rows, {"pooler": model.bert.pooler.dense.weight}, label_objective(), ctx)
+    assert all(word in str(caught.value) for word in ("pooler", "rows.jsonl"))
+
+
+def test_pairs_whose_loss_compares_them_stay_together(tmp_path):
+    source = embedders.write_embedder(tmp_path / "model")
+    task = "sentence-similarity"
+    split = read_split(str(embedders.write_rows(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
+    ctx = harness.make_context(tmp_path / "out", task, split)
+    model, _ = load_model(source)
+    rows = load_calibration_samples(model, tiny.as_artifact(source, task), 8, ctx, "test", labels=True)
+    assert [len(batch["labels"]) for batch in rows.batches] == [8]
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    label_objective()(model, rows.batches[0]).backward()
+    wanted = weight.grad**2
+    model.zero_grad()
+    found = squared_gradients(model, rows, {"fc2": weight}, label_objective(), ctx)
+    assert float(wanted.max()) > 0
+    torch.testing.assert_close(found["fc2"], wanted)

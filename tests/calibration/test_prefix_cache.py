@@ -1,0 +1,84 @@
+"""A model that goes on from a block gives, to the bit, what it gives when it is run from its beginning."""
+
+import every_family
+import pytest
+import torch
+from every_family import TEXT_FAMILIES
+
+from smelt.calibration.samples import CalibrationSamples, model_outputs
+from smelt.calibration.sequential import PrefixCachedModel
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
+
+
+def rows_for(model):
+    """Two batches of random ids, with decoder inputs where there is a decoder."""
+    batches = []
+    for rows, length in ((2, 9), (3, 7)):
+        ids = torch.arange(rows * length).reshape(rows, length) % 15 + 5
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if model.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = ids[:, 2:] + 1
+        batches.append(batch)
+    return CalibrationSamples("made", batches, 5, 39)
+
+
+def tiny_model(family):
+    return load_model(every_family.model_with_layers(family, 3))[0]
+
+
+def whole(model, rows):
+    return [out.clone() for out in model_outputs(model, rows.batches)]
+
+
+def scaled(model, block, by):
+    with torch.no_grad():
+        model.get_submodule(block.parts[-1].linear_layers[-1]).weight.mul_(by)
+
+
+def equal(found, wanted):
+    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_path):
+    model = tiny_model(family)
+    rows, blocks = rows_for(model), blocks_of(model)
+    retried, plain = PrefixCachedModel(model, rows.batches, tmp_path), whole(model, rows)
+    assert equal(list(retried.outputs()), plain)
+    for block in (*blocks, blocks[1]):  # at last one that was gone past
+        retried.start_at(block.stack.name, block.index)
+        for by in (2.0, 3.0):
+            scaled(model, block, by)
+            found = list(retried.outputs())
+            assert equal(found, whole(model, rows))
+            assert not equal(found, plain)
+            scaled(model, block, 1 / by)
+        model.load_state_dict(load_model(every_family.model_with_layers(family, 3))[0].state_dict())
+        assert equal(list(retried.outputs()), plain)
+
+
+@pytest.mark.parametrize("family", ["marian", "llama"])
+def test_what_stands_before_is_not_run_again(family, tmp_path):
+    model = tiny_model(family)
+    rows, blocks, ran = rows_for(model), blocks_of(model), []
+    for at, block in enumerate(blocks):
+        product = model.get_submodule(block.parts[-1].linear_layers[-1])
+        product.register_forward_pre_hook(lambda *_, at=at: ran.append(at))
+    retried = PrefixCachedModel(model, rows.batches, tmp_path)
+    for at, block in enumerate(blocks):
+        retried.start_at(block.stack.name, block.index)
+        ran.clear()
+        list(retried.outputs())
+        assert sorted(ran) == sorted([*range(at, len(blocks))] * len(rows.batches))
+
+
+def test_a_model_that_repeats_a_block_is_run_whole(tmp_path):
+    model = tiny_model("bert")
+    layers = model.get_submodule(blocks_of(model)[0].stack.module_path)
+    layers[2] = layers[0]
+    rows = rows_for(model)
+    retried = PrefixCachedModel(model, rows.batches, tmp_path)
+    retried.start_at("layers", 2)
+    scaled(model, blocks_of(model)[0], 2.0)  # which is the last one too
+    assert equal(list(retried.outputs()), whole(model, rows))

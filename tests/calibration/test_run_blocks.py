@@ -1,0 +1,168 @@
+"""Going block by block: what each block is fed is, to the bit, what it is fed in the whole model."""
+
+import every_family
+import harness
+import pytest
+import torch
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import run_blocks
+from smelt.compress.share_weights import ShareWeightsSettings, share_layers
+from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model
+from smelt.models.families.model_blocks import blocks_of
+
+
+def rows_for(model, lengths=((2, 9), (3, 7))):
+    """Batches of random ids, with decoder inputs where there is a decoder."""
+    draw = torch.Generator().manual_seed(0)
+    batches = []
+    for rows, length in lengths:
+        ids = torch.randint(5, 20, (rows, length), generator=draw)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if model.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = torch.randint(5, 20, (rows, length - 2), generator=draw)
+        batches.append(batch)
+    return CalibrationSamples("made", batches, 5, 39)
+
+
+def fed(model, rows, names):
+    """What the modules `names` are fed in whole runs, float [..., K], by name and batch."""
+    found = {name: [] for name in names}
+    modules = [model.get_submodule(name) for name in names]
+    hooks = [
+        module.register_forward_pre_hook(lambda m, inputs, n=name: found[n].append(inputs[0].clone()))
+        for name, module in zip(names, modules, strict=True)
+    ]
+    with torch.no_grad():
+        for batch in rows.batches:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def outs_of(model):
+    """The last product of every part, by name: what it is fed depends on all that stands before it."""
+    return [
+        part.linear_layers[-1]
+        for block in blocks_of(model)
+        for part in (*block.attentions, block.feed_forward)
+    ]
+
+
+def seen(model, rows, tmp_path, change=lambda step: None, found=None, **settings):
+    """What the last products of each block are fed when it comes, [tokens, K] by name and batch."""
+    found = {} if found is None else found
+    for step in run_blocks(model, rows, harness.make_context(tmp_path / "out"), **settings):
+        parts = (*step.block.attentions, step.block.feed_forward)
+        names = [part.linear_layers[-1] for part in parts]
+        layers = {name: [model.get_submodule(name)] for name in names}
+        step.observe(layers, lambda name, x: found.setdefault(name, []).append(x.clone()))
+        change(step)
+    return found
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_blocks_are_fed_what_they_are_fed_in_the_whole_model(family, tmp_path):
+    model, _ = load_model(every_family.model_with_layers(family, 3))
+    rows = rows_for(model)
+    wanted = fed(model, rows, outs_of(model))
+    found = seen(model, rows, tmp_path)
+    assert list(found) == list(wanted)
+    for name, values in wanted.items():
+        for whole, part in zip(values, found[name], strict=True):
+            assert torch.equal(whole.flatten(0, -2), part), name
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_later_blocks_are_fed_what_changed_ones_give(family, tmp_path):
+    model, _ = load_model(every_family.model_with_layers(family, 2))
+    rows = rows_for(model)
+
+    def compare_and_halve(step):
+        names = [part.linear_layers[-1] for part in (*step.block.attentions, step.block.feed_forward)]
+        for name, values in fed(model, rows, names).items():  # of the model as it is at the moment
+            assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(values, found[name], strict=True))
+        with torch.no_grad():
+            for parameter in step.module.parameters():
+                parameter.mul_(0.5)
+
+    found = {}
+    before = fed(model, rows, outs_of(model))
+    seen(model, rows, tmp_path, compare_and_halve, found)
+    last = outs_of(model)[-1]
+    assert not torch.equal(before[last][0].flatten(0, -2), found[last][0])
+
+
+def test_states_that_lie_on_disk_are_the_same(tmp_path):
+    model, _ = load_model(every_family.model_with_layers("t5", 2))  # whose blocks hand a bias on besides
+    rows = rows_for(model)
+    held, stored = seen(model, rows, tmp_path), seen(model, rows, tmp_path, limit_bytes=0)
+    assert all(torch.equal(a, b) for n in held for a, b in zip(held[n], stored[n], strict=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_layer_that_stands_in_several_blocks_is_seen_in_all_of_them(tmp_path):
+    model, edits = load_model(every_family.model_with_layers("bert", 3))
+    share_layers(model, edits, ShareWeightsSettings(group_size=3))
+    rows = rows_for(model, ((2, 9),))
+    names = [block.feed_forward.down for block in blocks_of(model)]
+    wanted = fed(model, rows, [names[0]])[names[0]]
+    found = []
+    for step in run_blocks(model, rows, harness.make_context(tmp_path / "out")):
+        if step.block.index == 0:
+            step.observe({"down": [model.get_submodule(names[0])]}, lambda _, x: found.append(x.clone()))
+    assert len(found) == len(wanted) == 3
+    assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_a_block_that_stands_in_several_places_comes_once_and_is_run_in_all(tmp_path):
+    model, _ = load_model(every_family.model_with_layers("marian", 3))
+    layers = model.model.encoder.layers
+    layers[2] = layers[0]
+    rows = rows_for(model)
+    wanted = fed(model, rows, ["model.decoder.layers.0.encoder_attn.k_proj"])
+    found = []
+    places = []
+    for step in run_blocks(model, rows, harness.make_context(tmp_path / "out")):
+        places.append(step.block.module_path)
+        if step.block.module_path == "model.decoder.layers.0":
+            crossed = {"k": [step.module.encoder_attn.k_proj]}
+            step.observe(crossed, lambda _, x: found.append(x.clone()))
+    assert places == [
+        "model.encoder.layers.0", "model.encoder.layers.1",
+        *(f"model.decoder.layers.{n}" for n in range(3)),
+    ]  # fmt: skip
+    for whole, part in zip(wanted["model.decoder.layers.0.encoder_attn.k_proj"], found, strict=True):
+        assert torch.equal(whole.flatten(0, -2), part)
+
+
+def test_padding_is_seen_by_no_one(tmp_path):
+    model, _ = load_model(every_family.model_with_layers("marian", 1))
+    ids = torch.randint(5, 20, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5],
+        "labels": torch.tensor([[5, 5, 5, 5, 5], [5, 5, 5, -100, -100]]),
+    }  # fmt: skip
+    counts = {}
+    for step in run_blocks(
+        model, CalibrationSamples("made", [batch], 2, 12), harness.make_context(tmp_path / "out")
+    ):
+        layers = {n: [m] for n, m in step.module.named_modules() if n.endswith(("_proj", "fc1"))}
+        step.observe(layers, lambda n, x, s=step: counts.update({(s.block.stack.name, n): len(x)}))
+    assert counts["encoder_layers", "fc1"] == 10
+    assert counts["decoder_layers", "fc1"] == counts["decoder_layers", "encoder_attn.q_proj"] == 8
+    assert counts["decoder_layers", "encoder_attn.k_proj"] == 10
+
+
+def test_a_model_of_an_unknown_family_is_refused(tmp_path):
+    model, _ = load_model(every_family.model_with_layers("bert", 1))
+    model.config.model_type = "perceiver"
+    with raises_code("unsupported-family", InputError) as caught:
+        next(run_blocks(model, rows_for(model), harness.make_context(tmp_path / "out"), stage="sparsify"))
+    assert "perceiver" in str(caught.value)

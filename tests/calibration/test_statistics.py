@@ -1,0 +1,181 @@
+"""Statistics of inputs against the same sums written out in numpy."""
+
+from functools import partial
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from smelt.calibration import statistics
+from smelt.calibration.samples import CalibrationSamples, observe_inputs
+from smelt.calibration.statistics import collect_statistics, empty_statistics, few_tokens_text
+from smelt.models.checkpoint import load_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(every_family.model_with_layers("bert", 2))[0]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(5, 20, size, generator=draw)} for size in ((2, 9), (3, 7))]
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return CalibrationSamples("made", batches, 5, 39)
+
+
+@pytest.mark.parametrize(
+    ("fed", "told"),
+    [
+        ([(64, 64), (900, 256)], ""),
+        ([(0, 64)], ""),  # told as a layer that no row reaches
+        ([(5, 64), (900, 256)], ""),  # one vector of each text
+        ([(63, 64)], "63 64"),
+        ([(255, 256), (20, 64), (63, 64)], "20 64"),
+        ([(5, 1024), (255, 256)], "900 1,024"),
+    ],
+)
+def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
+    said = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
+    assert bool(said) == bool(told)
+    assert {*told.split()} <= {*said.split()}
+
+
+def layers_of(model):
+    return {
+        "fc2": [model.bert.encoder.layer[0].output.dense],
+        "q": [model.bert.encoder.layer[1].attention.self.query],
+    }
+
+
+def inputs_of(model, rows, layers, tmp_path):
+    found = {}
+    observe_inputs(
+        model,
+        rows,
+        layers,
+        lambda k, x: found.setdefault(k, []).append(x.numpy().copy()),
+        harness.make_context(tmp_path),
+    )
+    return {key: np.concatenate(parts).astype(np.float64) for key, parts in found.items()}
+
+
+@pytest.mark.parametrize("limit", [2**30, 0])
+def test_statistics_are_the_sums_of_the_formulas(limit, model, rows, tmp_path):
+    layers = layers_of(model)
+    wanted = inputs_of(model, rows, layers, tmp_path / "out")
+    with collect_statistics(
+        model, rows, layers, harness.make_context(tmp_path / "out"), limit_bytes=limit
+    ) as found:
+        files = len(list(tmp_path.rglob("*.moment")))
+        assert files == (0 if limit else 2)
+        for key, x in wanted.items():
+            mine = found[key]
+            assert (mine.tokens, mine.width) == x.shape == (39, x.shape[1])
+            np.testing.assert_allclose(mine.second_moment, x.T @ x, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                mine.centred_second_moment(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4
+            )
+            np.testing.assert_allclose(mine.sums, x.sum(0), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(mine.magnitudes, abs(x).sum(0), rtol=1e-6)
+            np.testing.assert_allclose(mine.l2_norms, np.linalg.norm(x, axis=0), rtol=1e-9)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def flattened(inner, attention_output):
+    return inner(attention_output.flatten(0, 1)).view(attention_output.shape)
+
+
+def test_padding_is_left_out_of_states_that_are_flattened(model, rows, tmp_path):
+    """A part that reads [B L, K], as OPT's feed-forward does, gets the same tokens as one of [B, L, K]."""
+    batch = {name: value.clone() for name, value in rows.batches[1].items()}
+    batch["attention_mask"][0, 4:] = 0
+    batch["attention_mask"][2, 2:] = 0
+    padded = CalibrationSamples("made", [batch], 3, 13)
+    layer = model.bert.encoder.layer[0]
+    layers = {"fc1": [layer.intermediate.dense], "fc2": [layer.output.dense]}
+    plain = inputs_of(model, padded, layers, tmp_path)
+    inner = layer.feed_forward_chunk
+    layer.feed_forward_chunk = partial(flattened, inner)
+    try:
+        flat = inputs_of(model, padded, layers, tmp_path)
+    finally:
+        layer.feed_forward_chunk = inner
+    for name in layers:
+        assert len(flat[name]) == 13
+        np.testing.assert_allclose(flat[name], plain[name], atol=1e-6)
+
+
+@torch.no_grad()
+def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(tmp_path):
+    """Its blocks flatten their states to [B L, K] before fc1 and give them their shape again behind fc2."""
+    model, _ = load_model(every_family.model_with_layers("opt", 2))
+    ids = torch.randint(5, 20, (3, 8), generator=torch.Generator().manual_seed(3))
+    sizes = (8, 5, 2)
+    mask = (torch.arange(8)[None] < torch.tensor(sizes)[:, None]).long()
+    texts = [{"input_ids": ids[n : n + 1, :size]} for n, size in enumerate(sizes)]
+    block = model.model.decoder.layers[1]
+    layers = {"q": [block.self_attn.q_proj], "fc1": [block.fc1], "fc2": [block.fc2]}
+    shapes = set()
+    block.fc2.register_forward_pre_hook(lambda m, x: shapes.add(tuple(x[0].shape)))
+    padded = CalibrationSamples("made", [{"input_ids": ids, "attention_mask": mask}], 3, sum(sizes))
+    ctx = harness.make_context(tmp_path / "out")
+    with collect_statistics(model, padded, layers, ctx) as found:
+        assert shapes == {(24, 96)}
+    with collect_statistics(model, CalibrationSamples("made", texts, 3, sum(sizes)), layers, ctx) as alone:
+        for name in layers:
+            mine, theirs = found[name], alone[name]
+            assert mine.tokens == theirs.tokens == sum(sizes)
+            for part in ("magnitudes", "sums", "squares", "second_moment"):
+                torch.testing.assert_close(getattr(mine, part), getattr(theirs, part), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model, rows, tmp_path):
+    one, other = (model.bert.encoder.layer[n].output.dense for n in (0, 1))
+    ctx = harness.make_context(tmp_path / "out")
+    with (
+        collect_statistics(model, rows, {"a": [one], "b": [other]}, ctx, second=False) as apart,
+        collect_statistics(model, rows, {"both": [one, other]}, ctx, second=False) as both,
+    ):
+        assert both["both"].tokens == 78
+        assert both["both"].second_moment is None
+        torch.testing.assert_close(both["both"].squares, apart["a"].squares + apart["b"].squares)
+        with pytest.raises(ValueError):  # noqa: PT011  (it raises no other)
+            both["both"].centred_second_moment()
+
+
+def test_a_sum_of_many_small_values_keeps_them(tmp_path):
+    """In float32 the last thousand tokens would change nothing beside 10^8."""
+    found = empty_statistics(1, second=True)
+    found.update(torch.full((1, 1), 1e4))
+    for _ in range(1000):
+        found.update(torch.ones(1, 1))
+    assert float(found.second_moment) == 1e8 + 1000
+
+
+def test_nothing_was_seen(tmp_path):
+    found = empty_statistics(3, second=True)
+    found.update(torch.empty(0, 3))
+    assert found.tokens == 0
+    assert found.magnitudes.tolist() == [0, 0, 0]
+
+
+def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(statistics, "observe_inputs", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    with collect_statistics(model, rows, layers_of(model), harness.make_context(tmp_path / "out", threads=3)):
+        pass
+    assert seen == [3]
+    assert torch.get_num_threads() == before
+
+
+def test_width_is_that_of_what_a_layer_is_fed():
+    from smelt.models.layers import LowRankLinear
+
+    assert statistics.input_width(nn.Linear(3, 5)) == statistics.input_width(LowRankLinear(3, 5, 2)) == 3

@@ -1,0 +1,220 @@
+"""Which weights come out of a training: those of the best validation, the ones that went in among them."""
+
+import dataclasses
+import math
+import re
+from functools import partial
+
+import harness
+import pytest
+import tiny
+import torch
+
+from smelt.compress.finetune import FinetuneSettings
+from smelt.core.artifact import Artifact
+from smelt.core.messages import message_codes
+from smelt.models.checkpoint import load_model
+from smelt.training import trainer as training_loop
+from smelt.training.checkpoint_selector import CheckpointSelector, Validation
+from smelt.training.extension import TrainingExtension, label_objective
+from smelt.training.samples import EncodedSample
+from smelt.training.train import _may_be_best_after_start, starts_random
+from smelt.training.trainer import run_training
+
+ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load_model(tiny.write_bert(tmp_path / "model"))[0]
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None, extension=None, **settings):
+    """Train with validations that find `losses`; return details, warnings and the weights at each of them."""
+    seen, left = [], list(losses)
+
+    def mean_loss(m, batches, objective, precision, device):
+        seen.append(weights(m))
+        return left.pop(0)
+
+    monkeypatch.setattr(training_loop, "mean_loss", mean_loss)
+    out = tmp_path / "work" / "out"
+    ctx = dataclasses.replace(
+        harness.make_context(out, "text-classification"), negated_metrics=frozenset(turned)
+    )
+    values = iter(scores or ())
+    chosen = FinetuneSettings(
+        **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "num_evals": 4}
+        | {"warmup": 0, "lr_schedule": "constant"}
+        | settings
+    )
+    run_training(
+        model, ROWS, ROWS, objective=label_objective(), settings=chosen, ctx=ctx,
+        score=(lambda: next(values)) if scores else None,
+        probe=probe, extension=extension,
+    )  # fmt: skip
+    assert left == []
+    return ctx.details["training"], ctx.warnings, seen
+
+
+def test_random_weights_are_no_candidate(model, tmp_path, monkeypatch):
+    """The loss of random weights may be the least although what was learned scores better."""
+    extension = TrainingExtension(
+        may_be_best=partial(_may_be_best_after_start, TrainingExtension().may_be_best)
+    )
+    details, _, seen = run(model, tmp_path, monkeypatch, [0.69, 0.74, 0.71, 0.75, 0.76], extension=extension)
+    assert details["kept_step"] == 2
+    assert same(weights(model), seen[2])
+
+
+@pytest.mark.parametrize(("best", "warned"), [(70.0, False), (100.0, False), (300.0, True)])
+def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monkeypatch, best, warned):
+    found = iter([{"accuracy": value} for value in (52.5, 60.0, best, 51.0, 50.0)])
+    losses = [0.69, 0.70, 0.71, 0.72, 0.73]
+    details, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
+    assert details["kept_step"] == 0
+    assert [found["beside"]["accuracy"] for found in details["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
+    doubts = [
+        one.message for one in warnings if one.code == "loss-disagrees"
+    ]  # 2 rows: the limit is 50 points
+    told = [
+        ("0.69" in text and "52.5" in text, "step 2" in text and f"accuracy {best:g}" in text)
+        for text in doubts
+    ]
+    assert told == ([(True, True)] if warned else [])
+
+
+def test_what_is_kept_of_random_weights_with_a_higher_loss_is_warned_of(model, tmp_path, monkeypatch):
+    extension = TrainingExtension(
+        may_be_best=partial(_may_be_best_after_start, TrainingExtension().may_be_best)
+    )
+    for losses, count in (([0.69, 0.74, 0.71, 0.75, 0.76], 1), ([0.69, 0.60, 0.71, 0.75, 0.76], 0)):
+        _, warnings, _ = run(model, tmp_path / str(count), monkeypatch, losses, extension=extension)
+        assert message_codes(warnings).count("worse-than-random") == count
+
+
+def test_the_weights_of_the_best_validation_come_out(model, tmp_path, monkeypatch):
+    details, warnings, seen = run(model, tmp_path, monkeypatch, [3.0, 2.0, 1.0, 1.5, 2.5])
+    assert not any(same(seen[at], seen[at + 1]) for at in range(4)), "the weights did not move"
+    assert same(weights(model), seen[2])
+    assert (details["kept_step"], details["validation_loss"], warnings) == (2, 1.0, [])
+    assert details["validations"] == [
+        {"step": step, "loss": loss} for step, loss in enumerate([3.0, 2.0, 1.0, 1.5, 2.5])
+    ]
+
+
+def test_a_training_that_makes_it_worse_gives_back_what_it_got_and_says_so(model, tmp_path, monkeypatch):
+    before = weights(model)
+    details, warnings, seen = run(model, tmp_path, monkeypatch, [1.0, 1.5, 1.25, 2.0, 3.0])
+    assert not same(seen[-1], before)
+    assert same(weights(model), before)
+    assert (details["kept_step"], details["validation_loss"]) == (0, 1.0)
+    (warning,) = warnings
+    assert warning.code == "no-improvement"
+    assert re.findall(r"[\d.]*\d", warning.message)[:3] == ["1", "1.25", "2"]
+
+
+def test_without_validations_the_last_weights_come_out(model, tmp_path, monkeypatch):
+    details, warnings, _ = run(model, tmp_path, monkeypatch, [], num_evals=0)
+    assert (details["kept_step"], details["validation_loss"], details["validations"], warnings) == (
+        4,
+        None,
+        [],
+        [],
+    )
+
+
+def test_a_score_decides_before_the_loss_and_equal_scores_by_it(model, tmp_path, monkeypatch):
+    losses, scores = [0.1, 2.0, 3.0, 1.5, 0.5], [50.0, 80.0, 70.0, 80.0, 60.0]
+    details, warnings, seen = run(
+        model, tmp_path, monkeypatch, losses, scores, metric_for_best_model="accuracy"
+    )
+    assert same(weights(model), seen[3])
+    assert (details["kept_step"], details["validation_loss"], warnings) == (3, 1.5, [])
+    assert details["validations"][1] == {"step": 1, "loss": 2.0, "score": 80.0}
+
+
+def test_the_warning_names_the_metric_that_decided(model, tmp_path, monkeypatch):
+    scores = [50.0, 40.0, 45.0, 30.0, 20.0]
+    _, (warning,), _ = run(
+        model, tmp_path, monkeypatch, [5.0, 4.0, 3.0, 2.0, 1.0], scores, metric_for_best_model="f1"
+    )
+    assert warning.code == "no-improvement"
+    assert re.findall(r"f1|[\d.]*\d", warning.message)[:4] == ["f1", "50", "45", "2"]
+
+
+def test_a_metric_of_which_less_is_better_is_told_as_it_is(model, tmp_path, monkeypatch):
+    """A stage gets it with its sign turned round, so that more is better; people never see that."""
+    scores = [-50.0, -70.0, -60.0, -80.0, -90.0]
+    losses = [5.0, 4.0, 3.0, 2.0, 1.0]
+    details, (warning,), _ = run(
+        model,
+        tmp_path,
+        monkeypatch,
+        losses,
+        scores,
+        metric_for_best_model="perplexity",
+        turned={"perplexity"},
+    )
+    assert warning.code == "no-improvement"
+    assert re.findall(r"perplexity|[\d.]*\d", warning.message)[:4] == ["perplexity", "50", "60", "2"]
+    assert [found["score"] for found in details["validations"]] == [50.0, 70.0, 60.0, 80.0, 90.0]
+
+
+def test_the_averaged_weights_are_what_is_validated_and_kept(model, tmp_path, monkeypatch):
+    before = weights(model)
+    _, _, seen = run(model, tmp_path, monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], ema_decay=0.5, dropout=0.0)
+    assert same(seen[0], before)
+    assert same(weights(model), seen[3])
+    plain, _ = load_model(tmp_path / "model")
+    _, _, unaveraged = run(plain, tmp_path / "plain", monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], dropout=0.0)
+    assert same(seen[1], unaveraged[1])  # the average begins with the first update
+    assert not same(seen[3], unaveraged[3])
+
+
+def test_a_loss_that_is_no_number_is_never_the_best():
+    assert not Validation(0, math.nan).beats(None)
+    assert Validation(1, 2.0).beats(None)
+    assert not Validation(2, math.nan).beats(Validation(1, 2.0))
+
+
+def test_the_last_good_weights_may_be_those_that_came(model):
+    keeper = CheckpointSelector(model, None, lambda *args: None)
+    assert not re.findall(r"\d", keeper.last_good_text())
+    keeper.best = Validation(0, 0.5)
+    assert re.findall(r"[\d.]*\d", keeper.last_good_text()) == ["0.500"]  # its loss, and no step
+    keeper.best = Validation(7, 0.5)
+    assert re.findall(r"[\d.]*\d", keeper.last_good_text()) == ["7", "0.500", "7"]
+    assert "max_steps: 7" in keeper.last_good_text()
+
+
+@pytest.mark.parametrize(
+    ("chain", "random"),
+    [
+        ([{"new_head": True}], True),
+        ([{"untrained": True}], True),
+        ([{"new_head": True}, {}], True),
+        ([{"new_head": True}, {"training": {}}], False),
+        ([{"untrained": True}, {"training": {}}, {}], False),
+        ([{}], False),
+    ],
+)
+def test_weights_are_random_until_a_stage_trains_them(tmp_path, chain, random):
+    folder, found = tiny.write_bert(tmp_path / "m"), []
+    for number, details in enumerate(chain, start=1):
+        one = tiny.as_artifact(folder, "text-classification")
+        parent = found[-1].key if found else None
+        changed = {"details": details, "key": f"{number:064x}", "parent": parent}
+        found.append(Artifact(one.path, one.manifest.model_copy(update=changed)))
+    other = tiny.as_artifact(folder, "text-classification")  # a teacher from another branch, trained
+    names = {f"s{n}": artifact for n, artifact in enumerate(found)} | {"teacher": other}
+    ctx = harness.make_context(tmp_path / "out", "text-classification", ancestors=names)
+    assert starts_random(found[-1], ctx) is random

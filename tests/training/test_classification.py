@@ -1,0 +1,113 @@
+"""The losses of several labels a text and of regression, against torch's own."""
+
+import pytest
+import torch
+from torch.distributions import Bernoulli, kl_divergence
+from torch.nn import functional as F
+from transformers import BertConfig
+
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from smelt.training.losses import (
+    classification_loss,
+    model_problem_type,
+    multi_label_loss,
+    regression_loss,
+    token_loss,
+)
+
+
+@pytest.fixture
+def case():
+    g = torch.Generator().manual_seed(1)
+    logits, teacher = (3 * torch.randn(6, 4, generator=g) for _ in range(2))
+    return logits, teacher, torch.randint(0, 2, (6, 4), generator=g).float()
+
+
+def gradient_of(loss, logits):
+    leaf = logits.clone().requires_grad_(True)
+    value = loss(leaf)
+    (grad,) = torch.autograd.grad(value, leaf)
+    return value.detach(), grad
+
+
+def test_several_labels_equal_bce_with_logits(case):
+    logits, _, labels = case
+    ours = gradient_of(lambda z: multi_label_loss(z, labels), logits)
+    theirs = gradient_of(lambda z: torch.nn.BCEWithLogitsLoss()(z, labels), logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_distillation_of_several_labels_is_the_divergence_of_coins(case):
+    logits, teacher, labels = case
+    t = 2.5
+
+    def reference(z):
+        coins = kl_divergence(Bernoulli(logits=teacher / t), Bernoulli(logits=z / t))
+        return 0.7 * t * t * coins.mean() + 0.4 * F.binary_cross_entropy_with_logits(z, labels)
+
+    ours = gradient_of(
+        lambda z: multi_label_loss(z, labels, teacher, temperature=t, logits_weight=0.7, labels_weight=0.4),
+        logits,
+    )
+    torch.testing.assert_close(ours, gradient_of(reference, logits), rtol=1e-4, atol=1e-6)
+
+
+def test_a_student_that_equals_its_teacher_has_no_distillation_loss(case):
+    logits, _, labels = case
+    same = multi_label_loss(logits, labels, logits, temperature=2.0, logits_weight=1.0, labels_weight=0.0)
+    assert abs(float(same)) < 1e-6
+
+
+def test_smoothed_labels_lie_between_a_half_and_the_label(case):
+    logits, _, labels = case
+    wanted = F.binary_cross_entropy_with_logits(logits, torch.where(labels > 0, 0.95, 0.05))
+    torch.testing.assert_close(multi_label_loss(logits, labels, smoothing=0.1), wanted)
+
+
+def test_numbers_equal_mse(case):
+    logits, teacher, labels = (t[:, :1] for t in case)
+    torch.testing.assert_close(regression_loss(logits, labels), torch.nn.MSELoss()(logits, labels))
+    ours = gradient_of(
+        lambda z: regression_loss(z, labels, teacher, logits_weight=0.7, labels_weight=0.4), logits
+    )
+    theirs = gradient_of(lambda z: 0.7 * F.mse_loss(z, teacher) + 0.4 * F.mse_loss(z, labels), logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_config_and_the_kind_of_labels_choose_the_loss(case):
+    logits, teacher, labels = case
+    several = BertConfig(num_labels=4, problem_type=MULTI_LABEL)
+    number = BertConfig(num_labels=1)
+    one = BertConfig(num_labels=4)
+    assert [model_problem_type(c) for c in (several, number, one)] == [MULTI_LABEL, REGRESSION, SINGLE_LABEL]
+    parts = {"temperature": 2.0, "logits_weight": 1.0, "labels_weight": 0.5}
+    assert classification_loss(several, logits, labels, teacher, **parts) == multi_label_loss(
+        logits, labels, teacher, **parts
+    )
+    assert classification_loss(number, logits[:, :1], labels[:, :1]) == regression_loss(
+        logits[:, :1], labels[:, :1]
+    )
+    classes = labels.argmax(dim=1)
+    assert classification_loss(one, logits, classes, teacher, **parts) == token_loss(
+        logits, classes, teacher, **parts
+    )
+
+
+@pytest.mark.parametrize("problem", [SINGLE_LABEL, MULTI_LABEL, REGRESSION])
+def test_loss_equals_the_one_that_transformers_computes(problem):
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(0)
+    outputs = 1 if problem == REGRESSION else 3
+    config = BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        num_labels=outputs, problem_type=problem,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    labels = {
+        SINGLE_LABEL: torch.tensor([2, 0]),
+        MULTI_LABEL: torch.tensor([[1.0, 0, 1], [0, 0, 0]]),
+        REGRESSION: torch.tensor([[0.5], [-1.0]]),
+    }[problem]
+    out = model(torch.tensor([[1, 2, 3], [4, 5, 6]]), labels=labels)
+    torch.testing.assert_close(classification_loss(config, out.logits, labels), out.loss)

@@ -1,0 +1,150 @@
+"""Learning rates that nobody said: by family, by width, by what trains."""
+
+import dataclasses
+
+import harness
+import pytest
+import tiny
+
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.files import json_hash
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.families.registry import FAMILIES
+from smelt.training.learning_rates import (
+    _DEFAULT_LEARNING_RATE,
+    _SCALE_AND_MAXIMUM,
+    default_learning_rate,
+)
+
+SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "rate"),
+    [
+        # as published, of models as wide as those that were published
+        ({"model_type": "bert", "hidden_size": 768}, "weights", 5e-5),  # Devlin et al. 2019, A.3
+        ({"model_type": "roberta", "hidden_size": 768}, "weights", 2e-5),  # Liu et al. 2019
+        ({"model_type": "bart", "d_model": 1024}, "weights", 3e-5),  # fairseq, examples/bart
+        ({"model_type": "t5", "d_model": 768}, "weights", 3e-4),  # transformers' page of T5
+        ({"model_type": "llama", "hidden_size": 4096}, "weights", 2e-5),  # Touvron et al. 2023
+        (
+            {"model_type": "llama", "hidden_size": 4096},
+            "adapters",
+            2e-4,
+        ),  # QLoRA of 7B
+        # half as wide, twice as fast; not without end
+        ({"model_type": "bert", "hidden_size": 384}, "weights", 1e-4),
+        ({"model_type": "llama", "hidden_size": 8192}, "weights", 1e-5),
+        ({"model_type": "t5", "d_model": 64}, "weights", 1e-3),
+        ({"model_type": "t5", "d_model": 512}, "adapters", 4.5e-4),  # not slower than all weights
+        ({"model_type": "marian", "d_model": 256}, "few bits", 4e-4),
+        ({"model_type": "marian", "d_model": 256}, "fewer layers", 4e-4),
+        ({"model_type": "resnet", "hidden_sizes": [8, 16]}, "weights", 5e-4),
+        ({"model_type": "unheard-of", "hidden_size": 8}, "weights", 5e-5),
+    ],
+)
+def test_a_rate_is_that_of_family_width_and_what_trains(config, what, rate):
+    assert default_learning_rate(config, what) == pytest.approx(rate)
+
+
+def test_every_family_has_a_rate_of_a_model_that_exists():
+    for family in FAMILIES.values():
+        assert 1e-5 <= family.learning_rate.peak <= 5e-4
+        assert family.learning_rate.hidden_size in (None, 512, 768, 1024, 4096)
+
+
+def test_a_rate_that_changes_is_a_new_version_of_what_trains():
+    """A rate that nobody said is in no key: only the version keeps a stored artifact from standing for it."""
+    table = [
+        [family.name, family.learning_rate.peak, family.learning_rate.hidden_size]
+        for family in FAMILIES.values()
+    ]
+    told = json_hash(
+        [
+            sorted(table),
+            {what: list(said) for what, said in _SCALE_AND_MAXIMUM.items()},
+            _DEFAULT_LEARNING_RATE,
+        ]
+    )
+    assert (told[:12], Finetune.version, Distill.version) == ("3143bb33e766", 7, 7), (
+        "the rates changed: raise the versions of finetune and distill, and write both down here; where a"
+        " family is new, of which nothing can be stored, the first is enough"
+    )
+
+
+def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
+    source = tiny.write_marian(
+        tmp_path / "model"
+    )  # 32 wide: 2e-5 of 512 is 3.2e-4, and ten times as much too much
+    coded = harness.run_stage(Quantize(), QuantizeSettings(scheme="int2"), source, tmp_path / "codes")
+    eight = harness.run_stage(
+        Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "eight"
+    )
+    four = harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "four")
+
+    def rate(stage, settings, source, name):
+        ctx = harness.run_stage(
+            stage, settings, source, tmp_path / name, data=rows,
+            ancestors={"model": tiny.as_artifact(tmp_path / "model")},
+        )  # fmt: skip
+        return ctx.details["training"]["learning_rate"]
+
+    assert rate(Finetune(), FinetuneSettings(**SHORT), source, "whole") == pytest.approx(3.2e-4)
+    assert rate(Finetune(), FinetuneSettings(**SHORT), eight.out, "whole-codes") == pytest.approx(3.2e-4)
+    assert rate(Finetune(), FinetuneSettings(**SHORT), four.out, "four-codes") == pytest.approx(3.2e-4)
+    assert rate(Finetune(), FinetuneSettings(**SHORT, learning_rate=7e-5), source, "said") == 7e-5
+    assert rate(Finetune(), FinetuneSettings(**SHORT), coded.out, "few") == 1e-3
+    # the matrix of 62 words, which four modules share, is a third of what has codes
+    skip = ["*attn*", "*encoder.layers.*", "*decoder.layers.1.*"]
+    tied = harness.run_stage(
+        Quantize(), QuantizeSettings(scheme="int2", exclude=skip), source, tmp_path / "tied"
+    )
+    assert rate(Finetune(), FinetuneSettings(**SHORT), tied.out, "shared") == 1e-3
+    adapters = FinetuneSettings(**SHORT, lora={"rank": 2})
+    assert rate(Finetune(), adapters, source, "adapters") == 4e-4
+    trained = DistillSettings(**SHORT, student=str(tmp_path / "model"))
+    assert rate(Distill(), trained, source, "trained") == pytest.approx(3.2e-4)
+    student = DistillSettings(**SHORT, student={"decoder_layers": 1})
+    assert rate(Distill(), student, source, "student") == 1e-3
+    assert rate(Distill(), DistillSettings(**SHORT), source, "again") == pytest.approx(3.2e-4)
+    whole = DistillSettings(**SHORT, student={"decoder_layers": 2})
+    assert rate(Distill(), whole, source, "no layer is gone") == pytest.approx(3.2e-4)
+    cut = harness.run_stage(
+        DropLayers(), DropLayersSettings(decoder_layers=1, importance="first"), source, tmp_path / "cut"
+    )
+    assert rate(Distill(), DistillSettings(**SHORT), cut.out, "taught") == 1e-3
+    assert rate(Finetune(), FinetuneSettings(**SHORT), cut.out, "tuned") == 1e-3
+
+
+def test_only_what_the_step_goes_on_from_counts(tmp_path):
+    """A student that is another model is no reason where it merely teaches."""
+    from smelt.training.learning_rates import _untouched_config
+
+    root = tiny.as_artifact(tiny.write_marian(tmp_path / "model"))
+
+    def made(key, parent, settings):
+        said = {"key": key * 64, "parent": parent, "settings": settings}
+        return dataclasses.replace(root, manifest=root.manifest.model_copy(update=said))
+
+    other = made("1", root.key, {"student": {"model": "x"}})
+    behind, beside = made("2", "1" * 64, {}), made("3", root.key, {"student": None})
+    ctx = harness.make_context(
+        tmp_path / "out", ancestors={"model": root, "other": other, "b": behind, "c": beside}
+    )
+    assert _untouched_config(other, ctx) == _untouched_config(behind, ctx) == {}
+    assert (
+        _untouched_config(beside, ctx)["model_type"] == _untouched_config(root, ctx)["model_type"] == "marian"
+    )

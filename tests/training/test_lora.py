@@ -1,0 +1,304 @@
+"""Adapters: what trains, what is stored, and where there can be none."""
+
+import causal
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from every_family import TEXT_FAMILIES
+from expected_errors import raises_code
+from safetensors.torch import load_file
+
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.plan_layers import quantized_weight_bits
+from smelt.compress.quantize.qat import prepare_qat
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
+from smelt.core import system
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.models.checkpoint import load_model
+from smelt.models.count_parameters import count_parameters
+from smelt.models.edits import apply_edits
+from smelt.models.structure import read_edits
+from smelt.quantization.layers import LowRankCorrectedLinear
+from smelt.quantization.matrix import QuantizedMatrix
+from smelt.training.lora import LoraAdapters, find_lora_layers
+from smelt.training.settings import LoraSettings
+
+pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
+SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}
+
+
+def changed(before, after):
+    """Which parameters are others, by name, and the rank of what was added to each matrix."""
+    old, found = dict(before.named_parameters()), {}
+    for name, parameter in after.named_parameters():
+        difference = (parameter - old[name]).detach()
+        if float(difference.abs().max()) > 0:
+            matrix = difference.dim() == 2
+            found[name] = int(torch.linalg.matrix_rank(difference.double(), rtol=1e-4)) if matrix else None
+    return found
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothing(family):
+    model, _ = load_model(every_family.model_with_layers(family, 2))
+    names, before = [name for name, _ in model.named_parameters()], harness.logits(model)
+    adapters = LoraAdapters(model, LoraSettings(rank=2))
+    assert torch.equal(harness.logits(model), before)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    heads = ("classifier", "head", "pre_classifier", "bert.pooler")
+    assert all("lora_" in name or name.startswith(heads) for name in trained)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    apart = harness.logits(model)
+    assert not torch.allclose(apart, before, atol=1e-3)
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with adapters.as_stored():
+        torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+        assert [name for name, _ in model.named_parameters()] == names
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+    adapters.finalize()
+    torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not hasattr(model, "peft_config")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+
+
+def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
+    source = tiny.write_marian(tmp_path / "model")
+    ctx = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), source, tmp_path / "out", data=rows)
+    ranks = changed(load_model(source)[0], harness.load_output_model(ctx))
+    assert len(ranks) == 2 * 6 + 2 * 10  # four products of each attention, two of each feed-forward part
+    assert set(ranks.values()) == {2}
+    details = ctx.details["lora"]
+    assert details["layers"] == 32
+    assert (
+        details["optimizer_bytes"]
+        == 12 * details["trained_weights"]
+        < details["optimizer_bytes_of_all_weights"]
+    )
+    start, *later = [found["loss"] for found in ctx.details["training"]["validations"]]
+    assert min(later) < 0.9 * start
+
+
+def test_adapters_that_save_nothing_are_warned_of(tmp_path):
+    model, _ = load_model(tiny.write_bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
+    assert LoraAdapters(model, LoraSettings(rank=15)).warnings() == []
+    again, _ = load_model(tmp_path / "model")
+    (said,) = LoraAdapters(again, LoraSettings(rank=16)).warnings()
+    assert said.code == "no-size-reduction"
+    assert all(value in said.message for value in ("rank 16", "8 of 12", "below 16"))
+
+
+def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
+    seen = []
+
+    def score(artifact, split):
+        model, _ = load_model(artifact.path)
+        seen.append(set(dict(model.named_parameters())))
+        return {"bleu": float(len(seen))}
+
+    source = tiny.write_marian(tmp_path / "model")
+    settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 2, "max_steps": 2}))
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
+    names = set(dict(load_model(source)[0].named_parameters()))
+    assert seen == [names] * 3
+    assert ctx.details["training"]["kept_step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (ShareWeights(), ShareWeightsSettings(targets=["ffn"])),
+        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
+    ],
+)
+def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage, settings):
+    before = harness.run_stage(
+        stage, settings, tiny.write_marian(tmp_path / "model"), tmp_path / "a", data=rows
+    )
+    ctx = harness.run_stage(
+        Distill(), DistillSettings(**SHORT), before.out, tmp_path / "b", data=rows,
+        ancestors={"model": tiny.as_artifact(tmp_path / "model")},
+    )  # fmt: skip
+    one, other = load_model(before.out)[0], load_model(ctx.out)[0]
+    assert [n for n, _ in one.named_parameters()] == [n for n, _ in other.named_parameters()]
+    assert changed(one, other)
+    assert set(changed(one, other).values()) == {2}
+
+
+def test_a_layer_in_two_places_has_one_adapter(tmp_path, rows):
+    made = harness.run_stage(
+        ShareWeights(),
+        ShareWeightsSettings(targets=["ffn"]),
+        tiny.write_marian(tmp_path / "model"),
+        tmp_path / "a",
+    )
+    model = harness.load_output_model(made)
+    one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
+    assert model.get_submodule(one) is model.get_submodule(other)
+    adapters = LoraAdapters(model, LoraSettings(rank=2))
+    assert hasattr(model.get_submodule(one), "lora_A")
+    assert model.get_submodule(one) is model.get_submodule(other)
+    with adapters.as_stored():
+        assert not hasattr(model.get_submodule(other), "lora_A")
+        assert model.get_submodule(one) is model.get_submodule(other)
+
+
+def test_the_head_of_a_classifier_trains_too(tmp_path):
+    rows = read_split(
+        str(tiny.write_labelled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
+    )
+    source = tiny.write_bert(tmp_path / "model")
+    settings = FinetuneSettings(**(SHORT | {"lora": {"rank": 1, "targets": ["attention"]}}))
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", "text-classification", rows)
+    found = changed(load_model(source)[0], harness.load_output_model(ctx))
+    assert {"classifier.weight", "classifier.bias"} < set(found)
+    assert not [name for name in found if "intermediate" in name]
+    assert found["bert.encoder.layer.0.attention.self.query.weight"] == 1
+
+
+@pytest.fixture
+def coded(tmp_path, rows):
+    """Return a function: the folder of a small translator in a scheme."""
+
+    def make(scheme):
+        source, out = tmp_path / "model", tmp_path / scheme
+        if not source.exists():
+            tiny.write_marian(source)
+        return harness.run_stage(Quantize(), QuantizeSettings(scheme=scheme), source, out, data=rows).out
+
+    return make
+
+
+def codes_of(model):
+    return {n: p.clone() for n, p in model.named_parameters() if n.endswith((".qat", ".scales"))}
+
+
+@pytest.mark.parametrize("scheme", ["bnb-nf4", "int4"])
+def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, coded, scheme):
+    source, seen = coded(scheme), []
+
+    def score(artifact, split):
+        seen.append(harness.logits(load_model(artifact.path)[0]))
+        return {"bleu": float(len(seen))}
+
+    settings = FinetuneSettings(**(SHORT | {"metric_for_best_model": "bleu", "num_evals": 1}))
+    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
+    before, model = load_model(source)[0], harness.load_output_model(ctx)
+    assert ctx.details["lora"]["beside_codes"] == ctx.details["lora"]["layers"] == 32
+    assert "latent_weights" not in ctx.details
+    pairs = [m.adapter for m in load_model(ctx.out)[0].modules() if isinstance(m, LowRankCorrectedLinear)]
+    thin = sum(p.numel() for pair in pairs for p in pair.parameters())
+    matrices = [m for m in load_model(source)[0].modules() if isinstance(m, QuantizedMatrix)]
+    weights = sum(len(m.codes) * m.width for m in matrices)
+    codes = quantized_weight_bits(load_model(source)[0])
+    assert ctx.details["bits_per_weight"] == pytest.approx(codes + 32 * thin / weights, abs=2e-3)
+    floats = sum(p.numel() for p in load_model(tmp_path / "model")[0].parameters())
+    kept = ctx.details["lora"]["optimizer_bytes_of_all_weights"]
+    assert 0.9 * 12 * floats < kept <= 12 * floats  # but for tables of positions, which never train
+    assert [edit["op"] for edit in read_edits(ctx.out)].count("adapter") == 32
+    start, *_, last = [found["loss"] for found in ctx.details["training"]["validations"]]
+    assert last < 0.9 * start
+    # what was scored last is what is stored, and what was scored first computes as the codes alone
+    torch.testing.assert_close(seen[-1], harness.logits(model), rtol=1e-5, atol=1e-5)  # other kernels train
+    torch.testing.assert_close(seen[0], harness.logits(before), rtol=1e-5, atol=1e-5)
+    files = load_file(ctx.out / "model.safetensors")
+    assert {tensor.dtype for name, tensor in files.items() if ".adapter." in name} == {torch.float32}
+    assert {name.replace(".coded", ""): tensor.tolist() for name, tensor in codes_of(model).items()} == {
+        name: tensor.tolist() for name, tensor in codes_of(before).items()
+    }
+    added = {n: tuple(p.shape) for n, p in model.named_parameters() if ".adapter." in n}
+    pairs = sum(p.numel() for n, p in model.named_parameters() if ".adapter." in n)
+    assert count_parameters(ctx.out) == count_parameters(source) + pairs
+    assert len(added) == 2 * 32
+    assert {shape[0] for name, shape in added.items() if name.endswith("down.weight")} == {2}
+
+
+def test_a_second_training_adds_its_rank_and_one_through_the_codes_goes_on(tmp_path, rows, coded):
+    first = harness.run_stage(
+        Finetune(), FinetuneSettings(**SHORT), coded("bnb-nf4"), tmp_path / "a", data=rows
+    ).out
+    again = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), first, tmp_path / "b", data=rows)
+    model = harness.load_output_model(again)
+    ranks = {m.adapter.rank for m in model.modules() if isinstance(m, LowRankCorrectedLinear)}
+    assert ranks == {4}
+    start = again.details["training"]["validations"][0]["loss"]
+    plain = {name: value for name, value in SHORT.items() if name != "lora"} | {"max_steps": 2}
+    through = harness.run_stage(Finetune(), FinetuneSettings(**plain), again.out, tmp_path / "c", data=rows)
+    assert through.details["latent_weights"] == "codes"
+    assert through.details["training"]["validations"][0]["loss"] < start
+    assert {
+        m.adapter.rank
+        for m in harness.load_output_model(through).modules()
+        if isinstance(m, LowRankCorrectedLinear)
+    } == {4}
+
+
+def test_an_adapter_of_more_ranks_than_its_layer_is_stored_as_the_whole_product(coded):
+    coded_folder = coded("int4")
+    model, edits = load_model(coded_folder)
+    adapters = LoraAdapters(model, LoraSettings(rank=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".pair.up." in name:
+                parameter.normal_(0, 0.2)
+    apart = harness.logits(model)
+    adapters.finalize()
+    torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+    assert {m.adapter.rank for m in model.modules() if isinstance(m, LowRankCorrectedLinear)} == {32}
+    room, _ = load_model(coded_folder)
+    apply_edits(room, edits[-1:])  # a file of it can be read
+
+
+def test_a_layer_of_codes_in_two_places_has_one_adapter(tmp_path, rows):
+    source = tiny.write_marian(tmp_path / "model")
+    shared = harness.run_stage(
+        ShareWeights(), ShareWeightsSettings(targets=["ffn"]), source, tmp_path / "a", data=rows
+    ).out
+    quantized = harness.run_stage(
+        Quantize(), QuantizeSettings(scheme="int4"), shared, tmp_path / "b", data=rows
+    ).out
+    ctx = harness.run_stage(Finetune(), FinetuneSettings(**SHORT), quantized, tmp_path / "c", data=rows)
+    model = harness.load_output_model(ctx)
+    one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
+    assert isinstance(model.get_submodule(one), LowRankCorrectedLinear)
+    assert model.get_submodule(one) is model.get_submodule(other)
+
+
+def test_a_layer_of_another_kind_and_an_unknown_model_have_no_adapters(tmp_path, coded):
+    model, _ = load_model(coded("int4"))
+    prepare_qat(model, None)
+    with raises_code("unsupported-layer", InputError) as caught:
+        find_lora_layers(model, ["attention"])
+    assert "QatLinear" in str(caught.value)
+    model, _ = load_model(causal.write_model(tmp_path / "gpt2", "gpt2"))
+    model.config.model_type = "strange"
+    with raises_code("unsupported-family", InputError) as caught:
+        find_lora_layers(model, ["attention"])
+    assert "strange" in str(caught.value)
+
+
+def test_an_older_peft_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(system, "version", lambda name: "0.17.9")
+    model, _ = load_model(tiny.write_bert(tmp_path / "model"))
+    with raises_code("not-installed", MissingDependencyError) as caught:
+        LoraAdapters(model, LoraSettings())
+    assert all(word in str(caught.value) for word in ("peft", "0.17.9"))

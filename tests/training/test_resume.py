@@ -1,0 +1,247 @@
+"""A training that was stopped ends with the weights, to the bit, of one that was not."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import harness
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.core.store.caches import StepCheckpoints, list_step_checkpoints
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.training import checkpoints
+from smelt.training.checkpoint_selector import CheckpointSelector
+from smelt.training.checkpoints import CHECKPOINT_FILE
+
+STEPS = 8
+SHORT = {
+    "max_steps": STEPS,
+    "batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "dropout": 0.2,
+    "num_evals": 4,
+    "warmup": 2,
+    "checkpoint_interval_minutes": 0,
+}
+
+
+class KilledError(BaseException):
+    """No error that anything catches."""
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+
+
+@pytest.fixture
+def die(monkeypatch):
+    """Let the process end, as far as the training can tell, before the given update of a training."""
+    before = CheckpointSelector.on_step_begin
+
+    def at(step, training=1):
+        seen = {"trainings": 0}
+
+        def begin(self, args, state, control, **kwargs):
+            seen["trainings"] += state.global_step == 0
+            if state.global_step == step and seen["trainings"] == training:
+                raise KilledError
+            return before(self, args, state, control, **kwargs)
+
+        monkeypatch.setattr(CheckpointSelector, "on_step_begin", begin)
+
+    return at
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
+    """Run a stage; its checkpoints are those of every run with this key."""
+    return harness.run_stage(
+        stage, settings, tiny.write_marian(tmp_path / "m"), tmp_path / name / "out", data=rows,
+        next_checkpoint_folder=StepCheckpoints(tmp_path, key).next_folder,
+        log=(lines if lines is not None else []).append,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"ema_decay": 0.9, "num_evals": 0, "lr_schedule": "cosine"}, {"lora": {"rank": 2}},
+     {"sparsify": {"start": 0, "end": 0.9}}, {"learned_masks": {"learning_rate": 1.0, "multiple_of": 4}},
+     {"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}],
+)  # fmt: skip
+@pytest.mark.parametrize("stop", [1, 5])
+def test_it_ends_with_the_same_weights_to_the_bit(tmp_path, rows, die, more, stop):
+    settings = FinetuneSettings.model_validate(SHORT | more)
+    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
+    die(stop)
+    with pytest.raises(KilledError):
+        go(tmp_path, "stopped", Finetune(), settings, rows)
+    die(-1)
+    lines = []
+    again = go(tmp_path, "again", Finetune(), settings, rows, lines)
+    assert [re.findall(r"\d+", line) for line in lines] == [[str(stop)]]
+    assert same(weights(whole.out), weights(again.out))
+    assert whole.details == again.details
+    assert whole.warnings == again.warnings
+
+
+def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
+    phases = [{"losses": {"hidden_states": 1}, "max_steps": 4}, {"losses": {"logits": 1}}]
+    said = {"student": {"decoder_layers": 1}, "phases": phases, "cache_logits": {"top_k": 4}}
+    settings = DistillSettings.model_validate(SHORT | said)
+    whole = go(tmp_path, "whole", Distill(), settings, rows, key="other")
+    die(3, training=2)
+    with pytest.raises(KilledError):
+        go(tmp_path, "stopped", Distill(), settings, rows)
+    die(-1)
+    again = go(tmp_path, "again", Distill(), settings, rows)
+    assert same(weights(whole.out), weights(again.out))
+    assert whole.details["phases"] == again.details["phases"]
+    notes = [
+        json.loads((tmp_path / "unfinished" / "k" / n / CHECKPOINT_FILE).read_text()) for n in ("1", "2")
+    ]
+    assert [note["file"] for note in notes] == ["4-end.safetensors", "8-end.safetensors"]
+
+
+@pytest.mark.parametrize("what", ["file", "note"])
+def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, rows, die, what):
+    settings = FinetuneSettings.model_validate(SHORT)
+    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
+    die(5)
+    with pytest.raises(KilledError):
+        go(tmp_path, "stopped", Finetune(), settings, rows)
+    die(-1)
+    folder = tmp_path / "unfinished" / "k" / "1"
+    (file,) = folder.glob("*.safetensors")
+    damaged = file if what == "file" else folder / CHECKPOINT_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    lines = []
+    again = go(tmp_path, "again", Finetune(), settings, rows, lines)
+    assert any(str(folder) in line for line in lines)
+    assert same(weights(whole.out), weights(again.out))
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path, rows, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings, lines = FinetuneSettings.model_validate(SHORT), []
+    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    ctx = go(tmp_path, "full", Finetune(), settings, rows, lines)
+    assert "No space left on device" in lines[0]
+    assert same(weights(whole.out), weights(ctx.out))
+    assert not list(tmp_path.glob("unfinished/k/*"))
+
+
+def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows, monkeypatch, die):
+    settings, lines, save = FinetuneSettings.model_validate(SHORT), [], checkpoints.save_file
+
+    def full_after_two(tensors, path, metadata):
+        save(tensors, path, metadata)
+        if path.name != "1.safetensors" and path.name != "2.safetensors":
+            path.write_bytes(b"some")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_file", full_after_two)
+    die(5)
+    with pytest.raises(KilledError):
+        go(tmp_path, "stopped", Finetune(), settings, rows)
+    die(-1)
+    monkeypatch.setattr(checkpoints, "save_file", save)
+    assert sorted(p.name for p in tmp_path.glob("unfinished/k/*/*")) == ["2.safetensors", CHECKPOINT_FILE]
+    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
+    again = go(tmp_path, "again", Finetune(), settings, rows, lines)
+    assert any(re.search(r"step 2\b", line) for line in lines)
+    assert same(weights(whole.out), weights(again.out))
+
+
+def test_a_short_training_writes_nothing(tmp_path, rows):
+    settings = FinetuneSettings.model_validate(SHORT | {"checkpoint_interval_minutes": 5})
+    go(tmp_path, "short", Finetune(), settings, rows)
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_another_plan_is_no_continuation(tmp_path, rows, die):
+    die(5)
+    with pytest.raises(KilledError):
+        go(tmp_path, "stopped", Finetune(), FinetuneSettings.model_validate(SHORT), rows)
+    die(-1)
+    lines = []
+    other = FinetuneSettings.model_validate(SHORT | {"batch_size": 2})
+    assert go(tmp_path, "again", Finetune(), other, rows, lines).details["training"]["steps"] == STEPS
+    assert lines == []
+
+
+def test_the_time_between_checkpoints_is_no_part_of_what_a_step_is():
+    said = [
+        FinetuneSettings.model_validate({"checkpoint_interval_minutes": m}).model_dump(mode="json")
+        for m in (0, None, 5)
+    ]
+    assert said[0] == said[1] == said[2] == FinetuneSettings().model_dump(mode="json")
+
+
+RECIPE = """
+model: m
+task: translation
+data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}
+stages:
+  - finetune: {max_steps: 60, batch_size: 4, precision: fp32, learning_rate: 0.001, num_evals: 2,
+              checkpoint_interval_minutes: 0}
+score: {quality: [chrf], latency: false, generation: {max_new_tokens: 4}}
+device: cpu
+threads: 1
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
+    """In a process of its own, because nothing in this one can be killed: two imports of torch."""
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "rows.jsonl")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    code = (
+        "import os, signal\\n"
+        "from smelt.training import checkpoints\\n"
+        "write = checkpoints.write_checkpoint\\n"
+        "def then_die(folder, identity, step, *rest):\\n"
+        "    write(folder, identity, step, *rest)\\n"
+        "    if step == 20: os.kill(os.getpid(), signal.SIGKILL)\\n"
+        "checkpoints.write_checkpoint = then_die\\n"
+        "import smelt; smelt.run('recipe.yaml', out='runs/a', quiet=True)\\n"
+    ).replace("\\n", "\n")
+    killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    store = tmp_path / "runs" / ".store"
+    assert len(list(store.glob("unfinished/*/1/20.safetensors"))) == 1
+    listed = harness.smelt("store", "list", "--store", store, code=0).output
+    (folder,) = list_step_checkpoints(store)
+    assert f"MB  {folder.name[:8]}" in listed
+    recipe = tmp_path / "recipe.yaml"
+    harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
+    assert "step 20 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
+    assert not list((store / "unfinished").iterdir())
+    harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
+    folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
+    assert same(*map(weights, folders))

@@ -1,0 +1,323 @@
+"""Training a tiny classifier and a tiny translator: what is kept, what is left behind, what stays fixed."""
+
+import contextlib
+import io
+import json
+import math
+import re
+from dataclasses import replace
+
+import causal
+import harness
+import pytest
+import sentencepiece
+import torch
+from expected_errors import raises_code
+from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.errors import InputError, RunError
+from smelt.core.messages import warning
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns, Example, Split
+from smelt.evaluate.report.headline import sort_warnings
+from smelt.models.checkpoint import load_model
+from smelt.training import trainer as training_loop
+from smelt.training.extension import label_objective
+from smelt.training.samples import EncodedSample
+from smelt.training.train import train
+from smelt.training.trainer import run_training
+from smelt.training.training_state import pick_precision
+
+WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
+GERMAN = dict(zip(WORDS, ["gut", "schlecht", "rot", "blau", "hund", "katze"], strict=True))
+
+
+def artifact(path, task):
+    return Artifact(
+        path,
+        Manifest(
+            key="0" * 64,
+            format="torch",
+            task=task,
+            stage="model",
+            settings={},
+            seed=0,
+            parent=None,
+            versions={},
+        ),
+    )
+
+
+def context(tmp_path, task, data, **more):
+    out = tmp_path / "work" / "out"
+    return harness.make_context(out, task, data=data, seed=1, **more)
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 16})
+    )
+    config = BertConfig(
+        vocab_size=11,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        id2label={0: "neg", 1: "pos"},
+        label2id={"neg": 0, "pos": 1},
+    )
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return artifact(folder, "text-classification")
+
+
+@pytest.fixture
+def translator(tmp_path):
+    folder = tmp_path / "marian"
+    folder.mkdir()
+    for side, words in (("source", WORDS), ("target", list(GERMAN.values()))):
+        corpus = iter([f"{a} {b}" for a in words for b in words])
+        with (folder / f"{side}.spm").open("wb") as stream:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=corpus,
+                model_writer=stream,
+                vocab_size=40,
+                hard_vocab_limit=False,
+                minloglevel=2,
+            )
+    pieces = set()
+    for side in ("source", "target"):
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
+        pieces |= {model.id_to_piece(i) for i in range(model.get_piece_size())}
+    names = ["</s>", "<unk>", *sorted(pieces - {"</s>", "<unk>", "<s>"}), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({n: i for i, n in enumerate(names)}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "MarianTokenizer",
+                "source_lang": "en",
+                "target_lang": "de",
+                "model_max_length": 16,
+            }
+        )
+    )
+    pad = len(names) - 1
+    config = MarianConfig(
+        vocab_size=len(names),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=16,
+        pad_token_id=pad,
+        decoder_start_token_id=pad,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    MarianMTModel(config).save_pretrained(folder)
+    return artifact(folder, "translation")
+
+
+def sentiment(count):
+    return Split(
+        "x", tuple(Example(f"{w} dog", label=y) for w, y in [("good", "pos"), ("bad", "neg")] * count)
+    )
+
+
+def pairs():
+    return Split("x", tuple(Example(f"{a} {b}", (f"{GERMAN[a]} {GERMAN[b]}",)) for a in WORDS for b in WORDS))
+
+
+def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
+    calls = []
+    ctx = context(
+        tmp_path,
+        "text-classification",
+        {"train": sentiment(16), "validation": sentiment(2)},
+        progress=lambda done, total, note="": calls.append((done, total, note)),
+    )
+    settings = FinetuneSettings(max_steps=30, learning_rate=1e-2, batch_size=8, precision="fp32", dropout=0.0)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        Finetune()(classifier, settings, ctx)
+    assert output.getvalue() == ""
+    assert [p.name for p in ctx.out.parent.iterdir()] == ["out"]
+    assert (calls[-1][:2], len(calls)) == ((30, 30), 30)
+    assert calls[-1][2].startswith("loss ")
+    assert ctx.details["training"]["validation_loss"] < 0.1 < math.log(2)
+    model, _ = load_model(ctx.out)
+    assert not model.training
+    assert model.config.num_labels == 2
+
+
+def test_marian_start_row_and_positions_stay_while_the_rest_moves(translator, tmp_path):
+    ctx = context(tmp_path, "translation", {"train": pairs()})
+    before, _ = load_model(translator.path)
+    pad = before.config.pad_token_id
+    assert before.model.shared.weight[pad].abs().max() == 0
+    Finetune()(translator, FinetuneSettings(max_steps=8, learning_rate=1e-2, precision="fp32"), ctx)
+    after, _ = load_model(ctx.out)
+    assert after.model.shared.weight[pad].abs().max() == 0
+    assert (after.model.shared.weight - before.model.shared.weight).abs().amax(dim=1)[:pad].min() > 0
+    positions = after.model.encoder.embed_positions.weight
+    assert torch.equal(positions, before.model.encoder.embed_positions.weight)
+    assert after.lm_head.weight.data_ptr() == after.model.shared.weight.data_ptr()
+
+
+def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classifier, tmp_path):
+    # validation wants the opposite of the training rows, so every step makes it worse
+    other = Split(
+        "x", tuple(Example(e.text, label="neg" if e.label == "pos" else "pos") for e in sentiment(4).examples)
+    )
+    ctx = context(tmp_path, "text-classification", {"train": sentiment(16), "validation": other})
+    settings = FinetuneSettings(
+        max_steps=20, num_evals=4, learning_rate=3e-3, batch_size=8, precision="fp32", dropout=0.0
+    )
+    Finetune()(classifier, settings, ctx)
+    assert ctx.details["training"]["kept_step"] == 0
+    losses = [found["loss"] for found in ctx.details["training"]["validations"]]
+    assert losses[0] == min(losses) < losses[-1]
+    before, after = (load_model(folder)[0].state_dict() for folder in (classifier.path, ctx.out))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (warning,) = ctx.warnings
+    assert warning.code == "no-improvement"
+
+
+def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifier, tmp_path, monkeypatch):
+    # a file that is sorted by its labels: the head of it holds one class only
+    rows = [Example(f"{word} dog", label=label) for word, label in [("good", "pos"), ("bad", "neg")] * 50]
+    rows.sort(key=lambda e: e.label)
+    seen = []
+    monkeypatch.setattr(
+        training_loop, "run_training", lambda model, rows, validation, **more: seen.append(validation)
+    )
+    for seed in (1, 1, 2):
+        data = {"train": sentiment(2), "validation": Split("x", tuple(rows))}
+        ctx = replace(context(tmp_path / str(len(seen)), "text-classification", data), seed=seed)
+        train(load_model(classifier.path)[0], classifier, FinetuneSettings(max_validation_samples=10), ctx)
+    assert [len(found) for found in seen] == [10, 10, 10]
+    assert [sum(row.target for row in found) for found in seen] == [5, 5, 5]
+    assert seen[0] == seen[1]
+
+
+def test_validation_rows_of_a_language_model_are_windows_from_all_of_the_text(tmp_path, monkeypatch):
+    text = causal.write_lines(tmp_path / "text.txt", 12)
+    split = read_split(str(text), "language-modeling", Columns(), tmp_path)
+    source = artifact(causal.write_model(tmp_path / "model", "gpt2"), "language-modeling")
+    model, seen = load_model(source.path)[0], []
+    monkeypatch.setattr(
+        training_loop, "run_training", lambda model, rows, validation, **more: seen.append((rows, validation))
+    )
+    ctx = context(tmp_path, "language-modeling", {"train": split, "validation": split})
+    train(model, source, FinetuneSettings(max_validation_samples=3, max_length=16), ctx)
+    ((windows, chosen),) = seen
+    assert len(windows) > 100 > len(split)
+    places = [windows.index(row) for row in chosen]
+    assert [3 * place // len(windows) for place in places] == [0, 1, 2]
+
+
+def test_the_moving_average_replaces_the_weights(classifier, tmp_path):
+    model, _ = load_model(classifier.path)
+    plain, _ = load_model(classifier.path)
+    rows = [EncodedSample([2, 5, 3], None, 1), EncodedSample([2, 6, 3], None, 0)]
+    for which, ema in ((model, 0.5), (plain, None)):
+        ctx = context(tmp_path / str(ema), "text-classification", {})
+        settings = FinetuneSettings(
+            max_steps=2,
+            lr_schedule="constant",
+            warmup=0,
+            precision="fp32",
+            dropout=0.0,
+            ema_decay=ema,
+            batch_size=2,
+        )
+        run_training(which, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
+    first, _ = load_model(classifier.path)
+    ctx = context(tmp_path / "one", "text-classification", {})
+    settings = FinetuneSettings(
+        max_steps=1, lr_schedule="constant", warmup=0, precision="fp32", dropout=0.0, batch_size=2
+    )
+    run_training(first, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
+    decay = min(0.5, 3 / 12)
+    wanted = decay * first.classifier.weight + (1 - decay) * plain.classifier.weight
+    torch.testing.assert_close(model.classifier.weight, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(classifier, tmp_path):
+    model, _ = load_model(classifier.path)
+    model.classifier.weight.data.fill_(float("nan"))
+    ctx = context(tmp_path, "text-classification", {})
+    with raises_code("non-finite-loss", RunError) as caught:
+        run_training(
+            model,
+            [EncodedSample([2, 5, 3], None, 1)],
+            None,
+            objective=label_objective(),
+            settings=FinetuneSettings(max_steps=3, precision="fp32"),
+            ctx=ctx,
+        )
+    assert re.findall(r"\d+", str(caught.value))[:2] == ["1", "3"]
+    assert not model.training
+    assert [p.name for p in ctx.out.parent.iterdir()] == ["out"]
+
+
+def test_dropout_and_attention_are_restored(classifier, tmp_path):
+    model, _ = load_model(classifier.path)
+    before = model.config._attn_implementation, model.bert.embeddings.dropout.p
+    seen = []
+
+    def objective(m, batch):
+        seen.append((m.config._attn_implementation, m.bert.embeddings.dropout.p))
+        return label_objective()(m, batch)
+
+    settings = FinetuneSettings(max_steps=1, precision="fp32", dropout=0.33)
+    run_training(
+        model,
+        [EncodedSample([2, 5, 3], None, 1)],
+        None,
+        objective=objective,
+        settings=settings,
+        ctx=context(tmp_path, "text-classification", {}),
+    )
+    assert seen == [("eager", 0.33)]
+    assert (model.config._attn_implementation, model.bert.embeddings.dropout.p) == before
+
+
+def test_cut_rows_are_counted(classifier, tmp_path):
+    long = Split("x", (*sentiment(2).examples, Example("dog " * 40, label="pos")))
+    ctx = context(tmp_path, "text-classification", {"train": long})
+    Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
+    (told,) = ctx.warnings
+    assert told.code == "truncated-texts"
+    assert re.findall(r"\d+", told.message) == ["1", "5", "16"]
+    other = warning("else", "else")
+    assert sort_warnings([told, other]) == [other, told]  # a report knows this code
+
+
+def test_auto_precision_never_kills_the_process(monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setattr("smelt.training.training_state.bf16_speedup", lambda: 0.0)
+    assert pick_precision("auto", device) == "fp32"
+    with raises_code("no-bf16", InputError) as caught:
+        pick_precision("bf16", device)
+    assert caught.value.setting == "precision"
+
+
+@pytest.mark.parametrize(("gain", "auto"), [(0.6, "fp32"), (1.1, "fp32"), (1.8, "bf16")])
+def test_auto_precision_is_the_faster_one(monkeypatch, gain, auto):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("smelt.training.training_state.bf16_speedup", lambda: gain)
+    assert pick_precision("auto", torch.device("cpu")) == auto
+    assert pick_precision("bf16", torch.device("cpu")) == "bf16"

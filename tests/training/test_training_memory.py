@@ -1,0 +1,101 @@
+"""A training that cannot fit is refused; one whose weights are no numbers is never kept."""
+
+import math
+import re
+
+import harness
+import psutil
+import pytest
+import tiny
+import torch
+from expected_errors import raises_code
+
+from smelt.compress.finetune import FinetuneSettings
+from smelt.core.errors import RunError
+from smelt.models.checkpoint import load_model
+from smelt.training import trainer as training_loop
+from smelt.training import training_state
+from smelt.training.extension import label_objective
+from smelt.training.samples import EncodedSample
+from smelt.training.trainer import run_training
+from smelt.training.training_state import require_training_memory
+
+ROWS = [EncodedSample([2, 5, 3], None, 1), EncodedSample([2, 6, 3], None, 0)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load_model(tiny.write_bert(tmp_path / "m"))[0]
+
+
+def _train(model, tmp_path, objective, **settings):
+    ctx = harness.make_context(tmp_path / "work" / "out", "text-classification")
+    chosen = FinetuneSettings(batch_size=2, precision="fp32", **settings)
+    run_training(model, ROWS, ROWS, objective=objective, settings=chosen, ctx=ctx)
+
+
+def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
+    """4 bytes of gradient and 8 of moments a weight, 4 for each copy (Loshchilov & Hutter 2019)."""
+    weights = sum(p.numel() for p in model.parameters())
+    asked = []
+    monkeypatch.setattr(
+        training_state, "require_memory", lambda need, what, remedy, free_bytes: asked.append(need)
+    )
+    cpu = torch.device("cpu")
+    require_training_memory(model, cpu, keeps_best=False, keeps_average=False)
+    require_training_memory(model, cpu, keeps_best=True, keeps_average=True)
+    model.classifier.weight.requires_grad_(False)
+    require_training_memory(model, cpu, keeps_best=True, keeps_average=False)
+    assert asked == [12 * weights, 20 * weights, 16 * (weights - model.classifier.weight.numel())]
+
+
+def test_a_training_that_cannot_fit_is_refused_before_its_first_step(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_state, "available_bytes", lambda: 1000)
+    with raises_code("out-of-memory", RunError):
+        _train(model, tmp_path, lambda m, b: pytest.fail("it trained"), max_steps=1)
+
+
+def test_adam_really_takes_the_memory_that_is_asked_for():
+    """Measured on a model of 64 MB: the process grows by what the formula says, and a little more."""
+    layer = torch.nn.Linear(4096, 4096, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    before = psutil.Process().memory_info().rss
+    layer(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    grown = psutil.Process().memory_info().rss - before
+    assert grown > 0.9 * 12 * layer.weight.numel()
+
+
+def test_a_loss_that_becomes_no_number_names_the_step_and_the_last_good_checkpoint(model, tmp_path):
+    plain, calls = label_objective(), []
+
+    def objective(m, batch):
+        calls.append(m.training)
+        loss = plain(m, batch)
+        return loss * math.nan if sum(calls) == 4 else loss
+
+    with raises_code("non-finite-loss", RunError) as caught:
+        _train(model, tmp_path, objective, max_steps=8, num_evals=4)
+    assert re.findall(r"\d+", str(caught.value))[:3] == ["4", "8", "2"]
+
+
+def test_an_update_that_leaves_no_numbers_is_never_kept(model, tmp_path, monkeypatch):
+    """The loss of the last step is finite; what its gradient does to the weights is not seen any more."""
+
+    def objective(m, batch):
+        loss = label_objective()(m, batch)
+        if m.training:
+            m.classifier.weight.register_hook(lambda gradient: gradient * math.nan)
+        return loss
+
+    with raises_code("non-finite-weights", RunError):
+        _train(model, tmp_path, objective, max_steps=1, num_evals=0)
+
+
+def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        training_loop, "require_training_memory", lambda model, device, **kept: asked.append(kept)
+    )
+    _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
+    assert asked == [{"keeps_best": True, "keeps_average": True}]

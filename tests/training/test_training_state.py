@@ -1,0 +1,131 @@
+"""What a model is given while it trains: one dropout for all families, no numbers below a float's range."""
+
+import subprocess
+import sys
+
+import causal
+import classifiers
+import harness
+import pytest
+import seq2seq
+import tiny
+import torch
+from torch import nn
+
+from smelt.models.checkpoint import load_model
+from smelt.training.training_state import denormals_as_zero, training_state
+
+CPU = torch.device("cpu")
+# each family with its own rates set apart, so that one which is left as it was is seen
+MADE = {
+    "marian": lambda f: tiny.write_marian(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
+    "bart": lambda f: seq2seq.write_bart(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
+    "mbart": lambda f: seq2seq.write_bart(
+        f, kind="mbart", dropout=0.11, attention_dropout=0.12, activation_dropout=0.13
+    ),
+    "t5": lambda f: seq2seq.write_t5(f, dropout_rate=0.11),
+    "t5-gated": lambda f: seq2seq.write_t5(f, gated=True, dropout_rate=0.11),
+    "bert": lambda f: tiny.write_bert(
+        f, hidden_dropout_prob=0.11, attention_probs_dropout_prob=0.12, classifier_dropout=0.13
+    ),
+    "roberta": lambda f: classifiers.roberta(
+        f, hidden_dropout_prob=0.11, attention_probs_dropout_prob=0.12, classifier_dropout=0.13
+    ),
+    "distilbert": lambda f: classifiers.distilbert(
+        f, dropout=0.11, attention_dropout=0.12, seq_classif_dropout=0.13
+    ),
+    "gpt2": lambda f: causal.write_model(f, "gpt2", resid_pdrop=0.11, embd_pdrop=0.12, attn_pdrop=0.13),
+    "llama": lambda f: causal.write_model(f, "llama", attention_dropout=0.11),
+    "qwen2": lambda f: causal.write_model(f, "qwen2", attention_dropout=0.11),
+}
+
+
+@pytest.fixture(params=MADE)
+def model(request, tmp_path):
+    return load_model(MADE[request.param](tmp_path / "model"))[0]
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """The probabilities of all dropouts that are computed in training mode, however they are called."""
+    found, real = [], nn.functional.dropout
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        if training:
+            found.append(p)
+        return real(x, p, training, inplace)
+
+    monkeypatch.setattr(nn.functional, "dropout", dropout)
+    return found
+
+
+def dropped(model, rates, value):
+    rates.clear()
+    with training_state(model, value, CPU):
+        model.train()
+        harness.logits(model)
+    return list(rates)
+
+
+def test_dropout_is_every_dropout_of_a_model_and_comes_back(model, rates):
+    before = dropped(model, rates, None)
+    assert {0.11} <= set(before) <= {0.11, 0.12, 0.13}
+    assert dropped(model, rates, 0.42) == [0.42] * len(before)
+    assert dropped(model, rates, None) == before
+
+
+def test_without_dropout_training_computes_what_using_the_model_does(model):
+    with torch.no_grad():
+        expected = harness.logits(model.eval())
+        with training_state(model, 0.0, CPU):
+            torch.testing.assert_close(harness.logits(model.train()), expected, atol=1e-4, rtol=1e-4)
+        with training_state(model, None, CPU):
+            assert not torch.allclose(harness.logits(model.train()), expected, atol=1e-3)
+
+
+# 2 threads, because the setting is one of each thread
+SUM = """
+import numpy
+import torch
+from smelt.training.training_state import denormals_as_zero
+torch.set_num_threads(2)
+tiny = torch.from_numpy(numpy.full(1 << 20, 2.0**-130, numpy.float32))  # no product of torch yet
+def count():
+    return int((tiny * 1.0).view(torch.int32).count_nonzero())
+if {inside}:
+    with denormals_as_zero():
+        print(count())
+else:
+    print(count())
+"""
+
+
+def _denormals_left(inside):
+    done = subprocess.run(
+        [sys.executable, "-c", SUM.format(inside=inside)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_denormals_are_zero_in_all_threads_of_torch():
+    assert _denormals_left(inside=False) == 1 << 20
+    assert _denormals_left(inside=True) == 0
+
+
+def test_the_processor_is_left_as_it_was():
+    least = sys.float_info.min
+    with denormals_as_zero():
+        assert least / 2 == 0
+        with denormals_as_zero():
+            pass
+        assert least / 2 == 0
+    assert least / 2 > 0
+
+
+def test_no_dropout_leaves_no_layer_out(tmp_path):
+    model, _ = load_model(tiny.write_marian(tmp_path / "m", encoder_layerdrop=0.5, decoder_layerdrop=0.4))
+    stacks = model.model.encoder, model.model.decoder
+    for value, during in ((0.0, [0.0, 0.0]), (0.1, [0.5, 0.4]), (None, [0.5, 0.4])):
+        with training_state(model, value, CPU):
+            assert [stack.layerdrop for stack in stacks] == during
+        assert [stack.layerdrop for stack in stacks] == [0.5, 0.4]

@@ -53,7 +53,7 @@ SLOWEST_FILES = (
     "pipeline/whole/test_sentences.py",
     "compress/test_what_follows.py",
     "pipeline/faults/test_permissions.py",
-    "smelt/training/test_planned_trainer.py",
+    "training/test_planned_trainer.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 START_TIME = pytest.StashKey[float]()

@@ -13,7 +13,7 @@ QUICK_TESTS: dict[str, str] = {
     "benchmarks": "test_gpu test_peers",
     "cli": "test_cli::test_stages_lists_all_and_explains_one test_stage_help",
     "compress": "test_float_model test_ibm_model1 test_share_weights_stage::test_groups_are_neighbours",
-    "smelt/calibration": "test_statistics::test_a_sum_of_many_small_values_keeps_them",
+    "calibration": "test_statistics::test_a_sum_of_many_small_values_keeps_them",
     "compress/distill": "test_attention"
     " test_cached_teacher::test_what_would_save_nothing_is_refused"
     " test_check_config"
@@ -36,7 +36,7 @@ QUICK_TESTS: dict[str, str] = {
     " test_step_sizes"
     " test_weight_quantizer",
     "compress/sparsify": "test_pattern test_sparsegpt test_wanda",
-    "smelt/training": "test_classification"
+    "training": "test_classification"
     " test_loss_terms"
     " test_resume::test_the_time_between_checkpoints_is_no_part_of_what_a_step_is"
     " test_tokens"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import smelt
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.quantize.qat import convert_qat, load_trainable, mark_trained
+from smelt.compress.quantize.qat import QuantizedWeights, convert_qat, load_trainable, mark_trained
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split
@@ -120,7 +120,8 @@ def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_o
             parameter.mul_(-1)
     names = [name for name, _ in model.named_modules()]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    CheckpointScorer(model, edits, source, ROWS, FinetuneSettings(metric_for_best_model="f1"), ctx)()
+    with QuantizedWeights(model).extension().as_stored():
+        CheckpointScorer(model, edits, source, ROWS, FinetuneSettings(metric_for_best_model="f1"), ctx)()
     assert [name for name, _ in model.named_modules()] == names
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()

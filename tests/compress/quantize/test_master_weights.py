@@ -16,6 +16,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.master_weights import read_master_weights, write_master_weights
 from smelt.compress.quantize.qat import load_trainable, qat_layers, save_trained
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.training_techniques import train_with_techniques
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
@@ -23,7 +24,6 @@ from smelt.core.messages import message_codes
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model
-from smelt.training.train import train
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 2)))
@@ -56,7 +56,7 @@ def test_a_second_training_starts_from_the_float_weights_that_the_first_ended_wi
     ctx = harness.make_context(tmp_path / "first", TASK, ROWS)
     model, edits = load_trainable(source, ctx)
     assert ctx.details["latent_weights"] == "codes"
-    train(model, source, settings, ctx, edits=edits)
+    train_with_techniques(model, source, settings, ctx, edits=edits, stage="finetune")
     ended = latents(model)
     save_trained(model, edits, coded, settings.dtype, settings.qat, ctx)
     assert ctx.details["latent_bytes"] == (ctx.out / MASTER_WEIGHTS_FILE).stat().st_size

@@ -18,6 +18,7 @@ from smelt.compress.quantize.qat_extensions import StepSizeTraining
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.step_sizes import StepSizes
+from smelt.compress.training_techniques import train_with_techniques
 from smelt.core.errors import InputError
 from smelt.core.store.caches import StepCheckpoints
 from smelt.data.splits import Example, Split
@@ -25,7 +26,6 @@ from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import is_quantized
-from smelt.training.train import train
 
 TASK = "text-classification"
 LSQ = {"qat": {"scales": "lsq", "learning_rate": 0.05}}
@@ -101,7 +101,9 @@ def test_products_of_one_input_keep_one_range(tmp_path):
 def test_a_checkpoint_in_the_middle_is_what_will_be_stored(tmp_path):
     made = coded(tmp_path / "coded", scheme="int4", group_size=32)
     model, edits, ctx = learning(made, tmp_path / "out")
-    train(model, tiny.as_artifact(made, TASK), FinetuneSettings(**TRAIN), ctx, edits=edits)
+    train_with_techniques(
+        model, tiny.as_artifact(made, TASK), FinetuneSettings(**TRAIN), ctx, edits=edits, stage="finetune"
+    )
     ids = torch.randint(5, 30, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours = model(ids).logits

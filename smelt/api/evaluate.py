@@ -139,15 +139,15 @@ def _with_windows(
     own: dict[str, Any] = dict(artifact.manifest.details.get("windows") or {})
     if window is not None:  # the run's stride is for the run's window
         own = {name: value for name, value in own.items() if name == "separator"}
-    said = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
-    taken = own | said
+    requested = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
+    taken = own | requested
     if taken.get("stride", 1) > taken.get("length", math.inf):
         raise InputError(
             f"--stride {taken['stride']} skips text between windows of {taken['length']} tokens. Set"
             " --stride to the window or less.",
             code="settings-conflict",
         )
-    if kept := {name: value for name, value in taken.items() if name not in said}:
+    if kept := {name: value for name, value in taken.items() if name not in requested}:
         words = ", ".join(
             f"{'window' if name == 'length' else name} {value!r}" for name, value in kept.items()
         )

@@ -48,7 +48,8 @@ class Settings(BaseModel):
                 setting = ".".join([name, *map(str, place)])
                 if isinstance(value, Settings):
                     found |= {
-                        f"{setting}.{below}": said for below, said in value._marked_references().items()
+                        f"{setting}.{below}": reference
+                        for below, reference in value._marked_references().items()
                     }
                 elif isinstance(value, str) and mark is not None:
                     found[setting] = value, mark
@@ -85,7 +86,9 @@ class Settings(BaseModel):
             mark = next((mark for mark in info.metadata if isinstance(mark, _PathMarker)), None)
             for place, value in _tuple_items(getattr(self, name)):
                 if isinstance(value, Settings):
-                    found |= {(name, *place, *below): said for below, said in value._marked_paths().items()}
+                    found |= {
+                        (name, *place, *below): marked for below, marked in value._marked_paths().items()
+                    }
                 elif isinstance(value, str) and mark is not None:
                     found[name, *place] = value, mark
         return found

@@ -318,9 +318,9 @@ def _check_archive(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> 
     kinds = jpeg.dtype.kind == "u" and jpeg.dtype.itemsize == 1 and offsets.dtype.kind in "iu"
     flat = jpeg.ndim == offsets.ndim == label.ndim == 1
     if not (kinds and flat and label.dtype.kind in "iuUS" and len(offsets) == len(label) + 1 and len(label)):
-        said = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
+        listed = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
         raise InputError(
-            f"{path}: the arrays are inconsistent: {said}. {make}",
+            f"{path}: the arrays are inconsistent: {listed}. {make}",
             code="inconsistent-arrays",
             file=str(path),
         )

@@ -221,10 +221,10 @@ def count_array_samples(
         name: shapes[name].shape[axis] for name, axis in places.items() if axis < len(shapes[name].shape)
     }
     if len(set(counts.values())) > 1:
-        said = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
+        listed = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
         advice = _sample_axis_hint(shapes, counts, by_name, of_artifact)
         raise InputError(
-            f"{path}: all arrays must have the same number of samples, but {said}.{advice}",
+            f"{path}: all arrays must have the same number of samples, but {listed}.{advice}",
             code="unequal-rows",
             file=str(path),
         )

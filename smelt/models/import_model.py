@@ -195,8 +195,8 @@ def _licence_from_card(path: Path) -> str | None:
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
     values = values if isinstance(values, dict) else {}
-    said = [values.get(key) for key in ("license", "license_name", "license_link")]
-    words = [str(w) for one in said if one for w in (one if isinstance(one, list) else [one])]
+    fields = [values.get(key) for key in ("license", "license_name", "license_link")]
+    words = [str(w) for one in fields if one for w in (one if isinstance(one, list) else [one])]
     return _single_line(f"{', '.join(words)} (its model card)") if words else None
 
 

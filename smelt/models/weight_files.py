@@ -139,8 +139,8 @@ def oversized_setting(folder: Path, config: Mapping[str, Any]) -> str | None:
     for _, _, entry in weight_tensors(folder):
         tensors += 1
         values += math.prod(entry["shape"])
-    for name, said in config.items():
-        found = [x for x in (said if isinstance(said, list) else [said]) if type(x) is int]
+    for name, value in config.items():
+        found = [x for x in (value if isinstance(value, list) else [value]) if type(x) is int]
         size = sum(found) if name == "depths" else max(found, default=0)
         most, of = (
             (_MAX_SHARING_FACTOR * tensors, "tensors")

@@ -114,8 +114,8 @@ def load_pixels(image: ImageSource, processor: ImageProcessor, name: str) -> Pix
     except InputError as error:
         raise InputError(f"{name}: {error}", code=error.code) from error
     except Exception as error:  # a truncated file: Pillow's decoders raise different exceptions
-        said = f"{name}: {image}" if isinstance(image, str) else name
-        raise InputError(f"{said}: the image cannot be read: {error}", code="damaged-image") from error
+        label = f"{name}: {image}" if isinstance(image, str) else name
+        raise InputError(f"{label}: the image cannot be read: {error}", code="damaged-image") from error
 
 
 class ImageClassifierRunner(Runner):

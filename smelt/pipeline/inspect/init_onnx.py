@@ -166,8 +166,8 @@ def _data_lines(rows: DataInfo | None, axes: SampleAxes, end: str, base: Path) -
         columns = ", ".join(f"{role}: {_yaml_quoted(name)}" for role, name in rows.columns.items())
         yield f"  columns: {{{columns}}}"
     if axes:
-        said = (f"{_yaml_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
-        yield f"  axes: {{{', '.join(said)}}}    # batch axes, inferred from the data: check them"
+        entries = (f"{_yaml_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
+        yield f"  axes: {{{', '.join(entries)}}}    # batch axes, inferred from the data: check them"
 
 
 def _yaml_quoted(name: str) -> str:

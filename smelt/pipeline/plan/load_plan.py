@@ -322,7 +322,7 @@ def default_rate_notes(
         config: config of the original model; empty if not available.
         quantization: quantized weights of the original model; None for floats.
     """
-    told = []
+    notes = []
     known: dict[str, tuple[str, ...]] = (
         {MODEL_STEP: tuple(quantization.schemes) if quantization else ()} if config else {}
     )
@@ -338,9 +338,9 @@ def default_rate_notes(
         check = getattr(step.stage_class, "check_model", None)
         configs[step.name] = after = check(settings, before)[1] if check else before
         if isinstance(settings, TrainingSettings) and _has_default_rate(settings):
-            told.append(f"{step.name} {_rate_text(settings, after, codes, has_fewer_layers(after, config))}")
-    if told:
-        yield info("default-learning-rate", f"default learning rates: {'; '.join(told)}")
+            notes.append(f"{step.name} {_rate_text(settings, after, codes, has_fewer_layers(after, config))}")
+    if notes:
+        yield info("default-learning-rate", f"default learning rates: {'; '.join(notes)}")
 
 
 def _has_default_rate(settings: Any) -> bool:
@@ -355,14 +355,14 @@ def _rate_text(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...],
         what = "adapters"
     elif lost:
         what = "fewer layers"
-    told = f"{default_learning_rate(config, what):.2g}"
+    rate = f"{default_learning_rate(config, what):.2g}"
     few = [name for name in codes if SCHEMES[name].requires_training or 0 < SCHEMES[name].bits < 4]
     if what == "adapters" or not few:
-        return f"{told} ({what})"
+        return f"{rate} ({what})"
     through = f"{default_learning_rate(config, 'few bits'):.2g}"
     if len(few) == len(codes):
         return f"{through} (few bits)"
-    return f"{through} if most weights have fewer than four bits, else {told}"
+    return f"{through} if most weights have fewer than four bits, else {rate}"
 
 
 def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:

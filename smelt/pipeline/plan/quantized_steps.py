@@ -42,8 +42,8 @@ def prequantized_mistakes(
                 "already-quantized",
             )
         elif zeros := next((n for n in TRAINING_BEFORE_QUANTIZE if getattr(step.settings, n, None)), None):
-            said = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
-            yield step.name, said, AFTER_QUANTIZE
+            text = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
+            yield step.name, text, AFTER_QUANTIZE
         elif step.stage == "onnx" and target and (codes := quantization.unsupported_by(str(target))):
             ways = [f"target: {' or '.join(quantization.targets)}"] if quantization.targets else []
             yield (

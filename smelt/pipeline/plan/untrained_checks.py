@@ -123,10 +123,10 @@ def _image_mistakes(
     except InputError as error:
         yield ("image_size",), error.as_message()
         return
-    said = config.get("image_size")
-    if isinstance(said, int) and found not in (None, (said, said)):
+    declared = config.get("image_size")
+    if isinstance(declared, int) and found not in (None, (declared, declared)):
         size = f"{found[0]} x {found[1]}"
-        text = f"the images are {size}, but image_size in the config is {said}. Use the same size."
+        text = f"the images are {size}, but image_size in the config is {declared}. Use the same size."
         yield ("image_size",), error_message("settings-conflict", text)
 
 

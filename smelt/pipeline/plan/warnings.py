@@ -229,12 +229,12 @@ def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
         return []
     own = _generation_config(folder)
     beams, sampled = own.get("num_beams"), own.get("do_sample")
-    said = generation.model_fields_set
+    explicit = generation.model_fields_set
     if (
         isinstance(beams, int)
         and beams > 1
         and beams != generation.num_beams
-        and not said & {"num_beams", "do_sample"}
+        and not explicit & {"num_beams", "do_sample"}
     ):
         return [
             warning(
@@ -245,7 +245,7 @@ def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
                 setting="score.generation.num_beams",
             )
         ]
-    if sampled is True and not said & {"num_beams", "do_sample"}:
+    if sampled is True and not explicit & {"num_beams", "do_sample"}:
         return [
             warning(
                 "generation-config-differs",

@@ -146,7 +146,7 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     else:
         later, first = parts[DECODER_WITH_PAST_GRAPH], parts[FIRST_DECODER_GRAPH]
     opsets = [_opsets(model) for model in (encoder, first, later)]
-    if any(said != opsets[0] for said in opsets):
+    if any(versions != opsets[0] for versions in opsets):
         raise InputError(
             "encoder and decoder have different opsets: export them together",
             code="opset-mismatch",
@@ -303,12 +303,12 @@ def _unused_name(name: str, known: set[str]) -> str:
 def _name_dimensions(value: Any, sizes: tuple[str | int, ...] | None, past: str) -> None:
     """Rename the dimensions of an input as in smelt's own graphs."""
     dims = value.type.tensor_type.shape.dim
-    said: tuple[tuple[int, str | int], ...] = ()
+    dimensions: tuple[tuple[int, str | int], ...] = ()
     if value.name.startswith(PAST_PREFIX) and len(dims) == 4:
-        said = ((0, "batch"), (2, past))
+        dimensions = ((0, "batch"), (2, past))
     elif sizes is not None and len(dims) == len(sizes):
-        said = tuple(enumerate(sizes))
-    for at, size in said:
+        dimensions = tuple(enumerate(sizes))
+    for at, size in dimensions:
         if isinstance(size, int):
             dims[at].dim_value = size
         else:

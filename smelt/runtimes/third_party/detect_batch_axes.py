@@ -46,9 +46,13 @@ def detect_output_axes(
             return None
         feeds = known.make_feeds(arrays.padded_to(size), 0, size)
         with TemporaryDirectory(prefix="smelt-") as folder:
-            said = [str(graph), *write_feeds(Path(folder), feeds), json.dumps([size, known.input_batch_axes])]
+            arguments = [
+                str(graph),
+                *write_feeds(Path(folder), feeds),
+                json.dumps([size, known.input_batch_axes]),
+            ]
             found: dict[str, list[int] | None] | None = run_isolated(
-                __name__, said, trial_limits(graph, feeds)
+                __name__, arguments, trial_limits(graph, feeds)
             )
     except (InputError, IsolatedProcessError, ValueError):  # reported by the plan and the run
         return None

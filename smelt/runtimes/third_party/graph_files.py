@@ -56,10 +56,10 @@ def resolve_external_data(tensor: Any, graph: Path, expected: int) -> ExternalLo
     Raises:
         GraphFileError: the location leaves the folder, is not a file, or has another size.
     """
-    said = external_data_fields(tensor)
-    name = said.get("location", "")
+    fields = external_data_fields(tensor)
+    name = fields.get("location", "")
     file = _sibling_file(name, graph)
-    offset, length = _integer_field(said, "offset", 0), _integer_field(said, "length", expected)
+    offset, length = _integer_field(fields, "offset", 0), _integer_field(fields, "length", expected)
     if length != expected:
         raise GraphFileError(
             f"its shape needs {expected:,} bytes, but {length:,} are declared in {name}",
@@ -326,8 +326,8 @@ def _required_inputs(model: Any) -> list[Any]:
 
 
 def _tensor_spec(value: Any) -> TensorSpec:
-    said = value.type.tensor_type
-    shape = tuple(_dimension(d) for d in said.shape.dim) if said.HasField("shape") else None
+    tensor_type = value.type.tensor_type
+    shape = tuple(_dimension(d) for d in tensor_type.shape.dim) if tensor_type.HasField("shape") else None
     return TensorSpec(name=value.name, dtype=_type_name(value) or "float32", shape=shape)
 
 

@@ -72,14 +72,14 @@ def verify_generator(
     most = ProcessLimits(max(x.memory_bytes for x in limits) * 2, sum(x.seconds for x in limits))
     words = json.dumps([None if path is None else str(path) for path in paths])
     try:
-        said = run_isolated(__name__, [words, json.dumps(cache_shape)], most)
+        answer = run_isolated(__name__, [words, json.dumps(cache_shape)], most)
     except IsolatedProcessError as error:
         raise InputError(
             f"{origin}: a trial run of the graphs failed: {error}.", code="graph-failed"
         ) from error
-    if "problem" in said:
-        raise InputError(f"{origin}: {said['problem']}.", code=said["code"])
-    return {name: (heads, width) for name, (heads, width) in said["caches"].items()}
+    if "problem" in answer:
+        raise InputError(f"{origin}: {answer['problem']}.", code=answer["code"])
+    return {name: (heads, width) for name, (heads, width) in answer["caches"].items()}
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def _empty_caches(
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     for item in session.get_inputs():
         if item.name.startswith(PAST_PREFIX):
-            said = (item.shape[1], item.shape[3])
-            heads, width = said if all(isinstance(size, int) for size in said) else cache_shape or (1, 1)
+            sizes = (item.shape[1], item.shape[3])
+            heads, width = sizes if all(isinstance(size, int) for size in sizes) else cache_shape or (1, 1)
             yield item.name, np.zeros((rows, heads, 0, width), _NUMPY_DTYPES.get(item.type, np.float32))
 
 
@@ -294,5 +294,5 @@ def _cache_shape_from_config(config: Mapping[str, Any]) -> tuple[int, int] | Non
     width = next((config[word] for word in _WIDTH_KEYS if isinstance(config.get(word), int)), None)
     if not heads or not width or not all_heads:
         return None
-    said = config.get("head_dim")
-    return heads, said if isinstance(said, int) else width // all_heads
+    head_width = config.get("head_dim")
+    return heads, head_width if isinstance(head_width, int) else width // all_heads

@@ -108,7 +108,7 @@ def _batch_dimension_names(
 ) -> list[str]:
     """Return the names of the batch dimension, the most likely first."""
     values = [*inputs, *outputs]
-    said = [_dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None]
+    declared = [_dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None]
     names = [size for value in values for size in value.shape or () if isinstance(size, str)]
     called = [name for name in names if _BATCH.fullmatch(name)]
     first = [size for value in values if isinstance(size := _dimension_at(value, 0), str)]
@@ -118,7 +118,7 @@ def _batch_dimension_names(
         key=lambda name: (-first.count(name), -names.count(name)),
     )[:1]
     by_name = sorted(dict.fromkeys(called), key=lambda name: -names.count(name))
-    return [name for name in dict.fromkeys([*said, *by_name]) if isinstance(name, str)] or likely
+    return [name for name in dict.fromkeys([*declared, *by_name]) if isinstance(name, str)] or likely
 
 
 def _dimension_at(value: _GraphValue, axis: int) -> int | str | None:
@@ -286,7 +286,8 @@ def _mismatch(value: TensorSpec, shape: ArrayHeader) -> str | None:
         return None
     sizes = enumerate(zip(value.shape, shape.shape, strict=False))
     fixed = all(
-        not isinstance(said, int) or said == size or axis == value.axis for axis, (said, size) in sizes
+        not isinstance(expected, int) or expected == size or axis == value.axis
+        for axis, (expected, size) in sizes
     )
     if len(value.shape) != len(shape.shape) or not fixed:
         return f"the graph takes {value.describe()}."

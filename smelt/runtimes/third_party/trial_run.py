@@ -40,16 +40,17 @@ def trial_run(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
     """
     with TemporaryDirectory(prefix="smelt-") as folder:
         try:
-            said = run_isolated(
+            failure = run_isolated(
                 __name__, [str(path), *write_feeds(Path(folder), feeds)], trial_limits(path, feeds)
             )
         except IsolatedProcessError as error:
             raise InputError(
                 f"{origin}: this graph failed on the first samples: {error}.", code="graph-failed"
             ) from error
-    if said is not None:
+    if failure is not None:
         raise InputError(
-            f"{origin}: ONNX Runtime cannot run this graph on the first samples: {said}", code="graph-failed"
+            f"{origin}: ONNX Runtime cannot run this graph on the first samples: {failure}",
+            code="graph-failed",
         )
 
 

@@ -214,11 +214,11 @@ def share_layers(
         for group in together:
             there = _shareable_parts([blocks[at] for at in group], settings)
             if not there:
-                said = ", ".join(str(blocks[at].index) for at in group)
+                indices = ", ".join(str(blocks[at].index) for at in group)
                 notes.append(
                     warning(
                         "no-part-in-common",
-                        f"The {name} {said} are not shared: an earlier step removed parts, and no two"
+                        f"The {name} {indices} are not shared: an earlier step removed parts, and no two"
                         f" of these layers have a part of targets: {settings.targets} in common.",
                     )
                 )

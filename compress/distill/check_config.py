@@ -49,15 +49,21 @@ def check_external_student(
         own = read_student_config(student)
     except InputError as error:
         return [error_message(error.code or DEFAULT_CODE, str(error), setting=word)], {}
-    words, said = teacher_config.get("vocab_size"), own.get("vocab_size")
+    teacher_size, own_size = teacher_config.get("vocab_size"), own.get("vocab_size")
     wrong = _incompatibility(own, teacher_config)
-    if wrong is None and student.model and None not in (words, said) and words != said:
-        text = f"the student's vocabulary has {said} tokens, but the model's has {words}; they must be equal."
+    sizes_differ = None not in (teacher_size, own_size) and teacher_size != own_size
+    if wrong is None and student.model and sizes_differ:
+        text = (
+            f"the student's vocabulary has {own_size} tokens, but the model's has {teacher_size};"
+            " they must be equal."
+        )
         wrong = error_message("vocabulary-mismatch", text)
     if wrong is not None:
         return [error_message(wrong.code, wrong.message, setting=word)], {}
     outputs = {name: teacher_config[name] for name in _OUTPUT_KEYS if name in teacher_config}
-    return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
+    return [], {**own, **outputs} | (
+        {} if (teacher_size or own_size) is None else {"vocab_size": teacher_size or own_size}
+    )
 
 
 def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:
@@ -300,8 +306,8 @@ def cosine_width_error(student: int, teacher: int) -> str:
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
     """Return the width of a model's hidden states, None if its config has none."""
     family = find_family(config)
-    said = config.get(family.hidden_size_key) if family else None
-    return said if isinstance(said, int) else None
+    width = config.get(family.hidden_size_key) if family else None
+    return width if isinstance(width, int) else None
 
 
 def no_attention_scores_error(family_name: str) -> str:

@@ -87,10 +87,10 @@ def _generate(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: 
     from smelt.runtimes.predict_texts import generate_candidates, generate_texts
     from smelt.runtimes.registry import open_runner
 
-    said: dict[str, Any] = {"num_beams": settings.num_beams, "max_new_tokens": settings.max_new_tokens}
+    options: dict[str, Any] = {"num_beams": settings.num_beams, "max_new_tokens": settings.max_new_tokens}
     if settings.num_beams > 1:
-        said["length_penalty"] = settings.length_penalty
-    generation, texts = GenerationSettings(**said), [e.text for e in split.examples]
+        options["length_penalty"] = settings.length_penalty
+    generation, texts = GenerationSettings(**options), [e.text for e in split.examples]
     device = "cpu" if ctx.device == "cpu" else "auto"
     with open_runner(teacher, ctx.threads, device) as runner:
         if settings.best_of is None:

@@ -74,8 +74,10 @@ class LossWeights(Settings):
 
     def vector_weights(self) -> dict[str, float]:
         """Return the weights of the terms that compare vectors."""
-        said = {name: getattr(self, name) for name in _VECTOR_LOSS_DEFAULTS}
-        return {name: _VECTOR_LOSS_DEFAULTS[name] if value is None else value for name, value in said.items()}
+        weights = {name: getattr(self, name) for name in _VECTOR_LOSS_DEFAULTS}
+        return {
+            name: _VECTOR_LOSS_DEFAULTS[name] if value is None else value for name, value in weights.items()
+        }
 
     def check_task(self, task: Task) -> list[Message]:
         """Return the mistakes, each with its setting: terms of another task, or no term at all."""
@@ -150,8 +152,8 @@ def stack_map(layer_map: LayerMap, stack: str) -> StackMap:
     named: Any = layer_map
     if all(isinstance(key, int) for key in named):
         return dict(named)
-    said: StackMap = named.get(stack, "uniform")
-    return said
+    mapping: StackMap = named.get(stack, "uniform")
+    return mapping
 
 
 def resolve_layer_map(mapping: StackMap, student: int, teacher: int) -> dict[int, int]:
@@ -244,10 +246,10 @@ class StudentSettings(Settings):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        said = sorted(self.model_fields_set - {"layer_selection"})
-        if self.is_external and len(said) > 1:
+        explicit = sorted(self.model_fields_set - {"layer_selection"})
+        if self.is_external and len(explicit) > 1:
             raise SettingError(
-                f"set only one of {', '.join(said)} for the student",
+                f"set only one of {', '.join(explicit)} for the student",
                 code="settings-conflict",
             )
         return self
@@ -473,7 +475,7 @@ class DistillSettings(TrainingSettings):
             return [self]
         found = []
         for number, phase in enumerate(self.phases, 1):
-            said = phase.model_dump(exclude={"losses"}, exclude_none=True)
+            explicit = phase.model_dump(exclude={"losses"}, exclude_none=True)
             # a metric on outputs is meaningless while inner states are being fitted; gradual sparsity and
             # masks run in one phase only
             last = number == len(self.phases)
@@ -482,5 +484,7 @@ class DistillSettings(TrainingSettings):
                 if last
                 else {"metric_for_best_model": LOSS_METRIC, "sparsify": None, "learned_masks": None}
             )
-            found.append(self.model_copy(update={**judge, **said, "losses": phase.losses, "phases": None}))
+            found.append(
+                self.model_copy(update={**judge, **explicit, "losses": phase.losses, "phases": None})
+            )
         return found

@@ -325,12 +325,12 @@ def _teacher_of_step(name: str, ctx: Context) -> Teacher:
     return Teacher(name, model.requires_grad_(False), artifact.path, artifact.key, artifact.key)
 
 
-def _teacher_of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
+def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
     from smelt.models.checkpoint import load_model
     from smelt.models.import_model import import_model, source_files
     from smelt.models.text_rules import read_sentence_rules
 
-    folder = Path(said.model)
+    folder = Path(settings.model)
     if ctx.task != IMAGE_CLASSIFICATION:
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)

@@ -87,15 +87,15 @@ def _num_kept(
     settings: DropLayersSettings, stacks: Mapping[str, list[LayerPart]], ctx: Context
 ) -> tuple[list[LayerPart], dict[str, int]]:
     """Return the parts to remove by explicit index, and the number of parts to keep of other stacks."""
-    told: list[LayerPart] = []
+    removed: list[LayerPart] = []
     numbers: dict[str, int] = {}
     for name, there in stacks.items():
-        said = getattr(settings, name)
+        choice = getattr(settings, name)
         kinds = len({part.kind for part in there})
-        if isinstance(said, list):
-            told += [part for part in there if part.block.index not in said]
+        if isinstance(choice, list):
+            removed += [part for part in there if part.block.index not in choice]
             continue
-        wanted = math.floor(kept_fraction(settings) * len(there) + 0.5) if said is None else said
+        wanted = math.floor(kept_fraction(settings) * len(there) + 0.5) if choice is None else choice
         if wanted > len(there):
             raise InputError(
                 f"drop-layers: {name}: cannot keep {wanted} parts, because there are only"
@@ -103,7 +103,7 @@ def _num_kept(
                 code="more-than-model-has",
                 setting=name,
             )
-        if said is not None and wanted < kinds:
+        if choice is not None and wanted < kinds:
             raise InputError(
                 f"drop-layers: {name}: {wanted} is too few; one part of each kind must be kept, so at"
                 f" least {kinds}.",
@@ -111,7 +111,7 @@ def _num_kept(
                 setting=name,
             )
         numbers[name] = max(kinds, wanted)
-        if numbers[name] == len(there) and said is None and kept_fraction(settings) < 1:
+        if numbers[name] == len(there) and choice is None and kept_fraction(settings) < 1:
             ctx.warn(
                 "nothing-to-remove",
                 f"keep_ratio {kept_fraction(settings):g} of the {len(there)} {' and '.join(settings.parts)}"
@@ -119,7 +119,7 @@ def _num_kept(
                 f" {name}, rounded to at least one of each kind, keeps all of them; none is removed. Lower"
                 " keep_ratio.",
             )
-    left = {(part.stack, part.kind) for there in stacks.values() for part in there if part not in told}
+    left = {(part.stack, part.kind) for there in stacks.values() for part in there if part not in removed}
     for name, there in stacks.items():
         for kind in {part.kind for part in there}:
             if (name, kind) not in left:
@@ -128,7 +128,7 @@ def _num_kept(
                     code="no-part-left",
                     setting=name,
                 )
-    return told, numbers
+    return removed, numbers
 
 
 def _select_parts(

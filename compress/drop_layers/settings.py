@@ -97,8 +97,8 @@ def kept_layers(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | lis
     keep = kept_fraction(settings)
     found: dict[str, int | list[int]] = {}
     for name, count in stacks.items():
-        said = getattr(settings, name)
-        found[name] = max(1, math.floor(keep * count + 0.5)) if said is None else said
+        choice = getattr(settings, name)
+        found[name] = max(1, math.floor(keep * count + 0.5)) if choice is None else choice
     return found
 
 
@@ -160,8 +160,8 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
     kind = config.get("model_type")
     found = check_part_kinds(settings.parts, config, "targets")
     for name in STACK_NAMES:
-        said = getattr(settings, name)
-        if said is None:
+        choice = getattr(settings, name)
+        if choice is None:
             continue
         if name not in stacks:
             there = " and ".join(stacks)
@@ -176,7 +176,7 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
             continue
         count = stacks[name].num_layers(config)
         kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
-        wrong = None if count is None else _parts_error(said, count, len(kinds))
+        wrong = None if count is None else _parts_error(choice, count, len(kinds))
         if wrong:
             found.append(error_message(wrong.code, wrong.message, setting=name))
     return found
@@ -201,20 +201,20 @@ def check_part_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: s
     ]
 
 
-def _parts_error(said: int | list[int], layers: int, kinds: int) -> Message | None:
+def _parts_error(choice: int | list[int], layers: int, kinds: int) -> Message | None:
     """Return the mistake in the parts to keep of a stack with this many whole layers, else None."""
     if not kinds:  # an encoder has no cross-attention
         return error_message("unknown-part", "the encoder has no cross-attention; remove this setting.")
-    if isinstance(said, list):
-        return None if _is_increasing(said, layers) else _not_increasing_error(said, layers)
-    if said > kinds * layers:
+    if isinstance(choice, list):
+        return None if _is_increasing(choice, layers) else _not_increasing_error(choice, layers)
+    if choice > kinds * layers:
         return error_message(
             "more-than-model-has",
-            f"cannot keep {said} parts, because there are only {kinds * layers}. Lower the number.",
+            f"cannot keep {choice} parts, because there are only {kinds * layers}. Lower the number.",
         )
-    if said < kinds:
+    if choice < kinds:
         return error_message(
-            "too-few-kept", f"{said} is too few; one part of each kind must be kept, so at least {kinds}."
+            "too-few-kept", f"{choice} is too few; one part of each kind must be kept, so at least {kinds}."
         )
     return None
 

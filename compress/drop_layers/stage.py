@@ -191,8 +191,8 @@ def _nothing_removed_warnings(
 ) -> list[Message]:
     """Return warnings where `keep_ratio` is below 1 and all layers are kept."""
     keep = kept_fraction(settings)
-    told = [name for name in STACK_NAMES if getattr(settings, name) is not None]
-    whole = [name for name, choice in wanted.items() if choice == there[name] and name not in told]
+    explicit = [name for name in STACK_NAMES if getattr(settings, name) is not None]
+    whole = [name for name, choice in wanted.items() if choice == there[name] and name not in explicit]
     if keep == 1:
         return []
     return [

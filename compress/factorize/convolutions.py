@@ -389,9 +389,9 @@ def _no_gain_reason(conv: nn.Conv2d, ranks: ConvolutionRanks, settings: Factoriz
         whole, thin = conv.weight.numel(), count_factorized_weights(conv, settings.method, ranks)
     if thin < whole:
         return None
-    said = " and ".join(map(str, ranks))
+    rank = " and ".join(map(str, ranks))
     kernel = " x ".join(map(str, conv.weight.shape))
-    return f"rank {said} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {thin:,} of {whole:,}"
+    return f"rank {rank} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {thin:,} of {whole:,}"
 
 
 def factorize_convolution(

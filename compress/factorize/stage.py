@@ -273,12 +273,12 @@ def _kept_reason(layer: nn.Linear, rank: int, limit: float) -> str:
 
     rows, columns = layer.weight.shape
     if rank >= (smallest := smaller_below_rank(rows, columns)):
-        said = f"saves no weights; the rank must be below {smallest:.1f}"
+        reason = f"saves no weights; the rank must be below {smallest:.1f}"
     elif limit > 1:
-        said = f"would be slower in int8; the rank must be below {limit:.1f}"
+        reason = f"would be slower in int8; the rank must be below {limit:.1f}"
     else:
-        said = "would be slower in int8, as every rank would"
-    return f"rank {rank} of {rows} x {columns} {said}"
+        reason = "would be slower in int8, as every rank would"
+    return f"rank {rank} of {rows} x {columns} {reason}"
 
 
 def _no_gain_text(count: int, settings: FactorizeSettings) -> str:

@@ -324,8 +324,8 @@ def latency_costs(
     fixed = clock.ms([_head_parts(model, tokens)])[0]
     whole = fixed + sum(float(cost[-1]) for cost in of.values())
     timings = [{"of": names, "ms": {str(n): ms for n, ms in kind}} for kind, names in table.items()]
-    said = {"sequence_length": tokens, "measure_on": runtime, "threads": clock.threads, "timings": timings}
-    return UnitCosts("milliseconds", whole, fixed, of, said)
+    details = {"sequence_length": tokens, "measure_on": runtime, "threads": clock.threads, "timings": timings}
+    return UnitCosts("milliseconds", whole, fixed, of, details)
 
 
 class _PartTimer:

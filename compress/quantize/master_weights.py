@@ -55,9 +55,9 @@ def read_master_weights(
         return None, None
     try:
         with safe_open(path, "pt") as opened:
-            said = (opened.metadata() or {}).get(_MODEL_HASH_KEY)
+            model_hash = (opened.metadata() or {}).get(_MODEL_HASH_KEY)
             there = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
-            why = _mismatch_warning(said, there, folder, shapes)
+            why = _mismatch_warning(model_hash, there, folder, shapes)
             if why is not None:
                 return None, why
             found = {name: opened.get_tensor(name).float() for name in there}
@@ -78,7 +78,7 @@ def read_master_weights(
 
 
 def _mismatch_warning(
-    said: str | None,
+    model_hash: str | None,
     there: Mapping[str, tuple[int, ...]],
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -91,7 +91,7 @@ def _mismatch_warning(
             "master-weights-mismatch",
             f"{path}: the master weights do not match this model ('{odd[:80]}'), {left}",
         )
-    if said != sha256_of(folder / WEIGHTS_FILE):
+    if model_hash != sha256_of(folder / WEIGHTS_FILE):
         return warning(
             "master-weights-outdated",
             f"{path}: these master weights belong to another {WEIGHTS_FILE}, {left}",

@@ -153,8 +153,8 @@ def quantize_layers(
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
         new = quantize_planned(layer, ranges, quantizer_of(layer))
         first_name, first = done.setdefault(weight, (layer.name, new))
-        told = dict(layer.options)
-        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **told}
+        options = dict(layer.options)
+        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
         replace_layer(model, edits, layer.name, new, edit)
         if not layer.signed:
             edits.append({"op": "unsigned", "module": layer.name})

@@ -294,11 +294,11 @@ def scale_underflow_warnings(
 
     weights: the result of `small_weights` before any method changed the weights to their quantized values.
     """
-    said: dict[int, list[str]] = {}
+    layers_by_weight: dict[int, list[str]] = {}
     largest: dict[int, float] = {}
     for layer in layers:
         if layer.name in weights and _loses_digits(layer, weights[layer.name]):
-            said.setdefault(layer.weight_id, []).append(layer.name)
+            layers_by_weight.setdefault(layer.weight_id, []).append(layer.name)
             largest[layer.weight_id] = float(weights[layer.name].abs().max())
     return [
         warning(
@@ -307,7 +307,7 @@ def scale_underflow_warnings(
             " lose precision or underflow to 0, and the quantized weights may be inaccurate. Keep"
             f" the layer in float with exclude: {json.dumps(names)}.",
         )
-        for weight, names in said.items()
+        for weight, names in layers_by_weight.items()
     ]
 
 

@@ -243,8 +243,8 @@ class Requantizer:
             new.bias.data = old.bias.detach().clone()
         if is_masked(old):
             mark_masked(new)
-        told = dict(matrix.options)
-        edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **told}
+        options = dict(matrix.options)
+        edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **options}
         replace_layer(model, edits, inner, new.train(old.training), edit)
         if id(matrix) in done:
             first, shared = done[id(matrix)]

@@ -113,8 +113,8 @@ class ParameterGroup:
 
     def optimizer_options(self) -> dict[str, Any]:
         """Return the settings that are not None, by the optimizer's names."""
-        said = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        found: dict[str, Any] = {word: value for word, value in said.items() if value is not None}
+        settings = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        found: dict[str, Any] = {word: value for word, value in settings.items() if value is not None}
         return found | ({"maximize": True} if self.maximize else {})
 
 

@@ -262,12 +262,12 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
 @contextlib.contextmanager
 def _tensorboard_in_run(settings: TrainingSettings, ctx: Context) -> Iterator[None]:
     """Make TensorBoard's callback write to the run's folder, unless the user set another."""
-    told = (
+    unchanged = (
         ctx.tracker_folder is None
         or "tensorboard" not in settings.report_to
         or _TENSORBOARD_VARIABLE in os.environ
     )
-    if told:
+    if unchanged:
         yield
         return
     os.environ[_TENSORBOARD_VARIABLE] = str(ctx.tracker_folder)

@@ -257,10 +257,10 @@ def _report_details(products: Iterable[MeasuredMatrix]) -> dict[str, Any]:
         layers.setdefault(product.matrix.variant, []).extend(product.names)
         times = {form: round(took, 2) for form, took in product.microseconds.items()}
         scheme = product.matrix.scheme.name
-        told = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
-        us[told] = times | {"chosen": product.matrix.variant}
+        key = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
+        us[key] = times | {"chosen": product.matrix.variant}
         if scheme != DEFAULT_SCHEME:
-            us[told][DEFAULT_SCHEME] = round(product.int8_microseconds, 2)
+            us[key][DEFAULT_SCHEME] = round(product.int8_microseconds, 2)
         for graph, (own, as_int8) in product.by_graph.items():
             whole = graphs.setdefault(graph, {"chosen": 0.0, DEFAULT_SCHEME: 0.0})
             whole["chosen"] += own
@@ -391,8 +391,13 @@ def choose_layer_operators(
             "autotune: each layer of this model has only one possible operator. Remove autotune.",
         )
     _warn_if_slower(found["microseconds_by_graph"], steps, autotune, ctx)
-    told = {"batch_size": size, "num_beams": autotune.num_beams, "input_tokens": length, "threads": threads}
-    ctx.details["autotune"] = told | found
+    details = {
+        "batch_size": size,
+        "num_beams": autotune.num_beams,
+        "input_tokens": length,
+        "threads": threads,
+    }
+    ctx.details["autotune"] = details | found
     return rerun_reference(parent, reference)
 
 

@@ -37,9 +37,9 @@ def expand_blocked_weights(model: Any, node: Any) -> list[Any]:
     graph, result = model.graph, node.output[0]
     if node.op_type in SIGNED_BLOCK_OPS:
         return [_signed_blocks(graph, node, SIGNED_BLOCK_OPS[node.op_type])]
-    said = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    bits, size = said["bits"], said["block_size"]
-    _record_rounding(model, size if said["rounds"] else 0)
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    bits, size = attributes["bits"], attributes["block_size"]
+    _record_rounding(model, size if attributes["rounds"] else 0)
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     codes, scales, *zeros = node.input
     rows, groups = tensors[scales].dims
@@ -95,7 +95,7 @@ def _reinterpret_tensor(graph: Any, tensor: Any, name: str, kind: int, shape: tu
 
 
 def _record_rounding(model: Any, blocks: int) -> None:
-    known = {said.key: said.value for said in model.metadata_props}
+    known = {entry.key: entry.value for entry in model.metadata_props}
     before = known.get(ACTIVATION_BLOCKS)
     if before is None:
         model.metadata_props.add(key=ACTIVATION_BLOCKS, value=str(blocks))

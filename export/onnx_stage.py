@@ -247,15 +247,15 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
             parent, graphs, reference, settings.autotune_settings, count, stay, ctx
         )
     if is_causal(parent.config) and (
-        told := unfused_heads_warning(graphs[0].module.attentions, settings.target)
+        warning := unfused_heads_warning(graphs[0].module.attentions, settings.target)
     ):
-        ctx.warnings.append(told)
+        ctx.warnings.append(warning)
     require_export_memory(model, settings)
     details, homes = write_graphs(graphs, settings, reference, ctx)
     kept = convert_graphs_to_half(graphs, homes, settings.target, filed, looked_at, ctx)
     warn_about_tensorrt(settings.graph_target, details, ctx)
     ctx.details["graphs"] = {
-        n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **told} for n, told in details.items()
+        n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()
     }
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
     for name in ("config.json", "generation_config.json", MODULES_FILE):

@@ -145,11 +145,11 @@ def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
     values = {tensor.name: tensor for tensor in graph.initializer}
     found = []
     for node in graph.node:
-        said = [str(attribute) for attribute in node.attribute]
+        parts = [str(attribute) for attribute in node.attribute]
         if node.op_type == "QuantizeLinear" or replace_with_float_nodes(node) is not None:
             grid = node.input[1:] if node.op_type == "QuantizeLinear" else ()
-            said += [str(numpy_helper.to_array(values[name]).tolist()) for name in grid if name in values]
-            found.append((node.op_type, *sorted(said)))
+            parts += [str(numpy_helper.to_array(values[name]).tolist()) for name in grid if name in values]
+            found.append((node.op_type, *sorted(parts)))
     return sorted(found)
 
 

@@ -127,9 +127,9 @@ def compare_marian_tokenizers(source: Path, folder: Path, details: TokenizerInfo
     for text, expected, found in zip(texts, wanted, made.encode_batch(texts, NO_LIMIT).ids, strict=True):
         if expected != found:
             return f"ids of {text[:60]!r}: {found[:12]} instead of {expected[:12]}"
-    for row, said, read in zip(wanted, own.decode_batch(wanted), made.decode_batch(wanted), strict=True):
-        if said != read:
-            return f"the text of {row[:12]}: {read[:60]!r} instead of {said[:60]!r}"
+    for row, original, read in zip(wanted, own.decode_batch(wanted), made.decode_batch(wanted), strict=True):
+        if original != read:
+            return f"the text of {row[:12]}: {read[:60]!r} instead of {original[:60]!r}"
     return None
 
 

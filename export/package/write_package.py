@@ -319,15 +319,15 @@ def require_supported(
     why = unsupported_format(package_format, artifact)
     if why is None:
         return
-    said = [f"{name} cannot be packaged as '{package_format.name}': {why.text.strip()}"]
+    sentences = [f"{name} cannot be packaged as '{package_format.name}': {why.text.strip()}"]
     if others := [step for step, other in run.items() if unsupported_format(package_format, other) is None]:
         steps = f"step{'s' * (len(others) > 1)} {_join_words(others)}"
-        said.append(f"This format supports the {steps} of the same run (artifacts/{others[0]}).")
+        sentences.append(f"This format supports the {steps} of the same run (artifacts/{others[0]}).")
     elif why.needs_export and package_format.supported.hint:
-        said.append(package_format.supported.hint)
+        sentences.append(package_format.supported.hint)
     if fitting := [other.name for other in forms if unsupported_format(other, artifact) is None]:
-        said.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
-    raise InputError(" ".join(said), code=why.code)
+        sentences.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
+    raise InputError(" ".join(sentences), code=why.code)
 
 
 def _join_words(words: Iterable[str]) -> str:

@@ -95,13 +95,13 @@ def _read_attention(
     from onnx import helper, numpy_helper
 
     node, *outputs = one
-    said = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     tables = None
-    if said.get("do_rotary"):
+    if attributes.get("do_rotary"):
         cos, sin = (numpy_helper.to_array(constants[node.input[at]], str(folder)) for at in (7, 8))
         tables = (cos, sin)
     return _AttentionNode(
-        node, said, tables, (scales[outputs[0]], scales[outputs[1]]), (outputs[0], outputs[1])
+        node, attributes, tables, (scales[outputs[0]], scales[outputs[1]]), (outputs[0], outputs[1])
     )
 
 
@@ -178,15 +178,15 @@ def _apply_rotary(x: AnyArray, cos: AnyArray, sin: AnyArray) -> AnyArray:
 
 
 def _reference_attention(
-    q: AnyArray, keys: AnyArray, values: AnyArray, bias: AnyArray, said: Mapping[str, Any]
+    q: AnyArray, keys: AnyArray, values: AnyArray, bias: AnyArray, attributes: Mapping[str, Any]
 ) -> AnyArray:
     """Return [B, S, H * d]: causal attention of queries [B, H, S, d] over keys and values [B, K, T, d]."""
     fed, total = q.shape[2], keys.shape[2]
     keys, values = (np.repeat(x.astype(np.float64), q.shape[1] // x.shape[1], axis=1) for x in (keys, values))
     behind = np.arange(total - fed, total)[:, None] - np.arange(total)[None]
-    window = said.get("local_window_size", -1)
+    window = attributes.get("local_window_size", -1)
     hidden = (behind < 0) | (behind >= (window if window > 0 else total))
-    scores = q @ keys.swapaxes(2, 3) * said["scale"] + bias + np.where(hidden, -1e30, 0.0)
+    scores = q @ keys.swapaxes(2, 3) * attributes["scale"] + bias + np.where(hidden, -1e30, 0.0)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out: AnyArray = (weights / weights.sum(axis=-1, keepdims=True)) @ values
     return out.swapaxes(1, 2).reshape(q.shape[0], fed, -1)

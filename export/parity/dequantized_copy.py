@@ -95,8 +95,8 @@ def dequantize_graph(model: Any) -> int:
     if found:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-    for said in [said for said in model.metadata_props if said.key == ACTIVATION_BLOCKS]:
-        model.metadata_props.remove(said)  # so that OpenVINO does not round activations
+    for entry in [entry for entry in model.metadata_props if entry.key == ACTIVATION_BLOCKS]:
+        model.metadata_props.remove(entry)  # so that OpenVINO does not round activations
     kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
     del model.graph.value_info[:]
     model.graph.value_info.extend(kept)

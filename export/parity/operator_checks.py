@@ -158,11 +158,11 @@ def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _Quant
 
 def _input_width(model: Any, node: Any, before: list[Any], layer: QuantizedLinear) -> int:
     """Return the number of a node's inputs, from its attribute or from the columns of its weights [K, N]."""
-    said = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
+    width = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
     makers = [other.input[0] for other in before if other.output[0] == node.input[1]]
-    if said is None and node.op_type == "MatMul" and makers:
-        said = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
-    return layer.in_features if said is None else said
+    if width is None and node.op_type == "MatMul" and makers:
+        width = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
+    return layer.in_features if width is None else width
 
 
 def _layer_with_equal_tensors(

@@ -70,7 +70,7 @@ def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tok
         InputError: the text has no token.
     """
     examples = split.examples
-    said = split.windows.separator if split.windows is not None else None
+    separator = split.windows.separator if split.windows is not None else None
     most = min(CACHE_CALIBRATION_LENGTH, limit)
     found = []
     for place in dict.fromkeys(
@@ -80,7 +80,7 @@ def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tok
         for other in examples[place + 1 :]:
             if len(text) >= most * _CHARACTERS_PER_TOKEN:
                 break
-            text += ("\n\n" if said is None else said) + other.text
+            text += ("\n\n" if separator is None else separator) + other.text
         ids = tokenizer(text[: most * _CHARACTERS_PER_TOKEN], verbose=False)["input_ids"][:most]
         if ids:
             found.append(np.asarray(ids, dtype=np.int64))
@@ -139,9 +139,9 @@ def cache_scales(largest: Float32Array) -> Float32Array:
     other texts are then coarse, but not clipped to 0.
     """
     scales = (largest / np.float32(_MAX_CODE)).astype(np.float32)
-    told = scales >= np.finfo(np.float32).tiny  # smaller values cannot be divisors
-    instead = scales[told].max(initial=0.0) or 1.0 / _MAX_CODE
-    return np.where(told, scales, np.float32(instead))[:, None]
+    usable = scales >= np.finfo(np.float32).tiny  # smaller values cannot be divisors
+    instead = scales[usable].max(initial=0.0) or 1.0 / _MAX_CODE
+    return np.where(usable, scales, np.float32(instead))[:, None]
 
 
 ATTENTION_OP = "GroupQueryAttention"
@@ -210,8 +210,8 @@ def quantize_kv_cache(model: Any, scales: Mapping[str, Float32Array]) -> None:
             model.graph.initializer.append(numpy_helper.from_array(scales[output], name))
         node.input.extend([""] * (_SCALE_INPUTS[0] - len(node.input)))
         node.input.extend(names)
-        said = {"k_quant_type": _PER_CHANNEL, "v_quant_type": _PER_CHANNEL, "kv_cache_bit_width": _BITS}
-        node.attribute.extend(helper.make_attribute(word, value) for word, value in said.items())
+        attributes = {"k_quant_type": _PER_CHANNEL, "v_quant_type": _PER_CHANNEL, "kv_cache_bit_width": _BITS}
+        node.attribute.extend(helper.make_attribute(word, value) for word, value in attributes.items())
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.name.startswith((PAST_PREFIX, PRESENT_PREFIX)):
             value.type.tensor_type.elem_type = TensorProto.INT8

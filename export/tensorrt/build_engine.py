@@ -119,10 +119,10 @@ def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> P
         if (longest := ranges.get(VALUE_INPUTS.get(value.name, ""))) is not None:
             shapes[value.name] = (0,), (1,), (longest.max,)
             continue
-        said = value.type.tensor_type.shape.dim
-        dimensions = [_dimension_range(d, value.name, known, graph) for d in said]
+        axes = value.type.tensor_type.shape.dim
+        dimensions = [_dimension_range(d, value.name, known, graph) for d in axes]
         # also if a profile has a single size: the dimension is dynamic in the graph
-        if any(not d.HasField("dim_value") for d in said):
+        if any(not d.HasField("dim_value") for d in axes):
             shapes[value.name] = (
                 tuple(d.min for d in dimensions),
                 tuple(d.opt for d in dimensions),
@@ -136,10 +136,10 @@ def _dimension_range(dimension: Any, name: str, known: Mapping[str, SizeRange], 
         return SizeRange(dimension.dim_value, dimension.dim_value, dimension.dim_value)
     if dimension.dim_param in known:
         return known[dimension.dim_param]
-    said = dimension.dim_param or "without a name"
+    dimension_name = dimension.dim_param or "without a name"
     raise RunError(
-        f"{graph}: input '{name}' has a dynamic dimension ({said}) without a known length."
-        f" Known dimensions: {', '.join(known)}.{did_you_mean(said, known)}",
+        f"{graph}: input '{name}' has a dynamic dimension ({dimension_name}) without a known length."
+        f" Known dimensions: {', '.join(known)}.{did_you_mean(dimension_name, known)}",
         code="unknown-axis-size",
         file=graph,
     )
@@ -201,10 +201,10 @@ def build_engine(
         raise _rejected_error([explain_log(logger.errors, path.name)])
     if cache is not None and options.timing_cache is not None:
         _write_timing_cache(options.timing_cache, bytes(config.get_timing_cache().serialize()))
-    told = [
+    warnings = [
         line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _IGNORED_WARNINGS)
     ]
-    return bytes(plan), [explain_warning(line) for line in told]
+    return bytes(plan), [explain_warning(line) for line in warnings]
 
 
 def make_builder(trt: Any, logger: Any, graph: str) -> Any:

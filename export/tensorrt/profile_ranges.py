@@ -150,9 +150,9 @@ def max_output_tokens(folder: Path, task: Task) -> int:
 
     files = (folder / "generation_config.json", folder / "config.json")
     own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
-    said = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
-    longest = GenerationConfig.model_validate(said).max_total_length(1) - 1
-    prompted = task == "language-modeling" and "max_new_tokens" not in said
+    limits = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
+    longest = GenerationConfig.model_validate(limits).max_total_length(1) - 1
+    prompted = task == "language-modeling" and "max_new_tokens" not in limits
     return max(longest, MAX_NEW_TOKENS) if prompted else longest
 
 
@@ -204,8 +204,8 @@ def third_party_ranges(
     sizes: DimensionRanges = {}
     batches: list[str] = []
     for value in read_signature(folder).inputs:
-        for axis, said in enumerate(value.shape or ()):
-            if isinstance(said, int):
+        for axis, length in enumerate(value.shape or ()):
+            if isinstance(length, int):
                 continue
             if axis == value.axis:
                 batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch for texts too
@@ -237,19 +237,19 @@ def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) 
     weights = {tensor.name for tensor in model.graph.initializer}
     shapes: ProfileShapes = {}
     for value in model.graph.input:
-        said = value.type.tensor_type.shape.dim
-        if value.name in weights or all(d.dim_value > 0 for d in said):
+        sizes = value.type.tensor_type.shape.dim
+        if value.name in weights or all(d.dim_value > 0 for d in sizes):
             continue
-        axes = [_axis_range(value.name, axis, size, ranges, graph) for axis, size in enumerate(said)]
+        axes = [_axis_range(value.name, axis, size, ranges, graph) for axis, size in enumerate(sizes)]
         shapes[value.name] = (
             tuple(r.min for r in axes), tuple(r.opt for r in axes), tuple(r.max for r in axes),
         )  # fmt: skip
     return shapes
 
 
-def _axis_range(name: str, axis: int, said: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
-    if said.dim_value > 0:
-        return SizeRange(said.dim_value, said.dim_value, said.dim_value)
+def _axis_range(name: str, axis: int, size: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
+    if size.dim_value > 0:
+        return SizeRange(size.dim_value, size.dim_value, size.dim_value)
     known = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
     known = known or (ranges.get("input") if axis == 1 else None)
     if known is None:

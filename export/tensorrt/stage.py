@@ -91,12 +91,12 @@ class TensorrtStage:
         )
         options = _build_options(trt, settings)
         for path, shapes in graphs.items():
-            plan, said = build_engine(trt, path, shapes, options, ctx.progress)
+            plan, warnings = build_engine(trt, path, shapes, options, ctx.progress)
             target_path = ctx.out / f"{path.stem}.plan"
             target_path.write_bytes(plan)
             write_sidecar(target_path, _engine_sidecar(trt, path, plan, shapes, options))
             record_built_engine(target_path)
-            for one in said[:5]:
+            for one in warnings[:5]:
                 ctx.warn(one.code, f"TensorRT: {one.message[:300]}", file=path.name)
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)

@@ -73,9 +73,9 @@ def _compare_isolated(
 ) -> dict[str, str]:
     with TemporaryDirectory(prefix="smelt-") as folder:
         axes = {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
-        said = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
+        arguments = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
         try:
-            found: dict[str, str] = run_isolated(__name__, said, trial_limits(graph, dict(feeds)))
+            found: dict[str, str] = run_isolated(__name__, arguments, trial_limits(graph, dict(feeds)))
         except IsolatedProcessError:  # resource needs of several samples do not matter in this first check
             return {}
     return found

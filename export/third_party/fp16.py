@@ -229,11 +229,11 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
     if found:
         calls = {node_key(node): node.name or node_key(node) for node in nodes}
         worst = sorted(found, key=lambda name: -found[name])
-        told = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
+        listed = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
         more = f" and {len(worst) - _MAX_NAMED_NODES} more" if len(worst) > _MAX_NAMED_NODES else ""
         ctx.warn(
             "kept-float32",
             f"{len(found)} node{'s remain' if len(found) > 1 else ' remains'} float32, because their values"
-            f" are close to or above float16's maximum (65,504): {told}{more}.",
+            f" are close to or above float16's maximum (65,504): {listed}{more}.",
         )
     return set(found)

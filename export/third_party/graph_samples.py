@@ -227,11 +227,11 @@ def require_runnable(path: Path, feeds: list[Feeds]) -> None:
         try:
             trial_run(path, cast_feeds(one, kinds), path.name)
         except InputError as error:
-            told = (
+            message = (
                 f"the converted graph fails in ONNX Runtime: {error} Exclude operators (op_types, exclude,"
                 " keep_fp32)."
             )
-            raise RunError(told, code="graph-crashes") from error
+            raise RunError(message, code="graph-crashes") from error
 
 
 def cast_feeds(feeds: Feeds, types: dict[str, str]) -> Feeds:
@@ -336,9 +336,9 @@ def _encoder_decoder_feeds(runner: Any, batch: Batch, source: Feeds) -> Iterator
     held = {past_input_name(name): value for name, value in cross.items() if name.startswith(PRESENT_PREFIX)}
     rows = len(batch.input_ids)
     held |= _empty_caches(runner.folder / f"{DECODER_GRAPH}.onnx", rows, set(held))
-    said = (runner.generation_config, runner.config)
+    configs = (runner.generation_config, runner.config)
     start = next(
-        (s["decoder_start_token_id"] for s in said if s.get("decoder_start_token_id") is not None), 0
+        (s["decoder_start_token_id"] for s in configs if s.get("decoder_start_token_id") is not None), 0
     )
     tokens = np.full((rows, 1), start, dtype=np.int64)
     for _ in range(_STEPS):

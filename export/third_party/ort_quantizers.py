@@ -386,11 +386,11 @@ def _name_float_nodes(graph: Any, kept: Mapping[int, str], ctx: Context) -> list
             graph.node[at].name = name
             times[name] += 1
     found = [graph.node[at].name for at in kept]
-    told = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_MAX_NAMED])
+    listed = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_MAX_NAMED])
     more = f" and {len(kept) - _MAX_NAMED:,} more" if len(kept) > _MAX_NAMED else ""
     ctx.warn(
         "nodes-kept-float",
-        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {told}{more}.",
+        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {listed}{more}.",
     )
     return found
 

@@ -210,11 +210,11 @@ def require_close(
             )
     if not wrong:
         return
-    told = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])
+    listed = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])
     more = f", and {len(wrong) - 3} more outputs" if len(wrong) > 3 else ""
     raise ParityError(
-        f"The quantized graph differs too much from the float one on {comparison.rows} samples: {told}{more}."
-        f" {advice} To accept this difference, increase max_difference.",
+        f"The quantized graph differs too much from the float one on {comparison.rows} samples:"
+        f" {listed}{more}. {advice} To accept this difference, increase max_difference.",
         code="quantization-error",
     )
 

@@ -94,9 +94,9 @@ def _annotate_types(model: Any) -> None:
     from smelt.export.precision.value_types import value_types
 
     graph = model.graph
-    said = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
+    typed = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
     kinds = value_types(model)
-    for name in (name for node in graph.node for name in node.output if name not in said):
+    for name in (name for node in graph.node for name in node.output if name not in typed):
         if name in kinds:
             graph.value_info.append(helper.make_tensor_value_info(name, kinds[name], None))
 
@@ -263,9 +263,9 @@ def _clips_around_zero(node: Any, constants: Mapping[str, NDArray[Any]]) -> bool
     low, high = [*node.input[1:3], "", ""][:2]
     if any(name and name not in constants for name in (low, high)):
         return False
-    said = {attribute.name: attribute.f for attribute in node.attribute}  # before opset 11
-    least = float(constants[low].item()) if low else said.get("min", -np.inf)
-    most = float(constants[high].item()) if high else said.get("max", np.inf)
+    attributes = {attribute.name: attribute.f for attribute in node.attribute}  # before opset 11
+    least = float(constants[low].item()) if low else attributes.get("min", -np.inf)
+    most = float(constants[high].item()) if high else attributes.get("max", np.inf)
     return least <= 0 <= most
 
 

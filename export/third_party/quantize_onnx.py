@@ -386,12 +386,12 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
     if not large:
         return None
     worst = sorted(large, key=lambda name: -large[name])
-    told = ", ".join(
+    listed = ", ".join(
         f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
     )
     more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
     what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
-    return f"{what} still float, {_megabytes(sum(large.values()))}: {told}{more}"
+    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
 
 
 def _megabytes(size_bytes: int) -> str:

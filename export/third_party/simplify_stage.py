@@ -115,10 +115,10 @@ def _simplify_isolated(path: Path, candidate: Path, settings: SimplifySettings) 
     free = max(_MIN_MEMORY_BYTES, int(_MEMORY_FRACTION * available_bytes()))
     memory = free if settings.memory_gb is None else int(settings.memory_gb * 1e9)
     try:
-        said = run_isolated(__name__, [str(path), str(candidate)], ProcessLimits(memory, settings.seconds))
+        answer = run_isolated(__name__, [str(path), str(candidate)], ProcessLimits(memory, settings.seconds))
     except IsolatedProcessError as error:
         return warning(error.code, f"onnxsim was stopped: {error}")
-    return None if said is None else Message(**said)
+    return None if answer is None else Message(**answer)
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any] | None:

@@ -131,8 +131,8 @@ def write_usage_examples(
         ("javascript", f"// {_NODE_FILE}\n{node}"),
     )
     if why is not None:
-        said = (plain, f"There is no file with string inputs: {why}.")
-        return UsageNotes("pip install onnxruntime numpy", f"python {_PYTHON_FILE} 5 6 7", load, said)
+        note = (plain, f"There is no file with string inputs: {why}.")
+        return UsageNotes("pip install onnxruntime numpy", f"python {_PYTHON_FILE} 5 6 7", load, note)
     notes = [
         f"`{STRINGS_FILE}` takes `texts` and returns `{strings}`: `python {_PYTHON_FILE} TEXT...`. Its"
         " tokenizer consists of operators of onnxruntime-extensions. Python and C# can load them"

@@ -323,15 +323,15 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
     from smelt.models.text_rules import read_text_rules
     from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, read_tokenizer_info
 
-    said, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
+    info, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
     words = open_tokenizer(artifact.path)
     limit: int | None = max_input_length(words, config)
     limit = None if limit is None or limit >= NO_LIMIT else limit
     left = not config.get("is_encoder_decoder") and artifact.manifest.task == "language-modeling"
     pad = padding_token(words) if left else words.pad_token_id or 0
-    kept = said.model_dump(exclude={"reason", "longest", "clean_up"})
+    kept = info.model_dump(exclude={"reason", "longest", "clean_up"})
     more = {
-        "replace": CLEANUP_REPLACEMENTS if said.clean_up else [],
+        "replace": CLEANUP_REPLACEMENTS if info.clean_up else [],
         "prefix": rules.prefix,
         "lower": rules.lower,
     }

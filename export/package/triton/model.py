@@ -45,8 +45,8 @@ class TritonPythonModel:
         try:
             found = self.answers(texts)
         except triton.TritonModelException as error:
-            said = triton.TritonError(str(error))
-            return [triton.InferenceResponse(output_tensors=[], error=said) for _ in requests]
+            failure = triton.TritonError(str(error))
+            return [triton.InferenceResponse(output_tensors=[], error=failure) for _ in requests]
         responses, at = [], 0
         for array in given:
             part = found[at : at + array.size]

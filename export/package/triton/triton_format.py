@@ -61,7 +61,7 @@ def model_config(
         parameters: for the backend, or for the Python model.
         device: KIND_CPU or KIND_GPU.
     """
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": name,
         "backend": backend,
         "max_batch_size": max_batch_size,
@@ -73,7 +73,7 @@ def model_config(
             {"key": key, "value": {"string_value": value}} for key, value in (parameters or {}).items()
         ],
     }
-    return "".join(_lines(said, 0))
+    return "".join(_lines(fields, 0))
 
 
 def _tensor_message(one: TritonTensor) -> dict[str, Any]:
@@ -217,8 +217,8 @@ def _write_graph(
         backend, device, most = "onnxruntime", "KIND_CPU", _LARGEST_BATCH
     output = _output_tensor(artifact, config)
     inputs = [TritonTensor(name, "TYPE_INT64", (-1,)) for name in names]
-    said = model_config(GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device)
-    (folder / "config.pbtxt").write_text(said, encoding="utf-8")
+    content = model_config(GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device)
+    (folder / "config.pbtxt").write_text(content, encoding="utf-8")
     return names, output, most
 
 
@@ -253,10 +253,10 @@ def _write_text(
     )
     texts = output.name == "sequences"
     answer = TritonTensor("ANSWER", "TYPE_STRING" if texts else output.kind, (1,) if texts else output.dims)
-    said = model_config(
+    content = model_config(
         TEXT_MODEL, "python", [TritonTensor("TEXT", "TYPE_STRING", (1,))], [answer], most, _DELAY_US
     )
-    (folder / "config.pbtxt").write_text(said, encoding="utf-8")
+    (folder / "config.pbtxt").write_text(content, encoding="utf-8")
 
 
 def text_model_settings(

@@ -59,16 +59,18 @@ def score_outputs(
     for metric in metrics:
         of_row, how = _METRIC_FUNCTIONS[metric]
         values = [of_row(one, other) for one, other in pairs]
-        said = f"outputs:{names}|{how}|reference:{key[:12]}"
+        signature = f"outputs:{names}|{how}|reference:{key[:12]}"
         if metric == TOP1_METRIC:
             hits: list[list[int | float]] = [[int(value), 1] for value in values]
-            statistics = Statistics(metric=metric, signature=f"{said}|ci:wilson", examples=rows, rows=hits)
+            statistics = Statistics(
+                metric=metric, signature=f"{signature}|ci:wilson", examples=rows, rows=hits
+            )
             found[metric] = _score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
         else:
             means: list[list[int | float]] = [[float(value)] for value in values]
             found[metric] = _score(
                 Statistics(
-                    metric=metric, signature=f"{said}|{_BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
+                    metric=metric, signature=f"{signature}|{_BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
                 )
             )
     return found

@@ -257,8 +257,10 @@ def difference_digits(found: ScoreDifference, metric: str | None) -> int:
     The same holds for an end of its interval, which would then seem to contain zero.
     """
     places = metric_digits(metric)
-    told = [value for value in (found.difference, *(found.ci95 or ())) if value]
-    while is_significant(found) and places < _MAX_DIGITS and not all(round(value, places) for value in told):
+    values = [value for value in (found.difference, *(found.ci95 or ())) if value]
+    while (
+        is_significant(found) and places < _MAX_DIGITS and not all(round(value, places) for value in values)
+    ):
         places += 1
     return places
 

@@ -183,9 +183,9 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     from smelt.core.errors import InputError
     from smelt.pipeline.plan.load_plan import load_plan
 
-    made = load_plan(recipe, overrides, until)
-    print_untrusted(str(made))
-    if made.blocked_steps:
+    loaded = load_plan(recipe, overrides, until)
+    print_untrusted(str(loaded))
+    if loaded.blocked_steps:
         sys.exit(InputError.exit_code)
 
 

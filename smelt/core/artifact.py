@@ -113,13 +113,15 @@ class Artifact:
         for name, record in self.manifest.files.items():
             path = self.path / name
             try:
-                there = path.is_file()
-                same = there and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+                exists = path.is_file()
+                same = (
+                    exists and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+                )
             except (OSError, ValueError) as error:  # unreadable, or an invalid file name
                 raise InputError(
                     f"{path}: cannot be read: {error}. {mend}", code="unreadable-file"
                 ) from error
-            if not there:
+            if not exists:
                 raise InputError(f"{path}: this file of the artifact is missing. {mend}", code="missing-file")
             if not same:
                 raise InputError(

@@ -161,9 +161,9 @@ def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
         InputError: see `read_npz`.
     """
     if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(
-            f"{path}: no such file (data for '{name}').{did_you_mean(path.name, beside)}",
+            f"{path}: no such file (data for '{name}').{did_you_mean(path.name, names)}",
             code="missing-file",
             file=str(path),
         )

@@ -246,10 +246,10 @@ def _unsigned(model: nn.Module, edit: Edit) -> None:
     layer.signed = False
 
 
-def _checked_width(asked: object, there: int) -> int:
+def _checked_width(asked: object, present: int) -> int:
     """Return the number of kept channels: more than before would take memory that no file has filled."""
-    if type(asked) is not int or not 0 < asked <= there:
-        raise ValueError(f"{str(asked)[:60]} of {there} channels")
+    if type(asked) is not int or not 0 < asked <= present:
+        raise ValueError(f"{str(asked)[:60]} of {present} channels")
     return asked
 
 

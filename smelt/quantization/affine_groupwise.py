@@ -122,8 +122,8 @@ def nbits_variant_node(matrix: PackedMatrix, own: int, x: str, y: str) -> tuple[
         tensors[f"{y}.zeros"] = torch.full((rows, -(-count * bits // 8)), 1, dtype=torch.uint8)
     layout: dict[str, Any] = {"K": matrix.width, "N": rows, "bits": bits, "block_size": size}
     layout[ACCURACY_LEVEL.name] = int(options[ACCURACY_LEVEL.name])
-    made = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
-    return made, tensors
+    node = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
+    return node, tensors
 
 
 POSITIVE_SCALES = "positive"

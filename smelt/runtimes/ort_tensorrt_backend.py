@@ -114,10 +114,10 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         Raises:
             RunError: longer than the engines' size limit.
         """
-        fed = held.parts[0].caches[0].shape()[_PLACES] + feeds["input_ids"].shape[1]
-        if self.max_total_tokens is not None and fed > self.max_total_tokens:
+        tokens = held.parts[0].caches[0].shape()[_PLACES] + feeds["input_ids"].shape[1]
+        if self.max_total_tokens is not None and tokens > self.max_total_tokens:
             raise RunError(
-                f"a text has {fed} tokens, but the engines accept at most {self.max_total_tokens}."
+                f"a text has {tokens} tokens, but the engines accept at most {self.max_total_tokens}."
                 f" Export again with onnx: {{engine: {{max_new_tokens: ..., lengths: ...}}}}.",
                 code="engine-limit",
             )

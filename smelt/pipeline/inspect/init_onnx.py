@@ -123,12 +123,12 @@ def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
 
 def _header_comments(onnx_model: ThirdPartyModel, path: Path, rows: DataInfo | None) -> Iterator[str]:
     details, signature = onnx_model.details, onnx_model.signature
-    made = f", produced by {details['producer']}" if details.get("producer") else ""
+    producer = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
     yield f"# smelt run {path}"
     yield "#"
     yield from _comment_lines(
-        f"Created by `smelt init` for {onnx_model.file.name}: {nodes} of opset {details['opset']}{made}."
+        f"Created by `smelt init` for {onnx_model.file.name}: {nodes} of opset {details['opset']}{producer}."
     )
     for word, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
         yield from _comment_lines(f"{word}: {'; '.join(value.describe() for value in values)}")

@@ -60,9 +60,9 @@ class QuantizedModelInfo:
         """Return the quantized layers that `target` does not support; None if it supports all."""
         known = ((SCHEMES[name], options) for name, options in self.schemes.items())
         words = [
-            one.exported_as
-            for one, own in known
-            if unsupported_reason(one, target) or unsupported_scheme_options(one, own, target)
+            scheme.exported_as
+            for scheme, own in known
+            if unsupported_reason(scheme, target) or unsupported_scheme_options(scheme, own, target)
         ]
         return " and ".join(words) or None
 

@@ -81,9 +81,9 @@ def find_graph(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        file_names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(
-            f"{path}: no such file. Expected an ONNX model.{did_you_mean(path.name, beside)}",
+            f"{path}: no such file. Expected an ONNX model.{did_you_mean(path.name, file_names)}",
             code="missing-file",
             file=str(path),
         )

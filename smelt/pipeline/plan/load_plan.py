@@ -220,10 +220,10 @@ def check_model_configs(
             references = step.settings.step_references().items()
             named = {setting: configs[name] for setting, name in references if name in configs}
             found = compare(step.settings, after, named)
-        for one in found:
-            setting = one.setting or ""
+        for mistake in found:
+            setting = mistake.setting or ""
             if setting.partition(".")[0] not in step.invalid_settings:  # those were reported already
-                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), one)
+                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), mistake)
         # with invalid settings the output config is unknown, unless the stage does not change it
         if after is before or not step.invalid_settings:
             configs[step.name] = after
@@ -278,10 +278,10 @@ def check_stage_data(
         return
     for step in steps:
         check = getattr(step.stage_class, "check_rows", None)
-        for one in check(step.settings, task, splits) if check else ():
-            setting = one.setting or ""
+        for mistake in check(step.settings, task, splits) if check else ():
+            setting = mistake.setting or ""
             if setting.split(".")[0] not in step.invalid_settings:
-                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), one)
+                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), mistake)
 
 
 def check_stage_metrics(
@@ -345,7 +345,9 @@ def default_rate_notes(
 
 def _has_default_rate(settings: Any) -> bool:
     """Return whether a training, or one of its phases, has no learning rate of its own."""
-    return any(one.learning_rate is None for one in getattr(settings, "phase_settings", lambda: [settings])())
+    return any(
+        phase.learning_rate is None for phase in getattr(settings, "phase_settings", lambda: [settings])()
+    )
 
 
 def _rate_text(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...], lost: bool) -> str:

@@ -349,10 +349,14 @@ def _value_text(value: Any) -> str:
 def _model_text(model: str | UntrainedModel) -> str:
     if isinstance(model, str):
         return model
-    made = model.tokenizer
-    if made is None:
+    tokenizer = model.tokenizer
+    if tokenizer is None:
         return f"{model.config}, untrained"
-    words = made if isinstance(made, str) else f"{made.train}, at most {made.vocab_size:,} tokens, from train"
+    words = (
+        tokenizer
+        if isinstance(tokenizer, str)
+        else f"{tokenizer.train}, at most {tokenizer.vocab_size:,} tokens, from train"
+    )
     return f"{model.config}, untrained; tokenizer: {words}"
 
 
@@ -367,12 +371,12 @@ def _wrap_lines(text: str, indent: int) -> list[str]:
 def _graph_lines(model: ThirdPartyModel) -> Iterator[str]:
     """Yield the lines about an ONNX model in `smelt plan`."""
     details = model.details
-    made = f", produced by {details['producer']}" if details.get("producer") else ""
+    producer = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
     if model.graphs:
         names = ", ".join(f"{name}.onnx" for name in model.graphs)
-        yield f"graphs      {names}: {nodes} of opset {details['opset']}{made}"
+        yield f"graphs      {names}: {nodes} of opset {details['opset']}{producer}"
         return
-    yield f"graph       {nodes} of opset {details['opset']}{made}"
+    yield f"graph       {nodes} of opset {details['opset']}{producer}"
     yield f"inputs      {'; '.join(value.describe() for value in model.signature.inputs)}"
     yield f"outputs     {'; '.join(value.describe() for value in model.signature.outputs)}"

@@ -178,7 +178,7 @@ def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[tuple[
     """Yield (message, code) for settings of a training step that do not fit its quantized input."""
     codes, halved = (
         getattr(settings, "qat", None),
-        [name for name, one in SCHEMES.items() if one.split_scheme],
+        [name for name, scheme in SCHEMES.items() if scheme.split_scheme],
     )
     if getattr(settings, "lora", None) is not None and before.is_split and not before.has_float_layers:
         yield (
@@ -219,7 +219,7 @@ def _binary_input_conflicts(scheme: str, has_low_rank: bool) -> Iterator[tuple[s
 
     has_low_rank: whether the layers have a low-rank correction.
     """
-    known = [name for name, one in SCHEMES.items() if one.binary_inputs]
+    known = [name for name, scheme in SCHEMES.items() if scheme.binary_inputs]
     if scheme not in known:
         yield (
             f"qat: activations: one-bit needs layers of scheme {' or '.join(known)}, but they are {scheme}."
@@ -239,8 +239,8 @@ def _state_after_step(settings: Any, before: _QuantizationState) -> _Quantizatio
     codes = getattr(settings, "qat", None)
     if getattr(settings, "lora", None) is not None:
         text = "adapters, which cannot be split. Remove lora from the earlier step."
-        beside = ("adapters-not-splittable", text)
-        unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or beside
+        obstacle = ("adapters-not-splittable", text)
+        unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or obstacle
         return replace(before, split_obstacle=unsplit, has_low_rank=True)
     if codes is not None and codes.activations == "one-bit":
         before = replace(before, binary_inputs=True)

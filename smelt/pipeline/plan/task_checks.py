@@ -128,7 +128,8 @@ def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[s
         InputError: metrics or gates need scores that the test samples do not have; lists every mistake.
     """
     found = [
-        one.with_prefix(f"{'.'.join(map(str, where))}: ") for where, one in _embedder_mistakes(recipe, data)
+        mistake.with_prefix(f"{'.'.join(map(str, where))}: ")
+        for where, mistake in _embedder_mistakes(recipe, data)
     ]
     if found:
         raise combined_error(found)

@@ -277,11 +277,11 @@ def resolve_labels(
     """
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
     problem = problem or resolve_problem_type(config, data)
-    found = [one for _, one in label_mistakes(config, data, problem)]
+    found = [mistake for _, mistake in label_mistakes(config, data, problem)]
     quality = metric_mistakes(recipe.score.quality, problem)
-    found += [one.with_prefix("score.quality: ") for _, one in quality]
+    found += [mistake.with_prefix("score.quality: ") for _, mistake in quality]
     metrics = recipe.score.quality or METRICS_BY_PROBLEM[problem]
-    found += [one.with_prefix("gates: ") for _, one in gate_mistakes(recipe.gates, metrics, problem)]
+    found += [mistake.with_prefix("gates: ") for _, mistake in gate_mistakes(recipe.gates, metrics, problem)]
     if found:
         raise combined_error(found)
     return (problem, new_class_names(data, problem)), metrics

@@ -75,7 +75,7 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, list[int] | None] | N
     try:
         session = open_onnx_session(Path(arguments[0]), threads=1)
         names = [output.name for output in session.get_outputs()]
-        first, second = (session.run(names, fed) for fed in (feeds, turned))
+        first, second = (session.run(names, inputs) for inputs in (feeds, turned))
     except MemoryError:
         raise
     except Exception:  # ONNX Runtime's exceptions have no other common base
@@ -103,6 +103,6 @@ def _is_close(one: NDArray[Any], other: NDArray[Any]) -> bool:
     if one.shape != other.shape or one.dtype.kind != "f":
         return np.array_equal(one, other)
     a, b = one.astype(np.float64), other.astype(np.float64)
-    there = np.isfinite(a)
-    scale = float(np.abs(a[there]).max(initial=0.0))
+    finite = np.isfinite(a)
+    scale = float(np.abs(a[finite]).max(initial=0.0))
     return bool(np.allclose(a, b, rtol=_NEAR, atol=_NEAR * scale, equal_nan=True))

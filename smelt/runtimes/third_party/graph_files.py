@@ -183,8 +183,8 @@ def tensor_problems(model: Any, path: Path) -> Iterator[Message]:
         if problem := _tensor_problem(tensor, path):
             alike.setdefault(problem, []).append(tensor.name or "a constant")
     for problem, names in alike.items():
-        others = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
-        yield problem.with_prefix(f"the tensor '{names[0]}'{others}: ")
+        more = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
+        yield problem.with_prefix(f"the tensor '{names[0]}'{more}: ")
 
 
 def _tensor_problem(tensor: Any, path: Path) -> Message | None:
@@ -208,10 +208,10 @@ def _tensor_problem(tensor: Any, path: Path) -> Message | None:
         return error_message("tensor-too-large", f"its shape is {_format_dims(dims)}: {count:.3g} values")
     if kind != "STRING" and is_external(tensor):
         return _external_problem(tensor, path, -(-count * BITS_BY_TYPE[kind] // 8))
-    there, what, fitting = _inline_values(tensor, kind, count)
-    if there in fitting:
+    present, what, fitting = _inline_values(tensor, kind, count)
+    if present in fitting:
         return None
-    text = f"its shape is {_format_dims(dims)}, but it has {there:,} {what}"
+    text = f"its shape is {_format_dims(dims)}, but it has {present:,} {what}"
     return error_message("wrong-tensor-size", text)
 
 
@@ -232,11 +232,11 @@ def _inline_values(tensor: Any, kind: str, count: int) -> tuple[int, str, set[in
     expected = -(-count * BITS_BY_TYPE[kind] // 8)
     if tensor.raw_data:
         return len(tensor.raw_data), "bytes", {expected}
-    there = max(len(getattr(tensor, field)) for field in _TYPED_FIELDS)
+    present = max(len(getattr(tensor, field)) for field in _TYPED_FIELDS)
     # complex numbers are two values each; types below a byte may be packed
     if kind.startswith("COMPLEX"):
-        return there, "values", {2 * count}
-    return there, "values", {count, expected} if BITS_BY_TYPE[kind] < 8 else {count}
+        return present, "values", {2 * count}
+    return present, "values", {count, expected} if BITS_BY_TYPE[kind] < 8 else {count}
 
 
 def _format_dims(dims: list[int]) -> str:

@@ -74,10 +74,12 @@ def read_feeds(rows: str, names: str) -> dict[str, NDArray[Any]]:
 def trial_limits(path: Path, feeds: dict[str, NDArray[Any]]) -> ProcessLimits:
     """Return the memory and time limits of one call of the graph in `path` on `feeds`."""
     graph = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-    fed = sum(value.nbytes for value in feeds.values())
+    input_bytes = sum(value.nbytes for value in feeds.values())
     free = max(_BASE_BYTES, int(_MEMORY_FRACTION * available_bytes()))
-    seconds = _BASE_SECONDS + SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * fed
-    return ProcessLimits(min(free, _BASE_BYTES + WEIGHT_COPIES * graph + ACTIVATION_FACTOR * fed), seconds)
+    seconds = _BASE_SECONDS + SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * input_bytes
+    return ProcessLimits(
+        min(free, _BASE_BYTES + WEIGHT_COPIES * graph + ACTIVATION_FACTOR * input_bytes), seconds
+    )
 
 
 def subprocess_main(arguments: Sequence[str]) -> str | None:

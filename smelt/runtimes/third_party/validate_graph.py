@@ -96,8 +96,8 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
         problems += _session_problems(path, dominant_float_type(model))
     if problems:
         more = len(problems) - _MAX_PROBLEMS
-        others = [error_message("more-problems", f"and {more} more")] if more > 0 else []
-        return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *others])}
+        unlisted = [error_message("more-problems", f"and {more} more")] if more > 0 else []
+        return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *unlisted])}
     from smelt.runtimes.third_party.graph_files import graph_signature
 
     return {

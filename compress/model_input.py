@@ -54,11 +54,14 @@ class QuantizedInput:
             )
             training, fit = (
                 "weight_splitting: true",
-                [name for name, one in SCHEMES.items() if one.split_scheme],
+                [name for name, scheme in SCHEMES.items() if scheme.split_scheme],
             )
         elif self.has_binary_inputs:
             what = "layers with one-bit inputs (activations: one-bit), which have one shift per input"
-            training, fit = "activations: one-bit", [n for n, one in SCHEMES.items() if one.binary_inputs]
+            training, fit = (
+                "activations: one-bit",
+                [n for n, scheme in SCHEMES.items() if scheme.binary_inputs],
+            )
         else:
             return None
         return (
@@ -72,7 +75,7 @@ class QuantizedInput:
             name for name in self.schemes if name in SCHEMES and not SCHEMES[name].represents_zero
         )
         if without:
-            own = [name for name, one in SCHEMES.items() if one.represents_zero]
+            own = [name for name, scheme in SCHEMES.items() if scheme.represents_zero]
             return (
                 f"{' and '.join(without)} weights have no exact zero. Quantize with a scheme that has one"
                 f" ({', '.join(own)}): `- quantize: {{scheme: {own[0]}}}`, `- sparsify: {{}}`."

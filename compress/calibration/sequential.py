@@ -399,7 +399,7 @@ class PrefixCachedModel:
 
         If the model has no such stack, or repeats blocks, it starts from the beginning.
         """
-        found = next((one for one in self._stacks if one.name == stack), None)
+        found = next((candidate for candidate in self._stacks if candidate.name == stack), None)
         if found is None or self._shares_blocks:
             return self.reset()
         if self._walk is None or self._walk.is_past(found, number):

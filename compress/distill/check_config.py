@@ -198,21 +198,21 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
                 )
             )
             continue
-        there = stack.num_layers(config)
-        if there is None:
+        count = stack.num_layers(config)
+        if count is None:
             continue
         if isinstance(choice, int):
-            if choice > there:
-                text = f"the student cannot keep {choice} of {there} layers. Choose at most {there}."
+            if choice > count:
+                text = f"the student cannot keep {choice} of {count} layers. Choose at most {count}."
                 mistakes.append(error_message("more-than-model-has", text, setting=name))
-            elif reason := _first_layer_error(family, choice, there, student.layer_selection):
+            elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 mistakes.append(error_message("first-layer-required", reason, setting=name))
             after[stack.num_layers_key] = choice
         else:
-            if sorted(set(choice)) != choice or not all(0 <= i < there for i in choice):
-                text = f"expected increasing layer indices from 0 to {there - 1}, got {choice}."
+            if sorted(set(choice)) != choice or not all(0 <= i < count for i in choice):
+                text = f"expected increasing layer indices from 0 to {count - 1}, got {choice}."
                 mistakes.append(error_message("wrong-layer-numbers", text, setting=name))
-            elif reason := _first_layer_error(family, choice, there, student.layer_selection):
+            elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 mistakes.append(error_message("first-layer-required", reason, setting=name))
             after[stack.num_layers_key] = len(choice)
     return mistakes, after
@@ -246,8 +246,8 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
 def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the mistakes, each with its setting, of teacher folders that do not fit the model."""
     found: list[Message] = []
-    for one in settings.all_teachers():
-        own = {} if isinstance(one, str) else _read_config(Path(one.model))
+    for teacher in settings.all_teachers():
+        own = {} if isinstance(teacher, str) else _read_config(Path(teacher.model))
         family = find_family(config)
         if family is None or find_family(own) is None:
             continue  # the plan reports what is wrong with the folder
@@ -317,9 +317,9 @@ def no_attention_scores_error(family_name: str) -> str:
     )
 
 
-def _first_layer_error(family: Family | None, choice: int | list[int], there: int, choose: str) -> str | None:
+def _first_layer_error(family: Family | None, choice: int | list[int], count: int, choose: str) -> str | None:
     """Return the error text if a student lacks the first layer and needs it, else None."""
-    gone = choose == "last" and choice < there if isinstance(choice, int) else 0 not in choice
+    gone = choose == "last" and choice < count if isinstance(choice, int) else 0 not in choice
     if family is None or family.first_layer_reason is None or not gone:
         return None
     return f"{with_article(family.name)} student must keep the first layer: {family.first_layer_reason}."

@@ -94,8 +94,8 @@ class TopKLogits:
 def top_k_logits(logits: Tensor, top: int, temperature: float) -> TopKLogits:
     """Return the top-k buckets of `logits`, float [..., V] with V > `top`, relative to the largest logit."""
     values, ids = logits.float().topk(top, dim=-1)
-    others = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
-    rest = (others / temperature).logsumexp(dim=-1, keepdim=True)
+    remaining = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
+    rest = (remaining / temperature).logsumexp(dim=-1, keepdim=True)
     return TopKLogits(torch.cat([(values - values[..., :1]) / temperature, rest], dim=-1), ids)
 
 
@@ -435,10 +435,10 @@ class CachedTeacher:
                 "device": self._device.type,
                 **self.who,
             }
-            folder, there = self._stack.enter_context(
+            folder, cached = self._stack.enter_context(
                 self.ctx.cached_files(what, lambda to: self._run_teacher(rows, to))
             )
-            self._run += 0 if there else len(rows)
+            self._run += 0 if cached else len(rows)
             self._open[key] = LogitCache(folder, rows, self.settings.temperature)
         self._parts.append((first, self._open[key]))
         return [replace(row, cache_index=first + at) for at, row in enumerate(rows)]
@@ -465,6 +465,6 @@ class CachedTeacher:
             )
             for done, group in enumerate(groups, start=1):
                 batch = collate([rows[i] for i in group], self.config)
-                there = {name: value.to(self._device) for name, value in batch.items()}
-                writer.write(group, self.ask(self.teacher, there).float())
+                on_device = {name: value.to(self._device) for name, value in batch.items()}
+                writer.write(group, self.ask(self.teacher, on_device).float())
                 self.ctx.progress(done, len(groups), "running the teacher")

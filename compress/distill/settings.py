@@ -178,13 +178,13 @@ def missing_states(mapping: StackMap, student: int | None, teacher: int | None) 
     """Return the error text for states that do not exist, else None; unknown numbers of layers match."""
     if isinstance(mapping, str):
         return None
-    for whose, numbers, there in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
-        if there is None:
+    for whose, numbers, count in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
+        if count is None:
             continue
-        strange = sorted(n for n in numbers if not 0 <= n <= there)
+        strange = sorted(n for n in numbers if not 0 <= n <= count)
         if strange:
             return (
-                f"the {whose} has the states 0 (its embeddings) to {there} (its last layer), got"
+                f"the {whose} has the states 0 (its embeddings) to {count} (its last layer), got"
                 f" {', '.join(map(str, strange))}."
             )
     return None
@@ -210,8 +210,12 @@ def check_layer_map(
         for key in strange:
             text = f"no such stack; a {family.name} model has {' and '.join(stacks)}."
             found.append(error_message("unknown-stack", text, setting=f"layer_map.{key}"))
-    others = find_family(teacher) if teacher is not None else None
-    theirs = {s.name: s.num_layers(teacher) for s in others.stacks(teacher)} if others and teacher else {}
+    teacher_family = find_family(teacher) if teacher is not None else None
+    theirs = (
+        {s.name: s.num_layers(teacher) for s in teacher_family.stacks(teacher)}
+        if teacher_family and teacher
+        else {}
+    )
     for name, count in stacks.items():
         if wrong := missing_states(stack_map(layer_map, name), count, theirs.get(name)):
             text = wrong if len(stacks) == 1 else f"{name}: {wrong}"

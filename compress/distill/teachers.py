@@ -188,8 +188,8 @@ def _ordered_labels(
             code="labels-mismatch" if lacking else "untaught-labels",
             setting="teacher",
         )
-    apart = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
-    if apart and model_problem_type(student.config) != MULTI_LABEL:
+    differ = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
+    if differ and model_problem_type(student.config) != MULTI_LABEL:
         raise InputError(
             "distill: the teachers have different labels, so a sample can have several, but the student"
             f" predicts only one ({model_problem_type(student.config)}). Use samples with lists of labels:"

@@ -131,11 +131,11 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
     kind = config.get("model_type")
     for name in STACK_NAMES:
         if getattr(settings, name) is not None and name not in stacks:
-            there = " and ".join(stacks)
+            present = " and ".join(stacks)
             mistakes.append(
                 error_message(
                     "unknown-stack",
-                    f"a {kind} model has no such stack; it has {there}.{did_you_mean(name, stacks)}",
+                    f"a {kind} model has no such stack; it has {present}.{did_you_mean(name, stacks)}",
                     setting=name,
                 )
             )
@@ -164,12 +164,12 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
         if choice is None:
             continue
         if name not in stacks:
-            there = " and ".join(stacks)
+            present = " and ".join(stacks)
             found.append(
                 error_message(
                     "unknown-stack",
                     f"{with_article(str(kind))} model has no such stack; it has"
-                    f" {there}.{did_you_mean(name, stacks)}",
+                    f" {present}.{did_you_mean(name, stacks)}",
                     setting=name,
                 )
             )
@@ -229,18 +229,18 @@ def _not_increasing_error(numbers: list[int], below: int) -> Message:
     )
 
 
-def _layers_error(family: Family, settings: Any, choice: int | list[int], there: int) -> Message | None:
+def _layers_error(family: Family, settings: Any, choice: int | list[int], count: int) -> Message | None:
     """Return the mistake in the layers of one stack, else None."""
     if isinstance(choice, int):
-        if choice > there:
+        if choice > count:
             return error_message(
                 "more-than-model-has",
-                f"cannot keep {choice} layers, because there are only {there}. Lower the number.",
+                f"cannot keep {choice} layers, because there are only {count}. Lower the number.",
             )
-        gone = settings.importance == "last" and choice < there
+        gone = settings.importance == "last" and choice < count
     else:
-        if not _is_increasing(choice, there):
-            return _not_increasing_error(choice, there)
+        if not _is_increasing(choice, count):
+            return _not_increasing_error(choice, count)
         gone = 0 not in choice
     if gone and family.first_layer_reason is not None:
         return error_message(

@@ -112,8 +112,8 @@ class _WidthRefit:
         behind: Tensor | None = None  # output of the last norm, the input of the next part
         for point in points:
             if isinstance(point, RefitNorm):
-                made = self.refit_norm(point, whole[point], after)
-                behind = None if after.block.stack.stream.pre_norm else made
+                normalized = self.refit_norm(point, whole[point], after)
+                behind = None if after.block.stack.stream.pre_norm else normalized
             elif point.reads_encoder:
                 if self.encoded is None:
                     self.encoded = whole[point], self._observe(1, [point], after)[point]
@@ -195,8 +195,8 @@ def _find_module(model: Any, point: RefitPoint) -> nn.Module:
 
 @torch.no_grad()
 def _apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = norm(x.to(next(norm.parameters()).device))
-    return made.float().cpu()
+    normalized: Tensor = norm(x.to(next(norm.parameters()).device))
+    return normalized.float().cpu()
 
 
 def _refit_points(block: Block) -> list[RefitPoint]:

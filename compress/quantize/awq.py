@@ -99,11 +99,11 @@ def apply_awq(
                 codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
     _report_scales(places, names, found, ctx)
     ctx.details["awq_without_scales"] = left  # output layers and shared matrices
-    fed = [
+    token_counts = [
         (seen[name].tokens, int(place.layers[0].module.in_features))
         for name, place in zip(names, places, strict=True)
     ]
-    _warn_of_few_tokens(fed, unreached, samples, ctx)
+    _warn_of_few_tokens(token_counts, unreached, samples, ctx)
     renamed = {layer.module: layer for place in places for layer in place.layers}
     return AwqResult([renamed.get(one.module, one) for one in layers], edits, codes)
 
@@ -166,7 +166,7 @@ def _report_scales(
 
 
 def _warn_of_few_tokens(
-    fed: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
+    token_counts: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
 ) -> None:
     if unreached:
         ctx.warn(
@@ -174,7 +174,7 @@ def _warn_of_few_tokens(
             f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
             " rounded to nearest. Add calibration samples that use them.",
         )
-    if few := few_tokens_text(fed, samples):
+    if few := few_tokens_text(token_counts, samples):
         ctx.warn(
             "few-calibration-tokens",
             f"{few}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",

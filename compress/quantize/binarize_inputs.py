@@ -72,10 +72,10 @@ def insert_binary_inputs(
             unseen.discard(name)
 
     def batches() -> Iterator[dict[str, Any]]:
-        for one in rows.batches:
+        for captured in rows.batches:
             batch.clear()
-            batch.update(one)
-            yield one
+            batch.update(captured)
+            yield captured
 
     with input_hooks(model, {name: [layer] for name, layer in found.items()}, see, batch):
         for _ in model_outputs(model, batches()):
@@ -99,8 +99,8 @@ def _binary_layers(model: nn.Module, stage: str) -> dict[str, BinaryInputs]:
     Raises:
         InputError: there is no binary layer, or one cannot have binary inputs.
     """
-    there = [m for m in model.modules() if isinstance(m, BinaryInputs)]
-    inside = {id(part) for layer in there for part in layer.modules()}
+    present = [m for m in model.modules() if isinstance(m, BinaryInputs)]
+    inside = {id(part) for layer in present for part in layer.modules()}
     found: dict[int, tuple[str, BinaryInputs]] = {}
     for name, latent in qat_layers(model):
         binary = latent.quantized.matrix.scheme.binary_inputs
@@ -114,7 +114,7 @@ def _binary_layers(model: nn.Module, stage: str) -> dict[str, BinaryInputs]:
                 setting="qat.activations",
             )
         found[id(latent)] = name, BinaryInputs(latent, signed=True).train(latent.training)
-    if not found and not there:
+    if not found and not present:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.binary_inputs)
         raise InputError(
             f"{stage}: qat: activations: one-bit applies only to layers of scheme {known}, and the"

@@ -106,7 +106,7 @@ def cp_convolutions(model: Any) -> list[Any]:
     from smelt.models.layers import LowRankConv
 
     thin = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
-    return [step for steps in thin if any(one.groups != 1 for one in steps) for step in steps]
+    return [step for steps in thin if any(convolution.groups != 1 for convolution in steps) for step in steps]
 
 
 def is_convolutional(model: Any) -> bool:

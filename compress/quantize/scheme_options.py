@@ -51,17 +51,19 @@ def check_scheme_options(names: Sequence[str], settings: Settings, scheme_names:
             if not mixed and scheme is not schemes[0] and option.name in main:
                 continue  # the value is for the linear layers; embeddings keep their scheme's default
             shown, *allowed = map(format_option_value, (value, *option.allowed))
-            one = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
+            scope = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
             expected = f"expected one of {', '.join(allowed)}"
             raise SettingError(
-                option.others or f"{option.name} {shown} is not for {one}; {expected}", code="wrong-value"
+                option.rejection or f"{option.name} {shown} is not for {scope}; {expected}",
+                code="wrong-value",
             )
 
 
 def resolve_options(scheme: str, settings: Settings) -> dict[str, OptionValue]:
     """Return the options of `scheme` from `settings`, with defaults where a value is for another scheme."""
     return {
-        one.name: _resolve_option(one, getattr(settings, one.name)) for one in SCHEMES[scheme].option_specs
+        option.name: _resolve_option(option, getattr(settings, option.name))
+        for option in SCHEMES[scheme].option_specs
     }
 
 
@@ -108,14 +110,16 @@ EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_ta
 def _option_field(found: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
     """Return type and field of an option of these schemes; None stands for each scheme's default."""
     option = found[0][1]
-    values = {value: None for _, one in found for value in one.allowed}
+    values = {value: None for _, spec in found for value in spec.allowed}
     kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
     takes: dict[str, list[str]] = {}
-    for scheme, one in found:
+    for scheme, spec in found:
         allowed = (
-            "" if set(one.allowed) == set(values) else f"{', '.join(map(format_option_value, one.allowed))}; "
+            ""
+            if set(spec.allowed) == set(values)
+            else f"{', '.join(map(format_option_value, spec.allowed))}; "
         )
-        takes.setdefault(f"{allowed}default {format_option_value(one.default)}", []).append(scheme.name)
+        takes.setdefault(f"{allowed}default {format_option_value(spec.default)}", []).append(scheme.name)
     notes = ". ".join(f"{', '.join(names)}: {text}" for text, names in takes.items())
     return kind | None, Field(default=None, description=f"{option.description}. {notes}")
 

@@ -112,9 +112,9 @@ class SparseGpt:
         factor = inverse_cholesky(found)[0].to(weight)
         new = weight.clone()
         new[:, dead] = 0.0
-        at_once = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
-        for start in range(0, new.shape[1], at_once):
-            end = min(start + at_once, new.shape[1])
+        block_size = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
+        for start in range(0, new.shape[1], block_size):
+            end = min(start + block_size, new.shape[1])
             errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern)
             new[:, end:] -= errors @ factor[start:end, end:]
         return new

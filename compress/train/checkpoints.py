@@ -322,8 +322,8 @@ class RoundingCheck:
         types = stored_dtypes(src)
         left = {id(m.weight) for m in model.modules() if isinstance(m, QatLayer)}
         if grows:
-            beside = [m.adapter for m in model.modules() if isinstance(m, LowRankCorrectedLinear)]
-            left |= {id(p) for adapter in beside for p in adapter.parameters()}
+            adapters = [m.adapter for m in model.modules() if isinstance(m, LowRankCorrectedLinear)]
+            left |= {id(p) for adapter in adapters for p in adapter.parameters()}
         self.model = model
         self.before: dict[str, Tensor] = {
             name: p.detach().to(types.dtype_for([name]), copy=True)

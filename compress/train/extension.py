@@ -242,12 +242,12 @@ def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iter
 @contextlib.contextmanager
 def modules_detached(model: nn.Module) -> Iterator[None]:
     """Detach the attached modules from `model` inside the context, as it will be stored."""
-    there = model._modules.pop(_MODULES_NAME, None)
+    attached = model._modules.pop(_MODULES_NAME, None)
     try:
         yield
     finally:
-        if there is not None:
-            model._modules[_MODULES_NAME] = there
+        if attached is not None:
+            model._modules[_MODULES_NAME] = attached
 
 
 def split_parameter_groups(
@@ -378,11 +378,11 @@ def mean_loss(
     model.eval()
     with torch.no_grad(), autocast(precision, device):
         for batch in batches:
-            there = {name: value.to(device) for name, value in batch.items()}
+            on_device = {name: value.to(device) for name, value in batch.items()}
             items = count_batch_items(batch)
             for over in AVERAGED_OVER:
                 counts[over] += items[over]
-            for name, (mean, over) in term_values(as_loss_terms(objective(model, there))).items():
+            for name, (mean, over) in term_values(as_loss_terms(objective(model, on_device))).items():
                 sums[name] = sums.get(name, 0.0) + mean * items[over]
                 kinds[name] = over
     model.train(was_training)

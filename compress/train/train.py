@@ -198,8 +198,10 @@ def _require_samples(settings: TrainingSettings, ctx: Context, stage: str, score
         )
     if scores and (found := missing_scores_errors(ctx.task, ctx.data, ("train", "validation"))):
         raise InputError(f"{stage}: {found[0].message}", code=found[0].code)
-    for one in width_mask_errors(settings, ctx.task):
-        raise InputError(f"{stage}: {one.setting}: {one.message}", code=one.code, setting=one.setting)
+    for mistake in width_mask_errors(settings, ctx.task):
+        raise InputError(
+            f"{stage}: {mistake.setting}: {mistake.message}", code=mistake.code, setting=mistake.setting
+        )
 
 
 def _warn_of_rounding(rounding: RoundingCheck, ctx: Context) -> None:

@@ -126,14 +126,22 @@ def quantized_layers(module: Any) -> Iterator[tuple[str, QuantizedLinear]]:
     and values of cross-attention, also the layers that compute these.
     """
     unused: set[int] = set()
-    for one in module.attentions:
-        parts = one.parts
+    for attention in module.attentions:
+        parts = attention.parts
         if parts.cross:
             unused |= _layer_ids(
-                [one.projection(parts.key), one.projection(parts.value), one.module.pack.packed]
+                [
+                    attention.projection(parts.key),
+                    attention.projection(parts.value),
+                    attention.module.pack.packed,
+                ]
             )
     packs = [m for m in module.modules() if isinstance(m, PackedLinear) and m.packed is not None]
-    crossed = _layer_ids(one.projection(one.parts.query) for one in module.attentions if one.parts.cross)
+    crossed = _layer_ids(
+        attention.projection(attention.parts.query)
+        for attention in module.attentions
+        if attention.parts.cross
+    )
     unused |= {id(first) for pack in packs for first in pack.firsts} - crossed
     for name, found in module.named_modules():
         if isinstance(found, QuantizedLinear) and id(found) not in unused:

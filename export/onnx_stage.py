@@ -104,8 +104,8 @@ def warn_about_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> Non
     paths = [ctx.out / f"{name}.onnx" for name in graphs]
     for path in paths:
         for problem in preflight(load_graph(path), path):
-            one = problem.as_message()
-            ctx.warn(one.code, one.message, file=one.file)
+            message = problem.as_message()
+            ctx.warn(message.code, message.message, file=message.file)
 
 
 def check_onnx_file(path: Path) -> dict[str, Any]:

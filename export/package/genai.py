@@ -208,9 +208,9 @@ def _cache_shapes(source: Path) -> tuple[int, int, int]:
 
     graph = read_graph(source / _GRAPH, values=False).graph
     shapes = [
-        tuple(int(one.type.tensor_type.shape.dim[axis].dim_value) for axis in (1, 3))
-        for one in graph.input
-        if one.name.startswith("past_key_values.") and one.name.endswith(".key")
+        tuple(int(value.type.tensor_type.shape.dim[axis].dim_value) for axis in (1, 3))
+        for value in graph.input
+        if value.name.startswith("past_key_values.") and value.name.endswith(".key")
     ]
     if len(set(shapes)) != 1:
         raise InputError(

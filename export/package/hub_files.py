@@ -133,15 +133,15 @@ def _special_tokens(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         token = getattr(hub, f"{role}_token", None)
         if token is not None:
             found[f"{role}_token"] = str(token)
-    others = [str(t) for t in hub.all_special_tokens if str(t) not in found.values()]
-    if others or ADDITIONAL_TOKENS_KEY in config:
-        found[ADDITIONAL_TOKENS_KEY] = others
+    additional = [str(t) for t in hub.all_special_tokens if str(t) not in found.values()]
+    if additional or ADDITIONAL_TOKENS_KEY in config:
+        found[ADDITIONAL_TOKENS_KEY] = additional
     return found
 
 
 def _slow_tokenizer_files(source: Path) -> list[str]:
     """Return the names of the files of a tokenizer without tokenizer.json."""
-    others = {
+    excluded = {
         "config.json",
         "generation_config.json",
         "manifest.json",
@@ -150,7 +150,7 @@ def _slow_tokenizer_files(source: Path) -> list[str]:
     } | _NOT_COPIED
     ends = {".json", ".spm", ".model", ".txt"}
     names = [p.name for p in sorted(source.iterdir()) if p.is_file() and p.suffix in ends]
-    return [name for name in names if name not in others and not name.startswith("sentence_")]
+    return [name for name in names if name not in excluded and not name.startswith("sentence_")]
 
 
 _HEADS_KEYS = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head")

@@ -57,7 +57,7 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
         result = {
             "task": {"type": tag, "name": task},
             "dataset": {"type": _slug(data), "name": data, "split": origin.split},
-            "metrics": [one | {"args": {"signature": one["args"]}} for one in found],
+            "metrics": [metric | {"args": {"signature": metric["args"]}} for metric in found],
         }
         front["model-index"] = [{"name": origin.run or "model", "results": [result]}]
     text: str = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)

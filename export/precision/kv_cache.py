@@ -108,9 +108,9 @@ def max_cache_magnitudes(
     Raises:
         RunError: a value is not finite.
     """
-    outputs = [one.name for one in session.get_outputs() if one.name.startswith(PRESENT_PREFIX)]
-    caches = [one for one in session.get_inputs() if one.name.startswith(PAST_PREFIX)]
-    empty = {one.name: np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32) for one in caches}
+    outputs = [output.name for output in session.get_outputs() if output.name.startswith(PRESENT_PREFIX)]
+    caches = [input_value for input_value in session.get_inputs() if input_value.name.startswith(PAST_PREFIX)]
+    empty = {cache.name: np.zeros((1, cache.shape[1], 0, cache.shape[3]), np.float32) for cache in caches}
     found: dict[str, Float32Array] = {}
     for ids in rows:
         feeds = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64), **empty}
@@ -161,20 +161,20 @@ def cached_attentions(model: Any) -> Iterator[tuple[Any, str, str]]:
     for node in model.graph.node:
         if node.op_type != ATTENTION_OP:
             continue
-        given, made = [node.input[at] for at in _PAST_INPUTS], [node.output[at] for at in _PRESENT_OUTPUTS]
+        given, outputs = [node.input[at] for at in _PAST_INPUTS], [node.output[at] for at in _PRESENT_OUTPUTS]
         if (
             not ends.issuperset(given)
-            or not ends.issuperset(made)
-            or given != [past_input_name(n) for n in made]
+            or not ends.issuperset(outputs)
+            or given != [past_input_name(n) for n in outputs]
         ):
             raise RunError(
-                f"onnx: kv_cache: int8: the caches {', '.join(given)} and {', '.join(made)} of node"
+                f"onnx: kv_cache: int8: the caches {', '.join(given)} and {', '.join(outputs)} of node"
                 f" '{node.name}' do not match the graph's inputs and outputs one to one. Set kv_cache:"
                 " float.",
                 code="crossed-caches",
             )
-        left -= set(made)
-        yield node, made[0], made[1]
+        left -= set(outputs)
+        yield node, outputs[0], outputs[1]
     if left:
         raise RunError(
             f"onnx: kv_cache: int8: the caches {', '.join(sorted(left))} do not belong to any {ATTENTION_OP}"
@@ -239,9 +239,9 @@ def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
     Raises:
         InputError: the task, the heads or the data do not fit.
     """
-    widths = [(one.heads.head_dim, one.parts.rotary) for one in attentions]
+    widths = [(attention.heads.head_dim, attention.parts.rotary) for attention in attentions]
     found = unsupported_task(ctx.task) or unsupported_model(config)
-    if why := found or next(filter(None, (unsupported_head_dim(*one) for one in widths)), None):
+    if why := found or next(filter(None, (unsupported_head_dim(*head) for head in widths)), None):
         code = "unsupported-task" if unsupported_task(ctx.task) else "unsupported-cache"
         raise InputError(f"onnx: kv_cache: int8: {why}", code=code, setting="kv_cache")
     cache_calibration_split(ctx.data)

@@ -174,8 +174,8 @@ def value_types(model: Any) -> dict[str, int]:
     # a copy without weights, which may exceed the protobuf limit; types do not depend on them
     graph = model.graph
     weights = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in graph.initializer]
-    there = {value.name for value in graph.input}
-    inputs = [*graph.input, *(value for value in weights if value.name not in there)]
+    input_names = {value.name for value in graph.input}
+    inputs = [*graph.input, *(value for value in weights if value.name not in input_names)]
     light = helper.make_graph(graph.node, "types", inputs, graph.output, value_info=graph.value_info)
     bare = helper.make_model(light, opset_imports=model.opset_import, ir_version=model.ir_version)
     inferred = onnx.shape_inference.infer_shapes(bare).graph

@@ -28,7 +28,7 @@ def check_onnx_for_tensorrt(path: Path) -> list[TensorrtProblem]:
         return [_unreadable_problem(path, f"{path}: the file cannot be read: {error.strerror}")]
     except IsolatedProcessError as error:
         return [_unreadable_problem(path, f"{path}: the check failed: {error}.")]
-    return [TensorrtProblem(*one) for one in answer]
+    return [TensorrtProblem(*problem) for problem in answer]
 
 
 def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:

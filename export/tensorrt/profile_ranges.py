@@ -56,13 +56,13 @@ def profile_ranges(
     limit = position_limit(config)
     parts = settings.each_profile()
     if ctx.task == IMAGE_CLASSIFICATION:
-        made: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
+        ranges: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
     elif ctx.task == "language-modeling":
-        made = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
+        ranges = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
     else:
-        made = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
-    largest_profile(made)
-    return made, limit
+        ranges = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
+    largest_profile(ranges)
+    return ranges, limit
 
 
 def largest_profile(profiles: Sequence[Mapping[str, SizeRange]]) -> int:
@@ -115,14 +115,14 @@ def _text_ranges(
             code="missing-data",
         )
     lengths, outputs = _token_lengths(folder, examples, ctx.task)
-    made: list[DimensionRanges] = []
+    profiles: list[DimensionRanges] = []
     for part in parts:
         ranges = {"batch": _batch_range(part), "input": _input_range(part, lengths, limit)}
         if ctx.task in TEXT_TO_TEXT_TASKS:
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
-        made.append(ranges)
-    most = max(ranges["input"].max for ranges in made)
+        profiles.append(ranges)
+    most = max(ranges["input"].max for ranges in profiles)
     longer = sum(n > most for n in lengths)
     if longer:
         are = "is" if longer == 1 else "are"
@@ -131,7 +131,7 @@ def _text_ranges(
             f"{longer:,} of {len(lengths):,} texts {are} longer than the {most} tokens of the engine and"
             f" would be truncated. Increase {under % 'length_percentile, lengths'}.",
         )
-    return made
+    return profiles
 
 
 def _input_range(settings: TensorrtSettings, lengths: Sequence[int], limit: int) -> SizeRange:
@@ -220,12 +220,12 @@ def third_party_ranges(
             place = axis if value.axis is None or axis > value.axis else axis + 1
             size = int(rows.values[value.name].shape[place])
             sizes[f"{value.name}.{axis}"] = SizeRange(size, size, size)
-    made: list[DimensionRanges] = []
+    profiles: list[DimensionRanges] = []
     for part in settings.each_profile():
         batch = SizeRange(1, part.opt_batch_size, part.max_batch_size)
-        made.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
-    largest_profile(made)
-    return made, None
+        profiles.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
+    largest_profile(profiles)
+    return profiles, None
 
 
 def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:

@@ -115,21 +115,21 @@ class _ActivationReader:
         from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
 
         size = sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
-        made = create_calibrator(
+        calibrator = create_calibrator(
             path, list(operators), str(folder / "augmented.onnx"), CalibrationMethod.Percentile,
             use_external_data_format=size > MAX_INLINE_BYTES,
         )  # fmt: skip
-        self.names = sorted(set(made.tensors_to_calibrate) - set(but))
-        self._session = made.infer_session
+        self.names = sorted(set(calibrator.tensors_to_calibrate) - set(but))
+        self._session = calibrator.infer_session
         self._feeds = feeds
 
     def __iter__(self) -> Iterator[tuple[str, NDArray[Any]]]:
         from smelt.export.third_party.graph_samples import cast_feeds
 
         kinds = {item.name: item.type for item in self._session.get_inputs()}
-        for one in self._feeds if self.names else ():
-            fed = cast_feeds(one, kinds)
-            for name, value in zip(self.names, self._session.run(self.names, fed), strict=True):
+        for feeds in self._feeds if self.names else ():
+            inputs = cast_feeds(feeds, kinds)
+            for name, value in zip(self.names, self._session.run(self.names, inputs), strict=True):
                 yield name, value.ravel()
 
 
@@ -335,10 +335,10 @@ def _calibrate(
     from onnx import TensorProto
 
     wide = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
-    with TemporaryDirectory(dir=folder) as apart:
+    with TemporaryDirectory(dir=folder) as temporary:
         but = masked_values(model.graph) | wide
         return calibrate_activations(
-            source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(apart)
+            source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(temporary)
         )
 
 

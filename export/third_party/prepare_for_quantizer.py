@@ -103,7 +103,7 @@ def _annotate_types(model: Any) -> None:
 
 def _onnx_opset(model: Any) -> int:
     return next(
-        (one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), PER_CHANNEL_OPSET
+        (opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), PER_CHANNEL_OPSET
     )
 
 
@@ -330,8 +330,8 @@ def _float_constants(graph: Any) -> Iterator[tuple[str, NDArray[Any]]]:
 
 def _is_mask_fill(value: NDArray[Any]) -> bool:
     """Return whether all values are 0 or a fill value, unlike those of a large weight or bias."""
-    there = value[value != 0]
-    return bool(there.size and ((there <= _MASK_FILL) | (there >= _HUGE_VALUE)).all())
+    nonzero = value[value != 0]
+    return bool(nonzero.size and ((nonzero <= _MASK_FILL) | (nonzero >= _HUGE_VALUE)).all())
 
 
 def _between_mask_and_softmax(graph: Any) -> set[str]:
@@ -387,7 +387,7 @@ def fold_gemm_factors(graph: Any) -> None:
 
 
 def _gemm_factor(node: Any, name: str) -> float:
-    return next((float(one.f) for one in node.attribute if one.name == name), 1.0)
+    return next((float(attribute.f) for attribute in node.attribute if attribute.name == name), 1.0)
 
 
 def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict[str, Any]) -> None:
@@ -402,13 +402,17 @@ def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict
         tensors[name].CopyFrom(numpy_helper.from_array((value * factor).astype(value.dtype), name))
         return
     kind = _gemm_dtype(graph, node, tensors)
-    taken = {each for one in graph.node for each in (*one.input, *one.output)} | set(tensors)
+    taken = {each for other in graph.node for each in (*other.input, *other.output)} | set(tensors)
     new = [f"{name}.{word}{place}" for word in ("factor", "scaled")]
     while taken & set(new):
         new = [f"{word}_" for word in new]
     tensors[new[0]] = graph.initializer.add()
     tensors[new[0]].CopyFrom(numpy_helper.from_array(np.asarray(factor, kind), new[0]))
-    at = next(at for at, one in enumerate(graph.node) if one is node or one.output[0] == node.output[0])
+    at = next(
+        at
+        for at, candidate in enumerate(graph.node)
+        if candidate is node or candidate.output[0] == node.output[0]
+    )
     graph.node.insert(at, helper.make_node("Mul", [name, new[0]], [new[1]], f"{new[1]}.mul"))
     graph.node[at + 1].input[place] = new[1]
 
@@ -458,11 +462,11 @@ def expand_gemm_biases(graph: Any) -> None:
             spread = np.broadcast_to(value.ravel(), (outputs,))
             bias.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(spread), bias.name))
             continue
-        taken = {name for one in graph.node for name in (*one.input, *one.output)} | set(tensors)
+        taken = {name for node in graph.node for name in (*node.input, *node.output)} | set(tensors)
         product = f"{node.output[0]}.product"
         while product in taken:
             product += "_"
-        at = next(at for at, one in enumerate(graph.node) if one.output[:] == node.output[:])
+        at = next(at for at, candidate in enumerate(graph.node) if candidate.output[:] == node.output[:])
         added = helper.make_node("Add", [product, bias.name], [node.output[0]], f"{product}.add")
         graph.node.insert(at + 1, added)
         graph.node[at].output[0] = product

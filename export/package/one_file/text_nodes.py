@@ -314,9 +314,9 @@ def token_texts(folder: Path, details: TokenizerInfo, size: int) -> TokenTexts:
         raise InputError("its tokenizer does not use a byte-level decoder", code="unsupported-tokenizer")
     letters = _byte_level_alphabet()
     found = {i: bytes(letters[c] for c in w if c in letters) for w, i in content["model"]["vocab"].items()}
-    found |= {one["id"]: one["content"].encode() for one in content["added_tokens"]}
+    found |= {token["id"]: token["content"].encode() for token in content["added_tokens"]}
     return _make_token_texts(
-        found, {one["id"] for one in content["added_tokens"] if one["special"]}, size, strip=False
+        found, {token["id"] for token in content["added_tokens"] if token["special"]}, size, strip=False
     )
 
 

@@ -119,9 +119,9 @@ class InferenceServer(ThreadingHTTPServer):
     def mark_idle(self, request: Any, since: float) -> bool:
         """Record since when a connection is idle; return False if it was closed meanwhile."""
         with self.lock:
-            if there := request in self.waiting:
+            if waiting := request in self.waiting:
                 self.waiting[request] = since
-            return there
+            return waiting
 
     def drop_connection(self, request: Any) -> None:
         """Remove a connection from the count."""

@@ -37,7 +37,7 @@ class Classifier:
         )
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
-        self.inputs = {one.name for one in self.graph.get_inputs()}
+        self.inputs = {value.name for value in self.graph.get_inputs()}
 
     def __call__(self, texts: Iterable[str | tuple[str, str]], batch_size: int = 32) -> list[tuple[Any, Any]]:
         """Return label and probabilities, a dict by label, for each text or pair, in their order."""

@@ -112,9 +112,10 @@ def _has_new_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
 
 def _non_finite_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
     """Return the samples of each array that contain non-finite values, for arrays that have some."""
-    fed = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
+    float_arrays = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
     odd = {
-        n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()] for n, array in fed.items()
+        n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()]
+        for n, array in float_arrays.items()
     }
     return {name: rows for name, rows in odd.items() if rows}
 
@@ -174,10 +175,10 @@ def _array_cosine(got: NDArray[Any], expected: NDArray[Any]) -> float:
         return 1.0
     if expected.size == 1:  # the cosine of a single number would always be 1
         return 1 - _relative_distance(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
-    one, other = float(np.abs(a).max()), float(np.abs(b).max())
-    if not one or not other:
+    largest_a, largest_b = float(np.abs(a).max()), float(np.abs(b).max())
+    if not largest_a or not largest_b:
         return 0.0
-    a, b = a / one, b / other  # so that no square overflows or underflows a float64
+    a, b = a / largest_a, b / largest_b  # so that no square overflows or underflows a float64
     return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
 
 
@@ -220,15 +221,18 @@ def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
     """Return whether both are numbers of one shape, finite at the same positions, else equal."""
     if got.shape != expected.shape or got.dtype.kind not in "fiub" or expected.dtype.kind not in "fiub":
         return False
-    one, other = np.isfinite(got), np.isfinite(expected)
-    return bool(np.array_equal(one, other) and np.array_equal(got[~one], expected[~other], equal_nan=True))
+    got_finite, expected_finite = np.isfinite(got), np.isfinite(expected)
+    return bool(
+        np.array_equal(got_finite, expected_finite)
+        and np.array_equal(got[~got_finite], expected[~expected_finite], equal_nan=True)
+    )
 
 
 def _finite_values(
     got: NDArray[Any], expected: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    there = np.isfinite(expected)
-    return got[there].astype(np.float64).ravel(), expected[there].astype(np.float64).ravel()
+    finite = np.isfinite(expected)
+    return got[finite].astype(np.float64).ravel(), expected[finite].astype(np.float64).ravel()
 
 
 def _is_equal(got: NDArray[Any], expected: NDArray[Any]) -> bool:

@@ -102,7 +102,9 @@ def _chance_text(step: StepReport) -> str:
 
 
 def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
-    reached = [one.speedup for one in disturbed.rounds or [] if one.speedup is not None]
+    reached = [
+        timing_round.speedup for timing_round in disturbed.rounds or [] if timing_round.speedup is not None
+    ]
     if not reached or not fastest.speedup_ci95:
         return True
     return max(reached) >= fastest.speedup_ci95[0]
@@ -204,7 +206,7 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
             for gate in step.gates
             if gate.n_needed is not None
         ]
-        found += [(step.name, one.severity, str(one)) for one in sort_warnings(step.warnings)]
+        found += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
             found.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
     return found

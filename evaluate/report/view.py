@@ -185,7 +185,7 @@ def disturbance_text(rows: Iterable[LatencyReport]) -> str:
 
 def _cause_text(cause: str, rows: Sequence[LatencyReport]) -> str:
     """Return one cause as text; with the figures of all its rows."""
-    lost = [one.lost_share for row in rows for one in row.rounds or []]
+    lost = [timing_round.lost_share for row in rows for timing_round in row.rounds or []]
     if cause == "busy" and len(rows) > 1 and lost:
         return f"other processes used the CPU for up to {100 * max(lost):.0f} % of a round"
     if cause == "disagree" and len(rows) > 1:

@@ -81,7 +81,7 @@ def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monk
     losses = [0.69, 0.70, 0.71, 0.72, 0.73]
     details, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
     assert details["kept_step"] == 0
-    assert [found["beside"]["accuracy"] for found in details["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
+    assert [found["other_metrics"]["accuracy"] for found in details["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
     doubts = [
         one.message for one in warnings if one.code == "loss-disagrees"
     ]  # 2 rows: the limit is 50 points

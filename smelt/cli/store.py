@@ -79,14 +79,14 @@ class StoredArtifact:
     """An artifact in the store.
 
     key: its content address. stage: the stage that made it (`?` if its manifest cannot be read). parent: key
-    of its parent artifact. modified: seconds since 1970. size_bytes: of all files. used_by: RUN/STEP of each
+    of its parent artifact. created: seconds since 1970. size_bytes: of all files. used_by: RUN/STEP of each
     run.
     """
 
     key: str
     stage: str
     parent: str | None
-    modified: float
+    created: float
     size_bytes: int
     used_by: tuple[str, ...]
 
@@ -142,10 +142,10 @@ def stored_artifacts(root: Path) -> list[StoredArtifact]:
             stage, parent = manifest.stage, manifest.parent
         except InputError:
             stage, parent = "?", None
-        modified = (path / MANIFEST if (path / MANIFEST).is_file() else path).stat().st_mtime
+        created = (path / MANIFEST if (path / MANIFEST).is_file() else path).stat().st_mtime
         used = tuple(users.get(path.name, ()))
-        found.append(StoredArtifact(path.name, stage, parent, modified, folder_size(path), used))
-    return sorted(found, key=lambda entry: (entry.modified, entry.key))
+        found.append(StoredArtifact(path.name, stage, parent, created, folder_size(path), used))
+    return sorted(found, key=lambda entry: (entry.created, entry.key))
 
 
 def find_unused(root: Path) -> UnusedFiles:
@@ -334,12 +334,10 @@ def _artifact_table(artifacts: tuple[StoredArtifact, ...] | list[StoredArtifact]
     stage = max(5, *(len(entry.stage) for entry in artifacts))
     sizes = [_megabytes(entry.size_bytes) for entry in artifacts]
     width = max(2, *map(len, sizes))
-    lines = [f"{'key':{_KEY_DIGITS}}  {'stage':{stage}}  {'made':16}  {'MB':>{width}}  used by"]
+    lines = [f"{'key':{_KEY_DIGITS}}  {'stage':{stage}}  {'created':16}  {'MB':>{width}}  used by"]
     for entry, size in zip(artifacts, sizes, strict=True):
-        modified = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified))
-        line = (
-            f"{entry.key[:_KEY_DIGITS]:{_KEY_DIGITS}}  {entry.stage:{stage}}  {modified}  {size:>{width}}  "
-        )
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created))
+        line = f"{entry.key[:_KEY_DIGITS]:{_KEY_DIGITS}}  {entry.stage:{stage}}  {created}  {size:>{width}}  "
         used = ", ".join(entry.used_by) or "-"
         room = _WIDTH - len(line)
         lines.append(line + (used if len(used) <= room else used[: room - 3] + "..."))

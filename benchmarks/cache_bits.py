@@ -130,8 +130,8 @@ def compare_with_numpy() -> Iterator[tuple[str, bool, int | None, tuple[int, int
         ought, *codes = reference_attention(given, heads, window)
         differ = sum(int((a != b).sum()) for a, b in zip(caches, codes, strict=True))
         # what a place of padding itself says is read by nobody
-        told = np.s_[:, max(0, padding - shape[1]) :] if shape[0] > 1 else np.s_[:]
-        yield per, rotary, window, shape, differ, float(np.abs(out - ought)[told].max())
+        compared = np.s_[:, max(0, padding - shape[1]) :] if shape[0] > 1 else np.s_[:]
+        yield per, rotary, window, shape, differ, float(np.abs(out - ought)[compared].max())
 
 
 def measure(rounds: int) -> None:

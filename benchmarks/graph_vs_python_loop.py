@@ -36,17 +36,17 @@ def time_generation(
 def compare(runner: Any, texts: list[str], generation: GenerationSettings, size: int, rounds: int) -> str:
     """Return a row of the table."""
     seconds: dict[str, list[float]] = {"python": [], "graph": []}
-    said: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
     whole = runner.generator
     for number in range(rounds + 1):  # the first one warms up
         for name, generator in (("python", generate_resolved), ("graph", whole)):
             runner.generator = generator
-            took, said[name] = time_generation(runner, texts, generation, size)
+            took, outputs[name] = time_generation(runner, texts, generation, size)
             if number:
                 seconds[name].append(1000 * took / len(texts))
     runner.generator = whole
     ratios = [graph / python for graph, python in zip(seconds["graph"], seconds["python"], strict=True)]
-    differ = sum(a != b for a, b in zip(said["python"], said["graph"], strict=True))
+    differ = sum(a != b for a, b in zip(outputs["python"], outputs["graph"], strict=True))
     python, graph = (statistics.median(seconds[name]) for name in ("python", "graph"))
     spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
     return f"{python:.2f} | {graph:.2f} | {spread} | {differ}"

@@ -69,18 +69,18 @@ def compare(
 ) -> Iterator[str]:
     """Yield a line of the table for each runner."""
     times: dict[Any, list[float]] = {name: [] for name in runners}
-    said: dict[Any, list[str]] = {}
+    outputs: dict[Any, list[str]] = {}
     groups = [texts[at : at + size] for at in range(0, len(texts), size)]
     for _ in range(rounds + 1):  # the first one warms up
         for name, runner in runners.items():
             began = clock()
-            said[name] = [t for group in groups for t in generate_texts(runner, group, search, size)]
+            outputs[name] = [t for group in groups for t in generate_texts(runner, group, search, size)]
             times[name].append(1000 * (clock() - began) / len(texts))
     first = next(iter(runners))
     for name in runners:
         ratios = [own / other for own, other in zip(times[name][1:], times[first][1:], strict=True)]
         spread = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
-        differ = sum(a != b for a, b in zip(said[name], said[first], strict=True))
+        differ = sum(a != b for a, b in zip(outputs[name], outputs[first], strict=True))
         ms = statistics.median(times[name][1:])
         cells = [name[0], name[1] or "own", search.summary(), size, f"{ms:.2f}", spread, differ]
         yield "| " + " | ".join(map(str, cells)) + " |"

@@ -82,13 +82,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "multi30k_en_de" / "train.jsonl.gz")
     parser.add_argument("--only", default="*", help="a pattern of stages")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    said = parser.parse_args(arguments)
-    if said.worker:
-        print(json.dumps(run_stage(said.worker, said.model, said.data)))
+    options = parser.parse_args(arguments)
+    if options.worker:
+        print(json.dumps(run_stage(options.worker, options.model, options.data)))
         return 0
     print("| stage | processor time, s | peak, MB |\n|:--|--:|--:|")
-    for name in (name for name in STAGES if fnmatch.fnmatch(name, said.only)):
-        call = [sys.executable, __file__, "--worker", name, "--model", said.model, "--data", said.data]
+    for name in (name for name in STAGES if fnmatch.fnmatch(name, options.only)):
+        call = [sys.executable, __file__, "--worker", name, "--model", options.model, "--data", options.data]
         done = subprocess.run(call, check=False, capture_output=True, text=True)
         if done.returncode:
             print(f"| {name} | {done.stderr.splitlines()[-1]} | |", flush=True)

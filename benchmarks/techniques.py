@@ -186,7 +186,7 @@ def main(
 
     from smelt.evaluate.environment import cpu_model
 
-    told: dict[str, Any] = {"processor": cpu_model(), "threads": threads, "split": split, "rows": rows}
+    description: dict[str, Any] = {"processor": cpu_model(), "threads": threads, "split": split, "rows": rows}
     with tempfile.TemporaryDirectory() as space:
         shelf = Path(space) if results is None else results.with_suffix(".kept")
         bench = ArmRunner(model, data, task, split, (rows, texts or rows), threads, shelf)
@@ -199,7 +199,7 @@ def main(
             if not as_json:
                 click.echo("\n" + draw_table(group, values[group.name]))
     if as_json:
-        click.echo(json.dumps({**told, "groups": values}, indent=2))
+        click.echo(json.dumps({**description, "groups": values}, indent=2))
 
 
 if __name__ == "__main__":

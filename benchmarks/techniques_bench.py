@@ -65,8 +65,8 @@ class ArmRunner:
         """Return the hash of all that an arm's scores depend on, but the code."""
         rows = [self._train(train).fingerprint, self.data["validation"].fingerprint, self.scored.fingerprint]
         texts = [list(beams), self.written.fingerprint] if beams else []
-        said = [_VERSION, self.of_model, self.task, [list(s) for s in stages], seed, rows, texts]
-        return json_hash([*said, "as run"] if as_run else said)
+        key_parts = [_VERSION, self.of_model, self.task, [list(s) for s in stages], seed, rows, texts]
+        return json_hash([*key_parts, "as run"] if as_run else key_parts)
 
     def measure(
         self,
@@ -123,8 +123,8 @@ class ArmRunner:
             key = json_hash([source.key, word, settings, seed])
             made = artifact(out, self.task, key, stage.produces, _plain(ctx.details))
             if as_run:
-                said = {"stage": word, "settings": asked.model_dump(mode="json"), "parent": source.key}
-                made = replace(made, manifest=made.manifest.model_copy(update=said))
+                fields = {"stage": word, "settings": asked.model_dump(mode="json"), "parent": source.key}
+                made = replace(made, manifest=made.manifest.model_copy(update=fields))
             details.append({"stage": word, **{k: v for k, v in _plain(ctx.details).items() if _is_short(v)}})
             ancestors[word] = made
             source = made if stage.produces == "torch" else source
@@ -156,14 +156,16 @@ class ArmRunner:
             batch = collate([rows[i] for i in group], model.config)
             labels = batch["labels"].reshape(len(group), -1)
             with torch.no_grad():
-                logits, told = model_logits(model, batch), model_logits(untouched, batch)
+                logits, reference = model_logits(model, batch), model_logits(untouched, batch)
             each = cross_entropy(
                 logits.reshape(-1, logits.shape[-1]).float(),
                 labels.reshape(-1),
                 reduction="none",
                 ignore_index=IGNORE_INDEX,
             )
-            logs = [found.float().log_softmax(-1).reshape(-1, found.shape[-1]) for found in (logits, told)]
+            logs = [
+                found.float().log_softmax(-1).reshape(-1, found.shape[-1]) for found in (logits, reference)
+            ]
             apart = kl_div(logs[0], logs[1], reduction="none", log_target=True).sum(-1).reshape(labels.shape)
             apart *= labels != IGNORE_INDEX
             for at, i in enumerate(group):
@@ -183,8 +185,8 @@ class ArmRunner:
         rows = self.written.examples
         with open_runner(made, self.threads, "cpu") as runner:
             search = GenerationSettings(num_beams=beams, max_new_tokens=128)
-            said = generate_texts(runner, [e.text for e in rows], search)
-        return score_texts(["bleu"], said, [e.references for e in rows])["bleu"].statistics.dump()
+            outputs = generate_texts(runner, [e.text for e in rows], search)
+        return score_texts(["bleu"], outputs, [e.references for e in rows])["bleu"].statistics.dump()
 
     def _train(self, rows: int | None) -> Split:
         return self.data["train"] if rows is None else self.data["train"].take(rows)
@@ -213,9 +215,9 @@ def artifact(
     details: Mapping[str, Any] | None = None,
 ) -> Artifact:
     """Return a model's folder as what stages take."""
-    said = {"key": key, "format": form, "task": task, "stage": "model", "details": dict(details or {})}
+    fields = {"key": key, "format": form, "task": task, "stage": "model", "details": dict(details or {})}
     return Artifact(
-        folder, Manifest.model_validate({**said, "settings": {}, "seed": 0, "parent": None, "versions": {}})
+        folder, Manifest.model_validate({**fields, "settings": {}, "seed": 0, "parent": None, "versions": {}})
     )
 
 

@@ -11,14 +11,14 @@ _CODES: Arm = [("quantize", {"scheme": "binary"})]
 
 def _distill(updates: int = 60, **more: Any) -> Arm:
     losses = {"logits": 1.0, "labels": 0.5}
-    said = {
+    options = {
         "max_steps": updates,
         "batch_size": 32,
         "learning_rate": 1e-3,
         "precision": "fp32",
         "num_evals": 0,
     }
-    return [("distill", {"losses": losses, **said, **more})]
+    return [("distill", {"losses": losses, **options, **more})]
 
 
 def _binary(rate: float = 1e-2) -> dict[str, Any]:

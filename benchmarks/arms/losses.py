@@ -19,8 +19,8 @@ def _recovered(rate: float, **more: Any) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
-    f"{told}, T {heat:g}": _recovered(3e-4, losses={"logits": 1.0, "labels": labels}, temperature=heat)
-    for told, labels in (("logits alone", 0.0), ("logits and half of labels", 0.5))
+    f"{label}, T {heat:g}": _recovered(3e-4, losses={"logits": 1.0, "labels": labels}, temperature=heat)
+    for label, labels in (("logits alone", 0.0), ("logits and half of labels", 0.5))
     for heat in (1.0, 2.0)
 } | {"labels alone": _recovered(3e-4, losses={"logits": 0.0, "labels": 1.0})}
 AGAINST = dict.fromkeys(tuple(ARMS)[1:], "logits alone, T 1")

@@ -18,8 +18,8 @@ BETTER = ["a man walks down the street .", "two dogs play in the snow .", "a gir
 WANTED = [["a man walks down the street ."], ["two dogs run in the snow ."], ["a girl is reading a book ."]]
 
 
-def bleu(said):
-    return score_texts(["bleu"], said, [*WANTED, *WANTED, *WANTED][: len(said)])["bleu"].statistics
+def bleu(outputs):
+    return score_texts(["bleu"], outputs, [*WANTED, *WANTED, *WANTED][: len(outputs)])["bleu"].statistics
 
 
 def ends(found):
@@ -70,8 +70,11 @@ def test_interval_over_rows_of_unequal_length_holds_the_truth_as_often_as_it_say
 
 def test_scores_over_rows_are_those_of_the_report():
     """One text a side: the difference and interval of smelt.evaluate.significance."""
-    better, said = bleu(BETTER * 3), bleu(SAID * 3)
-    found, wanted = paired_intervals.score_difference_interval([better], [said]), compare_steps(better, said)
+    better, control = bleu(BETTER * 3), bleu(SAID * 3)
+    found, wanted = (
+        paired_intervals.score_difference_interval([better], [control]),
+        compare_steps(better, control),
+    )
     assert found.value == wanted["difference"]
     assert [found.low, found.high] == wanted["ci95"]
 
@@ -82,8 +85,8 @@ def test_texts_of_several_seeds_are_one_corpus():
     assert len(paired_intervals.merge_seeds([bleu(SAID), bleu(BETTER)]).rows) == len(SAID)
 
 
-def run(nats, said=SAID, more=SAID, **known):
-    scores = {"1": bleu(said).dump(), "4": bleu(more).dump()}
+def run(nats, outputs=SAID, more=SAID, **known):
+    scores = {"1": bleu(outputs).dump(), "4": bleu(more).dump()}
     return {
         "nats": nats,
         "kl": [0.5 * value for value in nats],

@@ -30,7 +30,7 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    ("fed", "told"),
+    ("fed", "expected"),
     [
         ([(64, 64), (900, 256)], ""),
         ([(0, 64)], ""),  # told as a layer that no row reaches
@@ -40,10 +40,10 @@ def rows():
         ([(5, 1024), (255, 256)], "900 1,024"),
     ],
 )
-def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
-    said = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
-    assert bool(said) == bool(told)
-    assert {*told.split()} <= {*said.split()}
+def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, expected):
+    text = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
+    assert bool(text) == bool(expected)
+    assert {*expected.split()} <= {*text.split()}
 
 
 def layers_of(model):

@@ -166,9 +166,9 @@ def test_what_no_row_reaches_is_said(tmp_path, monkeypatch):
     model, edits = load_trainable(source, ctx)
     monkeypatch.setattr(model.bert.pooler, "forward", lambda states: states[:, 0])
     insert_binary_inputs(model, edits, source, FinetuneSettings(**BITS), ctx, "finetune")
-    (told,) = ctx.warnings
-    assert told.code == "uncalibrated-layers"
-    assert "(bert.pooler.dense)" in told.message
+    (warning,) = ctx.warnings
+    assert warning.code == "uncalibrated-layers"
+    assert "(bert.pooler.dense)" in warning.message
 
 
 def test_scale_and_shift_learn_in_parts_of_the_first_scale():
@@ -284,7 +284,7 @@ def test_training_makes_up_for_some_of_it(tmp_path):
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(steps, "done")
-    assert "one-bit-inputs" in [told["code"] for told in report["warnings"]]
+    assert "one-bit-inputs" in [warning["code"] for warning in report["warnings"]]
     details = steps["both"]["details"]
     assert details["binary_activations"]["speed_gained"].startswith("none")
     losses = [one["loss"] for one in details["training"]["validations"]]

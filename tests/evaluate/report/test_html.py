@@ -36,8 +36,8 @@ def test_html_is_well_formed_and_holds_the_numbers(report):
             assert f"{entry['speedup']:.2f}×" in text
             assert significant_digits(entry["p50_ms"]) in text
     small, engine, openvino = (report["steps"][i] for i in (4, 8, 9))
-    for said in (engine["reason"], openvino["error"]["message"], small["warnings"][0]["message"]):
-        assert said in text
+    for message in (engine["reason"], openvino["error"]["message"], small["warnings"][0]["message"]):
+        assert message in text
     assert "None" not in text
     assert "null" not in text
 

@@ -139,10 +139,10 @@ def test_states_of_a_block_that_stands_twice_are_read_under_its_first_name():
 
 
 def test_what_stays_float_is_what_a_quantized_model_has_left(model):
-    said = unquantized_parameters(model)
+    names = unquantized_parameters(model)
     quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
     left = [n for n, p in model.named_parameters() if p.is_floating_point() and ".matrix." not in n]
-    assert sorted(said) == sorted(left)
+    assert sorted(names) == sorted(left)
 
 
 def test_both_word_embeddings_of_a_translator_with_two_are_coded():

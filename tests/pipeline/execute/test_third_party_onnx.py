@@ -26,9 +26,13 @@ class Silent:
 
 
 def model_in(path: Path) -> ThirdPartyModel:
-    said = subprocess_main([str(path)])
+    answer = subprocess_main([str(path)])
     return ThirdPartyModel(
-        path, GraphSignature.model_validate(said["signature"]), tuple(said["files"]), None, said["details"]
+        path,
+        GraphSignature.model_validate(answer["signature"]),
+        tuple(answer["files"]),
+        None,
+        answer["details"],
     )
 
 

@@ -151,9 +151,9 @@ def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, fol
     tensors = load_file(path)
     tensors[name][3, 2] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
-    said = str(assert_refused(home, recipe, "non-finite-weights", command="run"))
-    assert all(value in said for value in (f"{path}: ", f"'{name}'", "1 NaN"))
-    assert ".store" not in said
+    message = str(assert_refused(home, recipe, "non-finite-weights", command="run"))
+    assert all(value in message for value in (f"{path}: ", f"'{name}'", "1 NaN"))
+    assert ".store" not in message
     assert not (home / "r" / "report.json").exists()
 
 
@@ -201,15 +201,15 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
     assert harness.smelt("plan", _written(home, _distilled(setting))).exit_code == 0
     weights = home / "stored" / "model.safetensors"
     weights.rename(home / "stored" / "encoder.onnx")
-    said = str(assert_refused(home, _distilled(setting), "missing-weights"))
-    assert f"{home / 'other'}: " in said
-    assert said.count("other") == 1
-    assert "(encoder.onnx)" in said
+    message = str(assert_refused(home, _distilled(setting), "missing-weights"))
+    assert f"{home / 'other'}: " in message
+    assert message.count("other") == 1
+    assert "(encoder.onnx)" in message
     (home / "other").unlink()
     (home / "other").touch()
-    said = str(assert_refused(home, _distilled(setting), "not-a-folder"))
-    assert f"{home / 'other'}: " in said
-    assert "hub" not in said  # from where only `model:` is fetched
+    message = str(assert_refused(home, _distilled(setting), "not-a-folder"))
+    assert f"{home / 'other'}: " in message
+    assert "hub" not in message  # from where only `model:` is fetched
 
 
 def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
@@ -220,9 +220,9 @@ def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
     (home / "graphs").mkdir()  # an artifact without weights for torch, which teaches nobody
     (home / "graphs" / "config.json").write_text((home / "m" / "config.json").read_text())
     for other in ("nobody", "data.jsonl", "graphs"):
-        told = str(assert_refused(home, _distilled(f"teacher: {other}"), "unknown-step"))
-        assert f"'{other}'" in told
-        assert "`{model: " not in told
+        message = str(assert_refused(home, _distilled(f"teacher: {other}"), "unknown-step"))
+        assert f"'{other}'" in message
+        assert "`{model: " not in message
 
 
 def _written(home, recipe):

@@ -75,7 +75,7 @@ def test_predict_puts_the_prefix_before_the_words(home):
     from smelt.runtimes.registry import open_runner
 
     folder = home / "run" / "artifacts" / "onnx"
-    said = harness.smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
+    output = harness.smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
     text = (folder / "text.json").read_text()
     assert json.loads(text) == {"prefix": seq2seq.PREFIX}
     with open_runner(read_artifact(folder), 1) as runner:
@@ -84,8 +84,8 @@ def test_predict_puts_the_prefix_before_the_words(home):
             by_hand = generate_texts(runner, [seq2seq.PREFIX + tiny.SENTENCES[0]], GenerationSettings())
         finally:
             (folder / "text.json").write_text(text)
-    assert said == by_hand[0].strip()
-    assert said
+    assert output == by_hand[0].strip()
+    assert output
 
 
 def test_what_is_timed_is_read_behind_the_prefix(home):

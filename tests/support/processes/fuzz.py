@@ -145,10 +145,10 @@ def _update_manifest(path: Path) -> None:
 
     manifest = path.parent / "manifest.json"
     if manifest.is_file():
-        said = json.loads(manifest.read_text())
-        if path.name in said["files"]:
-            said["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-            manifest.write_text(json.dumps(said))
+        content = json.loads(manifest.read_text())
+        if path.name in content["files"]:
+            content["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
+            manifest.write_text(json.dumps(content))
 
 
 def _run_command(words: tuple[str, ...], work: Path) -> str | None:

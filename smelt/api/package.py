@@ -238,8 +238,8 @@ def package_artifact(
             code="nothing-to-do",
         )
     run = find_run(path, artifact)
-    others = {} if run is None else {n: a for n, a in run_artifacts(run[0]).items() if n != run[1]}
-    require_supported(chosen, artifact, str(source), PACKAGE_FORMATS.values(), others)
+    other_steps = {} if run is None else {n: a for n, a in run_artifacts(run[0]).items() if n != run[1]}
+    require_supported(chosen, artifact, str(source), PACKAGE_FORMATS.values(), other_steps)
     name = path.absolute().name if run is None else run[1]
     name = name[:_KEY_DIGITS] if name == artifact.key else name
     folder = Path(f"{name}-{format}") if out is None else Path(out).expanduser()

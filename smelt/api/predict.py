@@ -119,8 +119,8 @@ class Predictor:
                 part = examples[at : at + step]
                 self._seen += len(part)
                 found = self._predict_function()(runner, part)
-                for example, one in zip(part, found, strict=True):
-                    yield ExampleOutput(example, one, self.task == IMAGE_CLASSIFICATION)
+                for example, output in zip(part, found, strict=True):
+                    yield ExampleOutput(example, output, self.task == IMAGE_CLASSIFICATION)
 
     def _predict_classes(self, runner: Any, examples: Sequence[Example]) -> list[ClassPrediction]:
         from smelt.runtimes.predict_texts import class_logits

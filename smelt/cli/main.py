@@ -242,7 +242,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (such as runs/NAME/artifacts/STEP) on your data."""
     from smelt.api.evaluate import evaluate_artifact, quality_lines
 
-    scores = evaluate_artifact(artifact, **options, say=lambda text: print_untrusted(text, err=True))
+    scores = evaluate_artifact(artifact, **options, report=lambda text: print_untrusted(text, err=True))
     if as_json:
         import json
 

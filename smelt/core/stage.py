@@ -114,7 +114,7 @@ def _absolute_path(path: Path) -> Path:
 
 def _tuple_items(value: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Return the members of a tuple with their indices; for other values the value itself."""
-    return [((at,), one) for at, one in enumerate(value)] if isinstance(value, tuple) else [((), value)]
+    return [((at,), item) for at, item in enumerate(value)] if isinstance(value, tuple) else [((), value)]
 
 
 FolderSettingsT = TypeVar("FolderSettingsT", bound=Settings)
@@ -185,7 +185,7 @@ def temporary_files(
 
 @dataclass(frozen=True)
 class Context:
-    """The environment of a stage, besides its source and settings; never the test data.
+    """The environment of a stage, apart from its source and settings; never the test data.
 
     out: an empty folder; its content becomes the artifact.
     data: train, unlabelled, validation, calibration, if the recipe names them.

@@ -82,8 +82,8 @@ def find_weights(folder: Path) -> WeightFiles:
         return WeightFiles((folder / WEIGHTS_FILE,))
     if (folder / WEIGHTS_INDEX_FILE).is_file():
         return _read_index(folder / WEIGHTS_INDEX_FILE)
-    others = sorted(path.name for path in folder.glob("*.safetensors"))
-    hint = f" There is {others[0]}; rename it if it contains the whole model." if others else ""
+    file_names = sorted(path.name for path in folder.glob("*.safetensors"))
+    hint = f" There is {file_names[0]}; rename it if it contains the whole model." if file_names else ""
     raise InputError(f"{folder}: no weights found; expected {WEIGHTS_FILE}.{hint}", code="missing-weights")
 
 

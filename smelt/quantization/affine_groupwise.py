@@ -236,9 +236,9 @@ class AffineGroupwise(Scheme):
         """Return codes and zero points as uint8."""
         from smelt.quantization.packing import unpack_codes
 
-        (first, bits, _), *others = _PLANES[self.bits]
+        (first, bits, _), *further_planes = _PLANES[self.bits]
         codes, grid = unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
-        for name, bits, low in others:
+        for name, bits, low in further_planes:
             codes = codes | unpack_codes(matrix.tensor(name), bits) << low
         if matrix.has("zeros"):
             grid["zeros"] = unpack_codes(matrix.tensor("zeros"), self._zero_bits)[:, : codes.shape[1]]
@@ -251,9 +251,9 @@ class AffineGroupwise(Scheme):
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat = ids.flatten()
-        (first, bits, _), *others = _PLANES[self.bits]
+        (first, bits, _), *further_planes = _PLANES[self.bits]
         codes = _unpack_as_float(matrix.tensor(first).index_select(0, flat), bits)
-        for name, more, low in others:
+        for name, more, low in further_planes:
             codes = codes + _unpack_as_float(matrix.tensor(name).index_select(0, flat), more) * float(2**low)
         zeros: Tensor | float = float(self.zero_point)
         if matrix.has("zeros"):

@@ -91,7 +91,7 @@ def supports_inplace_cache(
     except Exception:  # onnxruntime's errors have no common base
         return False
     return np.array_equal(binding.get_outputs()[0].numpy(), logits) and all(
-        np.array_equal(one[:, :, :2], other) for one, other in zip(long, caches, strict=True)
+        np.array_equal(grown[:, :, :2], cache) for grown, cache in zip(long, caches, strict=True)
     )
 
 

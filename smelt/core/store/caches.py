@@ -58,7 +58,7 @@ class CachedFiles:
         return "damaged" if self.note is None else self.note.what
 
     def find_damage(self) -> tuple[Path, str] | None:
-        """Return a damaged file and the damage; None if all are intact."""
+        """Return a damaged file and what is wrong with it; None if all are intact."""
         if self.note is None or self.note.key != self.path.name:
             return self.path / CACHE_NOTE_FILE, "not a note that this version of smelt can read"
         for name, record in self.note.files.items():

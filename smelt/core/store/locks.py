@@ -237,7 +237,7 @@ def remove_stale_lock(path: Path) -> None:
         finally:
             os.close(descriptor)
         if free and sys.platform == "win32":
-            path.unlink()  # fails, without harm, if another process has opened it meanwhile
+            path.unlink()  # fails, which is harmless, if another process has opened it meanwhile
 
 
 def _acquire(path: Path, on_wait: Callable[[str], None]) -> int | None:

@@ -107,8 +107,8 @@ class StepRunner:
         self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
     ) -> tuple[Artifact, bool]:
         """Return the artifact `key` from the store, or `make` it, one process at a time."""
-        mend = f"Run the recipe again with --rebuild {name} to build it again."
-        found = None if fresh else self.store.find(key, mend)
+        hint = f"Run the recipe again with --rebuild {name} to build it again."
+        found = None if fresh else self.store.find(key, hint)
         if found:
             return found, True
 
@@ -117,7 +117,7 @@ class StepRunner:
 
         with self.store.lock(key, waiting):
             # the previous lock holder may have made it
-            found = None if fresh else self.store.find(key, mend)
+            found = None if fresh else self.store.find(key, hint)
             if found:
                 return found, True
             with self.store.workspace() as space:

@@ -113,8 +113,8 @@ def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
         return ['# Sample format: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
     if task != CUSTOM_TASK:
         return ['# Sample format: {"text": "...", "label": "..."}, and "text_b" for pairs']
-    others = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
-    where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in others.items())
+    unusual_axes = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
+    where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in unusual_axes.items())
     return [
         *_comment_lines(f"One array per input, by name; the batch axis is 0{where}:"),
         *_savez_example(onnx_model),

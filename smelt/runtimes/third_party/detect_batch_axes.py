@@ -99,10 +99,10 @@ def _permuted_axes(first: NDArray[Any], second: NDArray[Any], size: int) -> list
     return [axis for axis in places if _is_close(np.roll(first, 1, axis), second)]
 
 
-def _is_close(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    if one.shape != other.shape or one.dtype.kind != "f":
-        return np.array_equal(one, other)
-    a, b = one.astype(np.float64), other.astype(np.float64)
+def _is_close(first: NDArray[Any], second: NDArray[Any]) -> bool:
+    if first.shape != second.shape or first.dtype.kind != "f":
+        return np.array_equal(first, second)
+    a, b = first.astype(np.float64), second.astype(np.float64)
     finite = np.isfinite(a)
     scale = float(np.abs(a[finite]).max(initial=0.0))
     return bool(np.allclose(a, b, rtol=_NEAR, atol=_NEAR * scale, equal_nan=True))

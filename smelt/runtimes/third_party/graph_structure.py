@@ -89,10 +89,10 @@ def node_inputs(node: Any) -> set[str]:
     """Return all names that a node reads, including those that its subgraphs read from outside."""
     names = {name for name in node.input if name}
     for graph in subgraphs(node):
-        inside = {value.name for value in graph.output}.union(*(node_inputs(one) for one in graph.node))
+        inside = {value.name for value in graph.output}.union(*(node_inputs(inner) for inner in graph.node))
         own = {value.name for value in (*graph.input, *graph.initializer)}
         own |= {sparse.values.name for sparse in graph.sparse_initializer}
-        names |= inside - own.union(*(one.output for one in graph.node))
+        names |= inside - own.union(*(inner.output for inner in graph.node))
     return names
 
 

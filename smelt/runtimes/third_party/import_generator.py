@@ -84,8 +84,8 @@ def verify_generator(
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
     """Compare the graphs of `arguments` in this process."""
-    decoder, *others = json.loads(arguments[0])
-    paths = GeneratorPaths(Path(decoder), *(None if name is None else Path(name) for name in others))
+    decoder, *other_paths = json.loads(arguments[0])
+    paths = GeneratorPaths(Path(decoder), *(None if name is None else Path(name) for name in other_paths))
     usual = json.loads(arguments[1])
     try:
         if paths.encoder is None:

@@ -294,7 +294,7 @@ def run_blocks(
     stage: str = "calibration",
     enter: BlockCallback = ignore_block,
     leave: BlockCallback = ignore_block,
-    behind: Callable[[ObserveInputs], None] | None = None,
+    after_blocks: Callable[[ObserveInputs], None] | None = None,
     limit_bytes: int = STATES_MEMORY_BYTES,
 ) -> Iterator[RunningBlock]:
     """Yield each block of `model` once, in order, to be observed and changed in place.
@@ -309,8 +309,8 @@ def run_blocks(
         stage: the name of the stage, for messages.
         enter: called with a block before its first run.
         leave: called with a block after its last run; only for models whose blocks share no layer.
-        behind: called after the last block with a function that observes the layers after the blocks, such as
-            the output layer; no block runs for that.
+        after_blocks: called after the last block with a function that observes the layers after the blocks,
+            such as the output layer; no block runs for that.
         limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
 
     Raises:
@@ -337,8 +337,8 @@ def run_blocks(
             walk.run_block(block)
             leave(block)
             ctx.progress(done, len(blocks), block.module_path)
-        if behind is not None:
-            behind(walk.observe_after_blocks)
+        if after_blocks is not None:
+            after_blocks(walk.observe_after_blocks)
 
 
 class RunningBlock:

@@ -143,12 +143,12 @@ def check_unlabelled(settings: DistillSettings, task: Task, data: Mapping[str, S
         )
         if weight:
             teaches = task == SENTENCE_SIMILARITY or training.losses.uses_teacher()
-            mend = f"losses: {{{part}: 0}}, which keeps" if teaches else "losses: {logits: 1.0}, which is"
+            remedy = f"losses: {{{part}: 0}}, which keeps" if teaches else "losses: {logits: 1.0}, which is"
             found.append(
                 error_message(
                     "missing-scores" if task == SENTENCE_SIMILARITY else "missing-labels",
                     f"the weight of this loss is {weight:g}, but the samples of {origin} have no"
-                    f" {part}. Set {mend} the loss on the teacher's outputs.",
+                    f" {part}. Set {remedy} the loss on the teacher's outputs.",
                     setting=f"{place}.{part}",
                 )
             )

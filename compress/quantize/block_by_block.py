@@ -129,7 +129,7 @@ class _BlockwiseState:
         self.gptq = work = GptqRunner(rows, grid_finder(settings), ctx)
         tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
 
-        def behind(observe: ObserveInputs) -> None:
+        def after_blocks(observe: ObserveInputs) -> None:
             self.streamed.load_head()
             products = [
                 layer
@@ -147,7 +147,7 @@ class _BlockwiseState:
             stage="quantize",
             enter=self.streamed.load_block,
             leave=self.finish_block,
-            behind=behind,
+            after_blocks=after_blocks,
         )
         for step in driven:
             inside = self.layers_in(step.block)

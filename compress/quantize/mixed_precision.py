@@ -194,7 +194,7 @@ def choose_bit_widths(
     quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None],
     ctx: Context,
 ) -> list[PlannedLayer]:
-    """Return `layers` with the bit widths that `settings.mixed_precision` asks for; write the details.
+    """Return `layers` with the bit widths that `settings.mixed_precision` requires; write the details.
 
     Args:
         model: not changed.

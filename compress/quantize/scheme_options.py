@@ -108,7 +108,7 @@ EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_ta
 
 
 def _option_field(found: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
-    """Return type and field of an option of these schemes; None stands for each scheme's default."""
+    """Return type and field of an option of these schemes; None is each scheme's default."""
     option = found[0][1]
     values = {value: None for _, spec in found for value in spec.allowed}
     kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]

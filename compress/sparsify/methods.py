@@ -46,7 +46,7 @@ class SparsityMethod(Protocol):
     def __call__(
         self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
     ) -> Tensor:
-        """Return the new weight, float32 [N, K], with zeros as `pattern` says.
+        """Return the new weight, float32 [N, K], with zeros by `pattern`.
 
         Args:
             weight: float32 [N, K].

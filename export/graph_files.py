@@ -25,7 +25,7 @@ from typing import Any
 MAX_INLINE_BYTES = 1_500_000_000
 # smaller tensors are always inline: shapes and axes, which shape inference and preflights read
 MIN_EXTERNAL_BYTES = 1024
-# Runtimes map the data file into memory; the ONNX documentation asks for whole pages there.
+# Runtimes map the data file into memory; the ONNX documentation requires whole pages there.
 _LARGE, _PAGE, _LINE = 1 << 20, 4096, 64
 
 

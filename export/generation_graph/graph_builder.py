@@ -195,13 +195,13 @@ def add_to_logits(b: GraphBuilder, logits: str, row: str) -> str:
     if node is None or place is None:
         return b.op("Add", logits, row)
     at = b.nodes.index(node)
-    behind = b.nodes[at:]
+    later_nodes = b.nodes[at:]
     del b.nodes[at:]
     given = node.input[place] if len(node.input) > place else ""
     bias = b.op("Add", given, row) if given else row
     node.input.extend([""] * (place + 1 - len(node.input)))
     node.input[place] = bias
-    b.nodes.extend(behind)
+    b.nodes.extend(later_nodes)
     return logits
 
 

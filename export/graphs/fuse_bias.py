@@ -146,5 +146,5 @@ def _readers(graph: Any) -> dict[str, set[str]]:
 def _node_inputs(node: Any) -> list[str]:
     """Return the names that a node reads, including those that its inner graphs read."""
     inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    names = [name for graph in inner for one in graph.node for name in _node_inputs(one)]
+    names = [name for graph in inner for inner_node in graph.node for name in _node_inputs(inner_node)]
     return [*node.input, *names, *(output.name for graph in inner for output in graph.output)]

@@ -163,7 +163,7 @@ def _inplace_add(node: Node, sizes: SizeNodes) -> OpCall:
     """Replace an in-place addition to a tensor without other readers by an ordinary one."""
     changed: Any = node.args[0]
     own = str(changed.target) in _CONVERTIBLE_OPS and not any(
-        one.alias_info for one in changed.target._schema.returns
+        value.alias_info for value in changed.target._schema.returns
     )
     if not own or len(changed.users) > 1 or changed.meta["val"].dtype != node.meta["val"].dtype:
         raise _UnsupportedNodeError
@@ -199,7 +199,9 @@ def _flatten(node: Node, sizes: SizeNodes) -> OpCall:
 def _reshape(node: Node, sizes: SizeNodes) -> OpCall:
     given: Any = node.args[1]
     shape = node.meta["val"].shape
-    return _view(node, [_size_argument(size, sizes, one) for size, one in zip(shape, given, strict=True)])
+    return _view(
+        node, [_size_argument(size, sizes, argument) for size, argument in zip(shape, given, strict=True)]
+    )
 
 
 def _unflatten(node: Node, sizes: SizeNodes) -> OpCall:

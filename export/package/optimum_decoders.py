@@ -327,8 +327,8 @@ def add_hidden_states_output(model: Any) -> None:
     name = last.output[0]
     for node in graph.node:
         for names in (node.input, node.output):
-            for place, one in enumerate(names):
-                if one == name:
+            for place, candidate in enumerate(names):
+                if candidate == name:
                     names[place] = LAST_HIDDEN_STATE
     shape = [rows[0].dim_param or rows[0].dim_value, rows[1].dim_param or rows[1].dim_value, width]
     graph.output.append(helper.make_tensor_value_info(LAST_HIDDEN_STATE, TensorProto.FLOAT, shape))

@@ -90,11 +90,11 @@ def check_int8_caches(
 
 
 def _read_attention(
-    one: tuple[Any, str, str], scales: Mapping[str, AnyArray], constants: Mapping[str, Any], folder: Path
+    found: tuple[Any, str, str], scales: Mapping[str, AnyArray], constants: Mapping[str, Any], folder: Path
 ) -> _AttentionNode:
     from onnx import helper, numpy_helper
 
-    node, *outputs = one
+    node, *outputs = found
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     tables = None
     if attributes.get("do_rotary"):
@@ -139,8 +139,8 @@ def _compare(
         q, k = _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
     text = np.broadcast_to(real[:, None], k.shape[:3])
     for output, new, kept, scale in zip(attention.outputs, (k, v), codes, attention.scales, strict=True):
-        ought = np.clip(np.rint(new / scale), -128, 127).astype(np.int16)
-        off = np.abs(ought - kept[:, :, past:])[text]
+        expected = np.clip(np.rint(new / scale), -128, 127).astype(np.int16)
+        off = np.abs(expected - kept[:, :, past:])[text]
         if off.max(initial=0) > 1 or not np.array_equal(kept[:, :, :past], values[past_input_name(output)]):
             raise ParityError(
                 f"{node}: int8 values of {output} differ from numpy's by up to {int(off.max())}. Set"
@@ -151,12 +151,12 @@ def _compare(
         found["codes"] += off.size
         found["rounded_otherwise"] += int(off.sum())
     floats = [kept * scale for kept, scale in zip(codes, attention.scales, strict=True)]
-    ought = _reference_attention(
+    expected = _reference_attention(
         q, floats[0], floats[1], values[attention.node.input[10]], attention.attributes
     )
     got = values[attention.node.output[0]]
-    spread = float(np.std(ought[real])) or 1.0
-    off = float(np.abs(ought - got)[real].max(initial=0.0)) / spread
+    spread = float(np.std(expected[real])) or 1.0
+    off = float(np.abs(expected - got)[real].max(initial=0.0)) / spread
     if not off <= _TOLERANCE:
         raise ParityError(
             f"{node} differs from attention over its dequantized KV cache by {off:.3g} standard deviations of"
@@ -189,9 +189,9 @@ def _reference_attention(
     """Return [B, S, H * d]: causal attention of queries [B, H, S, d] over keys and values [B, K, T, d]."""
     length, total = q.shape[2], keys.shape[2]
     keys, values = (np.repeat(x.astype(np.float64), q.shape[1] // x.shape[1], axis=1) for x in (keys, values))
-    behind = np.arange(total - length, total)[:, None] - np.arange(total)[None]
+    distance = np.arange(total - length, total)[:, None] - np.arange(total)[None]
     window = attributes.get("local_window_size", -1)
-    hidden = (behind < 0) | (behind >= (window if window > 0 else total))
+    hidden = (distance < 0) | (distance >= (window if window > 0 else total))
     scores = q @ keys.swapaxes(2, 3) * attributes["scale"] + bias + np.where(hidden, -1e30, 0.0)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out: AnyArray = (weights / weights.sum(axis=-1, keepdims=True)) @ values

@@ -139,12 +139,14 @@ def _activation_path(model: Any, node: Any) -> list[Any]:
 
 def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _QuantizedNode:
     """Return a node with its layer, found by the name of its quantized weights in the scheme."""
-    before, others = producing_nodes(model, node.input[1:])
+    before, weight_names = producing_nodes(model, node.input[1:])
     _, names = producing_nodes(model, node.input[1:2])
     layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
     found = _linear_of_layer(module, layer) if layer else None
-    parts = [(layer, part) for name in others for layer, at, part in [name.rpartition(".matrix.")] if at]
+    parts = [
+        (layer, part) for name in weight_names for layer, at, part in [name.rpartition(".matrix.")] if at
+    ]
     if found is not None and len({layer for layer, _ in parts}) > 1:
         layer, found = _layer_with_equal_tensors(module, parts) or (layer, found)
     if layer is None or found is None:

@@ -84,7 +84,7 @@ class _HalfConversion:
         self.floats = {name for name, kind in self.types.items() if kind == TensorProto.FLOAT}
         for node in all_nodes(graph.node):
             if subgraphs(node) and not is_control_flow(node):
-                self.wide |= {node_key(one) for body in subgraphs(node) for one in all_nodes(body.node)}
+                self.wide |= {node_key(inner) for body in subgraphs(node) for inner in all_nodes(body.node)}
         defaults = {tensor.name for tensor in graph.initializer}
         for value in [*graph.input, *graph.output]:
             stays = value.name in self.outside or value.name in defaults

@@ -1,7 +1,7 @@
 """Check a third-party ONNX file with the TensorRT rules, in a subprocess with limits.
 
 The limits of memory and time, and the checks before any value is read (size and offset of each tensor, names
-that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not asked.
+that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not used.
 """
 
 from __future__ import annotations

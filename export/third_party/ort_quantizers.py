@@ -308,7 +308,9 @@ def run_ort_quantizer(
     for body in bodies:
         unfit = unquantizable_nodes(body, kinds, settings.quantized_op_types)
         # the quantizer does not find weights of an LSTM in an outer graph
-        unfit |= {at: "inside If, Loop or Scan" for at, one in enumerate(body.node) if one.op_type == "LSTM"}
+        unfit |= {
+            at: "inside If, Loop or Scan" for at, node in enumerate(body.node) if node.op_type == "LSTM"
+        }
         names += _name_float_nodes(body, unfit, ctx)
     quantize_dynamic(
         model if kept or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,

@@ -185,7 +185,7 @@ def _convert_opset(model: Any) -> Any:
     try:
         found = version_converter.convert_version(model, PER_CHANNEL_OPSET)
         checker.check_model(found)
-    except Exception:  # the converter does not know an operator, or it is not a standard one
+    except Exception:  # the converter does not support an operator, or it is not a standard one
         return model
     return found
 

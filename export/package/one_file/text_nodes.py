@@ -82,7 +82,7 @@ def string_constant(b: GraphBuilder, *texts: str) -> str:
     from onnx import TensorProto, helper
 
     name = b.new_name("words")
-    encoded: Any = [text.encode() for text in texts]  # the type stubs of onnx only know numbers
+    encoded: Any = [text.encode() for text in texts]  # the type stubs of onnx only have numbers
     b.initializers.append(helper.make_tensor(name, TensorProto.STRING, [len(texts)], encoded))
     return name
 
@@ -158,11 +158,11 @@ def pad_rows(b: GraphBuilder, flat: str, starts: str, rows: RowLayout) -> tuple[
     zero, one = b.const(0), b.const(1)
     column = b.const([1])
     first = b.op("Unsqueeze", b.op("Slice", starts, b.const([0]), b.const([-1])), column)
-    behind = b.op("Unsqueeze", b.op("Slice", starts, b.const([1]), b.const([2**31 - 1])), column)
-    found = b.op("Sub", behind, first)
+    ends = b.op("Unsqueeze", b.op("Slice", starts, b.const([1]), b.const([2**31 - 1])), column)
+    found = b.op("Sub", ends, first)
     kept = b.op("Min", found, b.const(max(0, rows.max_text_tokens)))
     if rows.keep_end:
-        first = b.op("Sub", behind, kept)
+        first = b.op("Sub", ends, kept)
     shown = kept if rows.empty_token is None else b.op("Max", kept, one)
     total = b.op("Add", shown, b.const(len(rows.prefix_tokens) + len(rows.suffix_tokens)))
     length = b.op("Max", b.op("ReduceMax", total, keepdims=0), one)
@@ -361,5 +361,5 @@ def _make_token_texts(found: dict[int, bytes], hidden: set[int], size: int, stri
 def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    remaining = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(remaining)}

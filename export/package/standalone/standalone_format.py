@@ -80,13 +80,13 @@ class StandaloneFormat:
             )
         lacks = [name for name in GENERATION_GRAPHS if not (artifact.path / f"{name}.onnx").is_file()]
         if artifact.manifest.task in _GENERATES and lacks:
-            mend = (
+            hint = (
                 "Third-party graphs have none; start from the folder with weights."
                 if artifact.manifest.details.get("foreign")
                 else "Export it with `generation_graph: true`."
             )
             raise InputError(
-                f"it has no {lacks[0]}.onnx, the generation graph. {mend}",
+                f"it has no {lacks[0]}.onnx, the generation graph. {hint}",
                 code="missing-graph",
                 file=f"{lacks[0]}.onnx",
             )

@@ -130,13 +130,13 @@ def double_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find double values, which TensorRT silently reads as float."""
     from onnx import TensorProto
 
-    mend = "Export in float, or compute outside of the graph what needs the precision."
+    hint = "Export in float, or compute outside of the graph what needs the precision."
     for value in (*graph.model.graph.input, *graph.model.graph.output):
         if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
-            yield RuleFinding(f"'{value.name}'", "double; TensorRT computes and binds it as float.", mend)
+            yield RuleFinding(f"'{value.name}'", "double; TensorRT computes and binds it as float.", hint)
     for name, tensor in graph.constants.items():
         if tensor.data_type == TensorProto.DOUBLE:
-            yield RuleFinding(f"the constant '{name}'", "double; TensorRT rounds it to float.", mend)
+            yield RuleFinding(f"the constant '{name}'", "double; TensorRT rounds it to float.", hint)
     for node in graph.nodes_of_type("Cast"):
         if node_attribute(node, "to") == TensorProto.DOUBLE:
-            yield RuleFinding(node_location(node), "a cast to double; TensorRT continues in float.", mend)
+            yield RuleFinding(node_location(node), "a cast to double; TensorRT continues in float.", hint)

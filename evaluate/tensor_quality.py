@@ -58,7 +58,7 @@ def score_outputs(
     found: dict[str, MetricScore] = {}
     for metric in metrics:
         of_row, how = _METRIC_FUNCTIONS[metric]
-        values = [of_row(one, other) for one, other in pairs]
+        values = [of_row(got_array, expected_array) for got_array, expected_array in pairs]
         signature = f"outputs:{names}|{how}|reference:{key[:12]}"
         if metric == TOP1_METRIC:
             hits: list[list[int | float]] = [[int(value), 1] for value in values]
@@ -92,8 +92,8 @@ def require_finite_outputs(
     odd = set().union(*_non_finite_rows(arrays).values())
     wrong = [
         at
-        for at, (one, other) in enumerate(zip(got, expected, strict=True))
-        if at not in odd and any(_has_new_nan(one[name], value) for name, value in other.items())
+        for at, (outputs, reference) in enumerate(zip(got, expected, strict=True))
+        if at not in odd and any(_has_new_nan(outputs[name], value) for name, value in reference.items())
     ]
     if wrong:
         raise RunError(
@@ -132,8 +132,8 @@ def low_agreement_reason(
     """
     off = [
         at
-        for at, (one, other) in enumerate(zip(got, expected, strict=True))
-        if _differs_in_finiteness(one, other)
+        for at, (outputs, reference) in enumerate(zip(got, expected, strict=True))
+        if _differs_in_finiteness(outputs, reference)
     ]
     if not off:
         return None
@@ -152,8 +152,9 @@ def _differs_in_finiteness(got: Outputs, expected: Outputs) -> bool:
     """Return whether an output of a sample is finite at other positions than the reference's."""
     floats = ((got[name], other) for name, other in expected.items() if other.dtype.kind == "f")
     return any(
-        one.shape == other.shape and not np.array_equal(np.isfinite(one), np.isfinite(other))
-        for one, other in floats
+        got_array.shape == expected_array.shape
+        and not np.array_equal(np.isfinite(got_array), np.isfinite(expected_array))
+        for got_array, expected_array in floats
     )
 
 
@@ -182,10 +183,10 @@ def _array_cosine(got: NDArray[Any], expected: NDArray[Any]) -> float:
     return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
 
 
-def _relative_distance(one: float, other: float) -> float:
+def _relative_distance(a: float, b: float) -> float:
     """Return the difference of two different numbers as a share of the larger one, 0 to 2."""
-    largest = max(abs(one), abs(other))
-    return abs(one / largest - other / largest)
+    largest = max(abs(a), abs(b))
+    return abs(a / largest - b / largest)
 
 
 def _max_relative_error(got: Outputs, expected: Outputs) -> float:

@@ -381,7 +381,7 @@ def median_call_parts(calls: NDArray[np.float64], parts: list[list[float]], p50:
         return None
     distance = np.abs(calls - p50)
     near = np.flatnonzero(distance <= MEDIAN_TOLERANCE * p50)
-    if not len(near):  # the median of an even number lies between two calls
+    if not len(near):  # the median of an even number is between two calls
         near = np.argsort(distance, kind="stable")[:2]
     means = np.asarray([parts[at] for at in near]).mean(axis=0)
     if len(means) == 3:

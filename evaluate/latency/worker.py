@@ -282,7 +282,7 @@ def peak_memory_bytes() -> int:
 def main() -> None:
     """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
-    # Libraries print to standard output; the answers use a descriptor that no library knows.
+    # Libraries print to standard output; the answers use a descriptor that no library writes to.
     answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker = TimingWorker()

@@ -12,8 +12,8 @@ that a weight near a rounding boundary can cross it soon; if these are not avail
 Scales are computed from the weights in each update, or learned with them (compress/quantize/step_sizes.py).
 
 Weights are fake-quantized in every scheme, activations if the scheme quantizes them. The int8 activation
-blocks of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more: these
-activations are not fake-quantized.
+blocks of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more:
+these activations are not fake-quantized.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, 
     result = harness.smelt("bench", run / "model", run / "prune", broken, *QUICK, "--data", data, "--json")
     assert result.exit_code == 1, result.output
     content = json.loads(result.stdout)
-    assert "  latency: 1/" in result.stderr  # how far it is, beside what is printed
+    assert "  latency: 1/" in result.stderr  # how far it is, next to what is printed
     assert content["baseline"] == "model"
     assert content["texts"] == {"from": str(data), "n": 8}
     assert list(content["artifacts"]) == ["model", "prune", "broken"]

@@ -127,7 +127,7 @@ def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_
 
 
 def test_scales_of_codes_do_not_say_what_floats_are_stored_in(tmp_path):
-    """They are float16 in many schemes: what trains beside codes would be rounded to it."""
+    """They are float16 in many schemes: what trains with codes would be rounded to it."""
     scales = {"a.matrix.scales": torch.zeros(99).half(), "b.matrix.codes": torch.zeros(9, dtype=torch.uint8)}
     save_file({**scales, "norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert stored_dtypes(tmp_path).dtype_for(["a.adapter.up.weight"]) == torch.float32

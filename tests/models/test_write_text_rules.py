@@ -1,4 +1,4 @@
-"""Languages and prefixes that are written beside a model: what generation begins with, what is refused."""
+"""Languages and prefixes that are written next to a model: what generation begins with, what is refused."""
 
 import json
 

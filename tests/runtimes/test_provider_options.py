@@ -1,4 +1,4 @@
-"""The file beside graphs for the provider of TensorRT."""
+"""The file next to graphs for the provider of TensorRT."""
 
 import json
 from pathlib import Path

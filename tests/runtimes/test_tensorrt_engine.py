@@ -219,7 +219,7 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
 
 
 def beside(plan, **other):
-    """Write a sidecar beside `plan`, as the stage does, with `other` fields."""
+    """Write a sidecar next to `plan`, as the stage does, with `other` fields."""
     options = {
         "package": "tensorrt", "version": "11.4.0", "gpu": None, "graph": "model.onnx",
         "graph_sha256": graph_hash(plan.with_suffix(".onnx")), "size_bytes": plan.stat().st_size,

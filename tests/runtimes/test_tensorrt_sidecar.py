@@ -1,4 +1,4 @@
-"""What stands beside an engine is compared with what is here, and each refusal says both and what to do."""
+"""What is next to an engine is compared with what is here, and each refusal says both and what to do."""
 
 import json
 

@@ -152,7 +152,7 @@ def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model,
 
 
 def test_a_sum_of_many_small_values_keeps_them(tmp_path):
-    """In float32 the last thousand tokens would change nothing beside 10^8."""
+    """In float32 the last thousand tokens would change nothing compared with 10^8."""
     found = empty_statistics(1, second=True)
     found.update(torch.full((1, 1), 1e4))
     for _ in range(1000):

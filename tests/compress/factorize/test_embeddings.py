@@ -162,7 +162,7 @@ def test_a_graph_holds_the_table_once(target, family, tmp_path):
     words = table_of(made).num_embeddings
     for path in sorted((tmp_path / "graphs").glob("*.onnx")):
         tables = [t for t in iter_initializers(read_graph(path).graph) if tuple(t.dims) == (words, 9)]
-        # an encoder's and a decoder's in one graph are one place of the file beside it
+        # an encoder's and a decoder's in one graph are one place of the file next to it
         assert len({numpy_helper.to_array(t).tobytes() for t in tables}) == 1, path.name
         assert len(tables) == 1 or path.name.startswith("generate"), path.name
 

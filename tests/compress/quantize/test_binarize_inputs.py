@@ -220,7 +220,7 @@ def test_layers_in_several_places_stay_one(tmp_path):
 
 
 def test_adapters_train_behind_it_and_leave(tmp_path):
-    """They are fed the two values too: what is beside the codes stays."""
+    """They are fed the two values too: what is next to the codes stays."""
     binary = trained("bert", coded(tmp_path / "coded"), tmp_path / "binary", **BITS)
     ctx = trained("bert", binary.out, tmp_path / "out", lora={"rank": 2, "alpha": 4})
     assert "binary_activations" not in ctx.details

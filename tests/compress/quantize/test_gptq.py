@@ -129,7 +129,7 @@ def test_the_error_that_is_told_is_a_part_of_nearests_on_its_own_grid():
     nearest = error(of(round_to_nearest(weight, scheme, options), scheme, options, 40))
     share = error(layer.weight.detach().double().numpy()) / nearest
     assert work.left["layer"] == pytest.approx(share, rel=1e-3)
-    assert share < 0.05  # nearest has one step for all that lies beside the unfed weight
+    assert share < 0.05  # nearest has one step for all that is next to the weight without input
 
 
 def test_a_moment_that_cannot_be_inverted_is_damped_further():

@@ -1,4 +1,4 @@
-"""Pairs beside codes against the papers' formulas, written out in numpy, and as a part of the stage."""
+"""Pairs with codes against the papers' formulas, written out in numpy, and as a part of the stage."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A loss of several parts: each counts by its own items, and the report tells them apart."""
+"""A loss of several parts: each counts by its own items, and the report distinguishes them."""
 
 import harness
 import pytest

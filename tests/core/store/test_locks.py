@@ -100,7 +100,7 @@ def test_threads_of_one_process_are_kept_apart_too(tmp_path):
 
 
 def test_who_waits_for_a_file_that_was_removed_waits_for_the_one_that_took_its_place(tmp_path):
-    """The first holder leaves and removes the file; a third makes it anew before the second looks again."""
+    """The first holder leaves and removes the file; a third makes it again before the second looks again."""
     from concurrent.futures import ThreadPoolExecutor
     from threading import Event
 

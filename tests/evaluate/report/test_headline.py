@@ -81,7 +81,7 @@ def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturb
     ("speedups", "named"), [((1.9, 3.1, 5.6), True), ((1.9, 3.1, 5.7), False), ((None, None), False)]
 )
 def test_a_disturbed_step_withholds_only_where_it_may_be_the_fastest(report, speedups, named):
-    row = report["steps"][7]["latency"][0]  # onnx-fp32, beside onnx-int8's 5.94 [5.70, 6.23]
+    row = report["steps"][7]["latency"][0]  # onnx-fp32, compared with onnx-int8's 5.94 [5.70, 6.23]
     mark_disturbed(row)
     row["rounds"] = _rounds(*speedups)
     found = _headline(report)

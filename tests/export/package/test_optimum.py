@@ -1,4 +1,4 @@
-"""The form `optimum`: its files, and (slow) what Optimum says with them beside smelt."""
+"""The form `optimum`: its files, and (slow) what Optimum computes with them, compared with smelt."""
 
 import shutil
 

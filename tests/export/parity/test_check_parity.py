@@ -1,7 +1,7 @@
 """Mistakes put into finished graphs are found, in every scheme and kind of graph, and named.
 
 tests/support/graphs/mutations.py says what each of them is. A graph in int8 is as far from torch as one
-without its mask: only what is compared exactly tells them apart.
+without its mask: only what is compared exactly distinguishes them.
 """
 
 import shutil

@@ -64,7 +64,7 @@ def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytes
     again, cached = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert cached
     assert again.key == made.key
-    # other weights in the file beside it are another model
+    # other weights in the file next to it are another model
     (tmp_path / "weights.bin").write_bytes(bytes((tmp_path / "weights.bin").stat().st_size))
     other, _ = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert other.key != made.key

@@ -32,7 +32,7 @@ def _config(**values):
 
 
 def _header(change_header):
-    """Write the header of the weights anew; what follows it stays."""
+    """Write the header of the weights again; what follows it stays."""
 
     def change(home):
         path = home / "m" / "model.safetensors"
@@ -172,7 +172,7 @@ def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, 
     path = home / "other" / "model.safetensors"
     tensors = load_file(path)
     tensors[tensor][0, 2] = float("nan")
-    if new_head:  # which is drawn anew: what the file has of the one before is not read
+    if new_head:  # which is drawn again: what the file has of the one before is not read
         config = json.loads((home / "other" / "config.json").read_text())
         (home / "other" / "config.json").write_text(
             json.dumps(config | {"architectures": ["BertForMaskedLM"]})

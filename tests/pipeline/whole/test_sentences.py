@@ -319,7 +319,7 @@ def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
 
 
 def test_texts_are_lowercased_where_the_model_says_so(tmp_path):
-    """RoBERTa's tokenizer tells capitals apart."""
+    """RoBERTa's tokenizer distinguishes capitals."""
     folder = home(tmp_path, SHORT, family="roberta", lower=True)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
     for name in ("model", "onnx"):

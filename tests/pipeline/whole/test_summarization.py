@@ -53,7 +53,7 @@ def test_every_step_is_scored_by_rouge(home):
     assert steps[-1]["gates"][0]["passed"] is True
     sizes = [s["parameters"] for s in steps]
     assert sizes[0] == sizes[1] > sizes[2] > sizes[3] > sizes[4]
-    # of the last torch step: beside weights as few as these a graph's nodes weigh the most
+    # of the last torch step: with so few weights a graph's nodes weigh the most
     assert steps[-2]["size_bytes"] < steps[0]["size_bytes"]
     assert steps[0]["details"]["prefix"] == seq2seq.PREFIX
 

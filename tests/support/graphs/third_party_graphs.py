@@ -93,7 +93,7 @@ def run_directly(path: Path, feeds: Any) -> dict[str, Any]:
 
 
 def save_model(model: Any, path: Path, outside: str | None = None) -> Path:
-    """Write a model; with `outside`, its weights go into that file beside it."""
+    """Write a model; with `outside`, its weights go into that file next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if outside is None:
         path.write_bytes(model.SerializeToString())

@@ -140,7 +140,7 @@ def _mutate_value(draw: random.Random, value: Any) -> Any:
 
 
 def _update_manifest(path: Path) -> None:
-    """Have the manifest beside `path`, where there is one, list its bytes, as whoever changed it would."""
+    """Have the manifest next to `path`, where there is one, list its bytes, as whoever changed it would."""
     from smelt.core.files import sha256_of
 
     manifest = path.parent / "manifest.json"

@@ -1,4 +1,4 @@
-"""serve.py answers what HTTP may bring, beside an infer.py that does what its texts say."""
+"""serve.py answers what HTTP may bring, with an infer.py that does what its texts say."""
 
 import http.client
 import json
